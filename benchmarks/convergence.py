@@ -26,7 +26,7 @@ from lightning_seqpar.parity import Trace
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.mutants import MUTANTS, Mutant, apply, copy_repository  # noqa: E402
+from tests.mutants import Mutant, all_mutants, apply, copy_repository  # noqa: E402
 
 RUNS = {
     "one process": ["--single"],
@@ -43,7 +43,7 @@ STYLES = {
 
 
 FAULTS = (
-    next(mutant for mutant in MUTANTS if mutant.name == "norm sync left out"),
+    next(mutant for mutant in all_mutants() if mutant.name == "norm sync left out"),
     Mutant(
         "what would see it left out",
         "SteppingStrategy._read_comparisons",

@@ -1,6 +1,6 @@
 """Which detectors see a fault of the engine: the self-check before training, the checks of a run, and verify.
 
-    make detectors                 the faults of `tests/mutants.py` in the packages that compute; writes runs/detectors.md
+    make detectors                 the faults beside tests in the packages that compute; writes runs/detectors.md
     make detectors ARGS=gather     those with 'gather' in their name
 
 Each fault is put into a copy of the repository. There some models train at tp 2, two of them with dp 2, twice: as they are, for
@@ -191,7 +191,7 @@ def chosen(words: list[str]) -> list[mutants.Mutant]:
     known = mutants.definitions(mutants.ROOT / "lightning_seqpar")
     return [
         mutant
-        for mutant in mutants.MUTANTS
+        for mutant in mutants.all_mutants()
         if mutants.place_of(mutant, known).file.relative_to(mutants.ROOT / "lightning_seqpar").parts[0] in PACKAGES
         and not mutant.name.startswith(ELSEWHERE)
         and all(word in mutant.name for word in words)

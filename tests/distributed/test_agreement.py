@@ -13,6 +13,7 @@ from lightning_seqpar.distributed.rank_consistency import check_agreement
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
+from tests.mutants import sees
 
 
 def worker_agree(values):
@@ -24,6 +25,12 @@ def test_those_that_agree_go_on():
     assert run_distributed(worker_agree, 2, [{"tp": 2, "plan": "x"}] * 2) == [True, True]
 
 
+@sees(
+    "ranks that disagree go on",
+    "check_agreement",
+    "    if int(extremes[0]) == -int(extremes[1]):\n",
+    "    if int(extremes[0]) >= -int(extremes[1]):\n",
+)
 def test_who_says_what():
     told = [{"tp": 2, "sp": True}, {"tp": 2, "sp": True}, {"tp": 4, "sp": True}, {"tp": 2}]
     with pytest.raises(RankFailedError) as failed:
@@ -52,6 +59,20 @@ def worker_differ(what):
     trainer.fit(model, models.loader(4, count=mine.get("count", 16)))
 
 
+@sees(
+    "plans and models not compared",
+    "SeqParallelStrategy._parallelize",
+    "            check_agreement(facts, self._world, self.root_device)\n",
+    "",
+    case="what5-parameter model.tokens.weight is \\\\[31, 16\\\\] .* rank 0 and \\\\[31, 32\\\\] .*; and \\\\d+ more",
+)
+@sees(
+    "optimizers not compared",
+    "LoopStrategy._describe_training",
+    "describe_optimizer(plain_optimizer(optimizer))",
+    "type(plain_optimizer(optimizer)).__name__",
+    case='what8-optimizer 0 is \\\\["AdamW".* on rank 0 and \\\\["SGD"',
+)
 @pytest.mark.parametrize(
     ("what", "says"),
     [

@@ -11,6 +11,7 @@ from lightning_seqpar.distributed import collectives as C
 from lightning_seqpar.distributed.async_ops import PendingAllReduce, PendingGather, PendingReduceScatter
 from lightning_seqpar.distributed.counters import ExchangeRole, Traffic, announce_exchange
 from lightning_seqpar.testing import RankFailedError, run_distributed
+from tests.mutants import sees
 
 
 def tp_group(tp: int):
@@ -121,6 +122,13 @@ def check_double_backward(function, x: torch.Tensor, group) -> None:
     torch.testing.assert_close(told, slope, rtol=1e-6, atol=1e-6)
 
 
+@sees(
+    "wrong conjugate for the gather",
+    "collectives:_Gather.backward",
+    "        return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), None, None, None\n",
+    "        return _applied(_SplitGrad, split, grad, ctx.dim, ctx.group), None, None, None\n",
+    case="2-2-8-0",
+)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("length", [8, 5, 1])
 @pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 4), (4, 2)])

@@ -15,6 +15,7 @@ from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards.batch import OutputWatch, warn_of_equal_replicas
+from tests.mutants import sees
 
 CPU = torch.device("cpu")
 
@@ -48,6 +49,12 @@ def watched(scores: list[Tensor]) -> None:
     watch.check(ParallelGroups(ProcessTopology(["tp"], [2]), dist.get_rank()), "validation")
 
 
+@sees(
+    "infinite scores hide an output that differs",
+    "OutputWatch.note",
+    "norm = leaf.double().nan_to_num(0.0, 0.0, 0.0).norm()",
+    "norm = leaf.double().nan_to_num().norm()",
+)
 def test_outputs_that_differ_beside_infinities_are_seen():
     same = torch.tensor([1.0, float("-inf"), float("nan")])
     run_distributed(watched, 2, [same, same])

@@ -21,6 +21,7 @@ from lightning_seqpar.context.seq_part import Place, SeqPart
 from lightning_seqpar.distributed.counters import Traffic
 from lightning_seqpar.testing import run_distributed
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 BATCH, HEADS, WIDTH = 2, 4, 8
 METHODS = ("ulysses", "ring", "all_gather")
@@ -172,6 +173,42 @@ def check_equal(method: str) -> tuple[int, list[str]]:
     return number, wrong
 
 
+@sees(
+    "cp: the causal mask of the ring by local index",
+    "Ring.pieces",
+    "queries = self.queries.ranges[self.queries.rank]",
+    "queries = ((0, self.queries.counts[self.queries.rank]),)",
+    case="2-all_gather",
+)
+@sees(
+    "cp: keys of the wrong neighbour",
+    "_RingAttention.forward",
+    "source, behind = (rank - step) % size,",
+    "source, behind = (rank + step) % size,",
+    case="4-ring",
+)
+@sees("cp: chunks merged without their sums", "_merge", " * (one.top - _finite(top)).exp()", "", case="2-all_gather")
+@sees(
+    "cp: gradients of keys stay with the last rank",
+    "_RingAttention._grads",
+    "home = grads if returning is None else returning.wait()",
+    "home = grads",
+    case="4-ring",
+)
+@sees(
+    "cp: the zig-zag undone twice",
+    "_in_order",
+    "return x.index_select(-2, chunks.places(x.device))",
+    "return x.index_select(-2, chunks.places(x.device)).index_select(-2, chunks.places(x.device))",
+    case="2-ulysses",
+)
+@sees(
+    "cp: the causal mask of gathered keys by local index",
+    "attention:_all_gather",
+    "at = chunks.positions(q.device)",
+    "at = torch.arange(chunks.local_length, device=q.device)",
+    case="2-all_gather",
+)
 @pytest.mark.parametrize(
     ("cp", "method"),
     [(2, "ulysses"), (2, "all_gather"), (4, "ring"), rest(2, "ring"), rest(4, "ulysses"), rest(4, "all_gather")],

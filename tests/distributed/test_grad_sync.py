@@ -15,6 +15,7 @@ from lightning_seqpar.parallel.grad_sync import GradSync, step_traffic
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from tests.mutants import sees
 
 SIZE = 6
 
@@ -71,6 +72,24 @@ def check(tp: int) -> None:
     assert torch.equal(model.a.grad, full * size)
 
 
+@sees(
+    "a whole gradient summed again by ranks that add nothing",
+    "GradSync._own_term",
+    "if not partial.fired and not is_new:  # whole on every rank since the last sum",
+    "if False:",
+)
+@sees(
+    "a rank that lacks a gradient does not ask the others",
+    "GradSync._sum",
+    "        if late is not None and not all(arrived):\n",
+    "        if False:\n",
+)
+@sees(
+    "what no rank has becomes zeros",
+    "GradSync._sum",
+    "            if fired:\n",
+    "            if partial.own_term is not None:\n",
+)
 def test_every_rank_has_what_some_rank_sent():
     for world, tp in ((2, 2), (4, 4), (4, 2)):
         run_distributed(check, world, tp)
@@ -93,6 +112,12 @@ def count(tp: int, frozen: bool) -> tuple[Any, ...]:
     return (traffic.total_calls, traffic.total_bytes), step_traffic(layout, tp, dp)
 
 
+@sees(
+    "what stays frozen is summed for ever",
+    "GradSync.begin_step",
+    "                partial.unhook()\n",
+    "                pass\n",
+)
 def test_one_sum_for_each_type_and_the_flags_and_losses_ride():
     for frozen in (False, True):
         measured, formula = run_distributed(count, 2, 2, frozen)[0]
@@ -114,6 +139,7 @@ def norms_apart(count: int, dtype: torch.dtype) -> tuple[list[float], list[float
     return lows, highs, exact
 
 
+@sees("gradients compared by their beginning", "grad_checks:_norm", "flat.split(block), 2", "flat.split(block)[:1], 2")
 def test_norms_that_ranks_compare_are_those_of_whole_gradients():
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         # In the gradients' own precision: far below how far ranks may lie apart.
@@ -138,6 +164,12 @@ def told_of_replicas(number: float, apart: float) -> str:
     return "alike"
 
 
+@sees(
+    "an overflow is a difference of replicas",
+    "check_reduced.comparison",
+    "if high - low > tolerance(dtype) * high:",
+    "if not high - low <= tolerance(dtype) * high:",
+)
 def test_gradients_of_replicas_are_compared_and_no_numbers_are_no_difference():
     # An overflow is everywhere alike: the scaler skips the step, and one process would train on with it.
     for number, apart in ((1.0, 0.0), (float("inf"), 0.0), (float("nan"), 0.0), (0.0, 0.0)):

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.testing import run_distributed
+from tests.mutants import sees
 
 NAMES = ("embedding", "position_embedding", "fp8_amax")
 
@@ -74,6 +75,24 @@ def hop(groups: ParallelGroups) -> None:
     assert [int(heard), int(told)] in groups.p2p_pairs()
 
 
+@sees(
+    "groups made from the first list",
+    "ParallelGroups._make_axis_groups",
+    "            ranks = tuple(self.ranks(axes)) if self._grid_rank >= 0 else (self._world_rank,)\n",
+    "            ranks = tuple(self.topology.get_axis_comm_lists(*axes)[0])\n",
+)
+@sees(
+    "only members count their embedding group",
+    "ParallelGroups._make_named_groups",
+    "            if shared is None:\n",
+    "            if shared is None and member:\n",
+)
+@sees(
+    "groups made anew under a dead one's name",
+    "ParallelGroups.destroy",
+    "            group.shutdown()\n",
+    "            dist.destroy_process_group(group)\n",
+)
 def test_an_all_reduce_of_ranks_over_every_group_of_eight():
     cases = [
         (["pp", "dp", "cp", "tp"], [2, 2, 1, 2], 1),
@@ -104,6 +123,7 @@ def worker_parts():
     return mine.rank("tp"), mine.ranks("tp"), mine.ranks("dp")
 
 
+@sees("a mapped grid's ranks sorted", "ParallelGroups._new", "sort_ranks=False", "sort_ranks=True")
 def test_grids_over_parts_of_the_world():
     told = run_distributed(worker_parts, 8)
     assert told[1] == (1, [0, 1], [1, 3])

@@ -18,6 +18,7 @@ from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.testing import run_distributed
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
 def build(
@@ -163,6 +164,12 @@ def check_changed_input() -> None:
         torch.testing.assert_close(column.weight.grad, expected, rtol=1e-12, atol=1e-12)
 
 
+@sees(
+    "a gathered input that was changed taken for the gathered one",
+    "ColumnInputs.find_regathered",
+    "read is None or read.handle is None or x._version != read.version:",
+    "read is None or read.handle is None:",
+)
 def test_a_gathered_input_may_be_changed():
     run_distributed(check_changed_input, 2)
 

@@ -24,6 +24,7 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import models, zoo
 from tests.helpers.fit import fit, quiet_trainer
+from tests.mutants import sees
 
 VOCAB, TOKENS = 11, 7  # the vocabulary divides by no number of ranks
 
@@ -103,6 +104,36 @@ def losses(dtype: torch.dtype, limit: float) -> None:
             assert torch.allclose(leaf.grad, whole.grad, rtol=limit, atol=limit), name
 
 
+@sees(
+    "a batch of ignored targets poisons the weights",
+    "VocabParallelCrossEntropy.backward",
+    ".masked_fill(~valid, 0)  # a mean",
+    "  # infinite",
+)
+@sees(
+    "padding of the vocabulary counted in the loss",
+    "_LogitChunks.logits",
+    "return self._x[some, : self.count]",
+    "return self._x[some]",
+)
+@sees(
+    "padding of the vocabulary given a gradient",
+    "_ChunkGrads.__init__",
+    "of_x[:, rows.count :].zero_()",
+    "of_x[:, rows.count :].fill_(1)",
+)
+@sees(
+    "each rank's own largest logit taken for all",
+    "VocabParallelCrossEntropy.forward",
+    "total = (parts[:, 1] * below.exp()).sum(0)",
+    "total = parts[:, 1].sum(0)",
+)
+@sees(
+    "a target outside its rank's part of the vocabulary",
+    "VocabParallelCrossEntropy.forward",
+    "score = (parts[:, 2] + below).gather(0, owner.unsqueeze(0)).squeeze(0)",
+    "score = (parts[:, 2] + below)[0]",
+)
 def test_the_loss_in_every_form():
     for world in (2, 4):
         run_distributed(losses, world, torch.float64, 1e-12)
@@ -440,6 +471,76 @@ def of_a_teacher() -> None:
     assert x.grad is head.grad is bias.grad is None
 
 
+@sees(
+    "a change through a plain view of sharded logits is lost",
+    "ShardedLogits._written",
+    "if self._changed is None and self._shown is not None and",
+    "if False and",
+    case="changed_in_place",
+)
+@sees(
+    "a metric that reads logits first cuts the loss off",
+    "ShardedLogits.local",
+    "if made.requires_grad or not (graph or made.is_inference())",
+    "if made is not None",
+    case="anything_else",
+)
+@sees(
+    "logits made without gradients teach the head",
+    "ShardedLogits._wrap",
+    "            part = part.detached()\n",
+    "            pass\n",
+    case="of_a_teacher",
+)
+@sees(
+    "padding of the vocabulary not cut off",
+    "ShardedLogits.whole",
+    "local.ndim - 1, self._group, self._shard.length)",
+    "local.ndim - 1, self._group)",
+    case="anything_else",
+)
+@sees(
+    "logits made of weights that have changed",
+    "DeferredLogits.check",
+    "if self._read_versions() != self._versions:",
+    "if False:",
+    case="kept_across_a_step",
+)
+@sees(
+    "logits changed in place in a copy",
+    "ShardedLogits.__torch_function__",
+    "if logits is not None and writes:",
+    "if False:",
+    case="refusals",
+)
+@sees(
+    "the gradient of gathered logits not dealt out",
+    "_Wrap.backward",
+    "own = F.pad(grad[..., start:stop], (0, ctx.width - (stop - start)))",
+    "own = F.pad(grad[..., : stop - start], (0, ctx.width - (stop - start)))",
+    case="anything_else",
+)
+@sees(
+    "a change of a view of logits stays in the view",
+    "ShardedLogits._root",
+    "while root._view_of is not None:",
+    "while False:",
+    case="changed_in_place",
+)
+@sees(
+    "a copy of logits changes with them",
+    "ShardedLogits._note_view",
+    "if storage_id(made._outline) == storage_id(self._outline):",
+    "if True:",
+    case="changed_in_place",
+)
+@sees(
+    "a change of logits in place is left out of a gradient",
+    "_Wrap.backward",
+    "if ctx.state.any():",
+    "if False:",
+    case="changed_for_a_function",
+)
 @pytest.mark.parametrize(
     "check",
     [
@@ -512,6 +613,7 @@ def measure(loss: str, vocab: bool, chunk: int | None = None) -> int:
     return module.largest
 
 
+@sees("logits gathered for the loss", "_KEEPING", "    F.cross_entropy: _loss,\n", "")
 def test_peak_memory_of_logits_is_a_ranks_part():
     tokens = 16 * 9
     assert run_distributed(measure, 2, "own", True) == [tokens * 500] * 2
@@ -538,6 +640,18 @@ def fit_hugging_face() -> list[Trace]:
 HUGGING = ("llama", "gpt2", "t5")
 
 
+@sees(
+    "the head's gradient of the last chunk alone",
+    "_ChunkGrads.add",
+    "of_head[: rows.count] += d.t()",
+    "of_head[: rows.count] = d.t()",
+)
+@sees(
+    "half of a tied gradient lost",
+    "VocabParallelEmbedding.forward",
+    "        out = F.embedding(local, _read(self.weight)) * mine",
+    "        out = F.embedding(local, self.weight.detach()) * mine",
+)
 def test_hugging_face_heads():
     found = iter(run_distributed(fit_hugging_face, 2)[0])
     for family in HUGGING:
@@ -565,6 +679,12 @@ def read_on_the_first_rank(together: int) -> str:
     return said
 
 
+@sees(
+    "who reads logits alone waits for ever",
+    "ShardedLogits._meet",
+    "        if self._meeting is not None:\n",
+    "        if False:\n",
+)
 def test_logits_that_one_rank_reads_alone_are_told():
     said, nothing = run_distributed(read_on_the_first_rank, 2, 1)
     assert nothing == ""

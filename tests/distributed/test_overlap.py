@@ -35,6 +35,7 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import gather_grads
 from tests.helpers.models import NoGradient
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 ROUNDS = 4
 COLUMNS = 5 + 5 + 4
@@ -548,6 +549,132 @@ def compare(what: str, found: dict[str, Tensor | None], reference: nn.Module) ->
             assert (own - grad).norm() <= 1e-12 * norm, f"{what}: {name} is off by {(own - grad).norm() / norm:.1e}"
 
 
+@sees(
+    "weight-grad products made before their collective starts",
+    "defer_wgrad",
+    "    set_sequence_nr(given, number)\n",
+    "",
+    case="2-2-True",
+)
+@sees(
+    "a collective waited for where it starts",
+    "_over",
+    "        set_sequence_nr(waits, max(number - 1, 0))\n",
+    "        set_sequence_nr(waits, number + 2)\n",
+    case="2-2-True",
+)
+@sees(
+    "the columns' products left out of the gradient of their input",
+    "BackwardExchange.add_product",
+    "            total.addmm_(grad, right)",
+    "            pass",
+    case="2-2-True",
+)
+@sees(
+    "a backward in a hook shares the place of the outer one",
+    "PerBackward.put",
+    "self._values[current_backward()] = value",
+    "self._values = {current_backward(): value}",
+    case="2-2-True",
+)
+@sees(
+    "what a backward in a hook gathered is not gathered again",
+    "RegatheredInput.take",
+    "        self.start(kept)  # does nothing, unless a hook ran another backward in between\n",
+    "",
+    case="2-2-True",
+)
+@sees(
+    "a checkpoint's input taken for its norm's",
+    "NormCall.source",
+    " and is_same_keeper(self._keeper) else None",
+    " else None",
+    case="2-2-True",
+)
+@sees(
+    "a checkpoint's input taken for what was gathered outside",
+    "ColumnInputs.find_regathered",
+    "return read.handle if is_same_keeper(read.handle.keeper) else None",
+    "return read.handle",
+    case="2-2-True",
+)
+@sees(
+    "gradients added to weights that were frozen since",
+    "kept_grad",
+    "or not ctx.is_plain or not weight.requires_grad:",
+    "or not ctx.is_plain:",
+    case="2-2-True",
+)
+@sees(
+    "gradients pass by the hooks of their node",
+    "kept_grad",
+    "has_tensor_hooks(weight) or has_node_hooks(node):",
+    "has_tensor_hooks(weight):",
+    case="2-2-True",
+)
+@sees(
+    "columns that a backward does not come to are waited for",
+    "BackwardExchange._count",
+    "return sum(will_run(node) for node in nodes)",
+    "return len(nodes)",
+    case="2-2-True",
+)
+@sees(
+    "zeros where the output of a column has no gradient",
+    "ShardedLinear.forward",
+    "        ctx.set_materialize_grads(False)\n        dtype = _autocast_dtype(x)\n        ctx.late",
+    "        dtype = _autocast_dtype(x)\n        ctx.late",
+    case="2-2-True",
+)
+@sees(
+    "columns' sum waits for one that has no gradient",
+    "ShardedLinear._skip",
+    "total = ctx.slot.skip_product()",
+    "pass",
+    case="2-2-True",
+)
+@sees(
+    "zeros where the output of a norm has no gradient",
+    "_Norm.forward",
+    "        ctx.set_materialize_grads(False)\n        ctx.call = call\n",
+    "        ctx.call = call\n",
+    case="2-2-True",
+)
+@sees(
+    "zeros where the output of a row has no gradient",
+    "_ReduceScatterOver.forward",
+    "        ctx.set_materialize_grads(False)\n        ctx.slot, ctx.dim, ctx.group, ctx.length",
+    "        ctx.slot, ctx.dim, ctx.group, ctx.length",
+    case="2-2-True",
+)
+@sees(
+    "the result of a collective that was started not taken",
+    "BackwardExchange.take",
+    "        return grad if pending is None else pending.wait()\n",
+    "        return grad\n",
+    case="2-2-True",
+)
+@sees(
+    "gradients added in place past a hook",
+    "kept_grad",
+    "if has_tensor_hooks(weight) or has_node_hooks(node):",
+    "if False:",
+    case="2-2-True",
+)
+@sees(
+    "gradients added in place where torch.autograd.grad was asked for them",
+    "kept_grad",
+    "    except RuntimeError:  # torch.autograd.grad was asked for this weight\n        return None\n",
+    "    except RuntimeError:\n        return kept\n",
+    case="2-2-True",
+)
+@sees(
+    "an input gathered for another backward is used",
+    "RegatheredInput._begin",
+    "        if self._task != task:\n",
+    "        if False:\n",
+    case="2-2-True",
+)
 @pytest.mark.parametrize(
     ("world", "tp", "sp"),
     [
@@ -561,6 +688,16 @@ def test_gradients_are_those_of_one_process_whatever_is_done(world, tp, sp):
     assert counts["plain"] == ROUNDS * (COLUMNS + (2 * 3 - 1 if sp else 0))  # and rows but the first
 
 
+@sees(
+    "zeros where the output of a row that makes little has no gradient",
+    "_ReduceScatter.forward",
+    (
+        "        ctx.set_materialize_grads(False)\n        ctx.dim, ctx.group, ctx.length = dim,"
+        " group, x.shape[dim]\n        return reduce_scatter("
+    ),
+    "        ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]\n        return reduce_scatter(",
+    case="True",
+)
 @pytest.mark.matrix
 @pytest.mark.parametrize("sp", [True, False])
 def test_gradients_are_those_of_one_process_where_nothing_waits(sp):
@@ -585,6 +722,13 @@ def made_late(length: int, sp: bool, regather: Any) -> int:
     return late.count
 
 
+@sees(
+    "products wait for the shortest collectives",
+    "SavePolicy.overlaps",
+    'return whole_bytes > self.overlap_from or self.regather != "auto"',
+    "return True",
+    case="256-auto-True",
+)
 @pytest.mark.parametrize("sp", [True, rest(False)])
 @pytest.mark.parametrize(("length", "regather"), [(256, "auto"), (257, "auto"), (8, True), (8, False)])
 def test_products_wait_for_collectives_that_are_long_enough(length, regather, sp):
@@ -643,6 +787,18 @@ def left_over() -> int:
     return len(held)
 
 
+@sees(
+    "what a backward left is not let go",
+    "PerBackward.take",
+    "return self._values.pop(current_backward(), None)",
+    "return self._values.get(current_backward())",
+)
+@sees(
+    "what was gathered again is not let go after its last user",
+    "RegatheredInput._end",
+    "            self._whole, self._task = None, NO_BACKWARD",
+    "            self._task = NO_BACKWARD",
+)
 def test_a_backward_lets_go_of_what_it_made_though_the_graph_is_kept():
     assert run_distributed(left_over, 2)[0] == 0
 
@@ -691,6 +847,13 @@ def penalized(name: str) -> str:
     return ""
 
 
+@sees(
+    "the gradient of a weight's gradient lost on its way round",
+    "ShardedLinear.backward",
+    "if ctx.late is not None and ctx.is_plain:",
+    "if ctx.late is not None:",
+    case="layers.1.attn.q.weight",
+)
 @pytest.mark.parametrize("name", ["layers.1.attn.q.weight", "layers.2.mlp.down.weight"])
 def test_a_penalty_on_gradients_of_linears_is_refused(name):
     assert "differentiate twice" in run_distributed(penalized, 2, name)[0]
@@ -751,6 +914,7 @@ def hooks_left() -> bool:
     return kept() is not None
 
 
+@sees("a checkpoint is held by its norms", "keeper", "weakref.ref(pack) if inspect.isfunction(pack) else pack", "pack")
 def test_a_checkpoint_goes_with_what_it_kept():
     assert run_distributed(hooks_left, 2) == [False, False]
 
@@ -790,6 +954,12 @@ def check_kept() -> None:
         assert ours == rest + theirs, (use, ours, rest, theirs)
 
 
+@sees(
+    "more is kept where somebody looks",
+    "ElementwiseRecompute.open",
+    "if is_of_checkpoint(outer) or",
+    "if (outer is not None and not hasattr(getattr(outer[0], '__self__', None), 'is_transparent')) or",
+)
 def test_what_is_kept_does_not_depend_on_who_looks():
     run_distributed(check_kept, 2)
 

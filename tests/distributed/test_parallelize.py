@@ -21,6 +21,7 @@ from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
+from tests.mutants import sees
 
 
 def groups(tp: int = 2) -> ParallelGroups:
@@ -212,6 +213,7 @@ def keyword_blocks() -> None:
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
 
 
+@sees("attributes that a plan changed not taken back", "ModuleChange.undo", "        own.update(self.replaced)\n", "")
 def test_arguments_by_keyword_and_tuple_outputs():
     run_distributed(keyword_blocks, 2)
 
@@ -269,6 +271,13 @@ def arguments_of_two_types(sp: bool) -> None:
     torch.testing.assert_close(x.grad, grad, rtol=1e-5, atol=1e-5)
 
 
+@sees(
+    "gathered arguments widened to the widest",
+    "hooks:gather_arguments.hook",
+    "                    whole = whole.to(x.dtype)",
+    "                    pass",
+    case="True",
+)
 @pytest.mark.parametrize("sp", [True, False])
 def test_gathered_arguments_keep_their_types(sp):
     run_distributed(arguments_of_two_types, 2, sp)
@@ -306,6 +315,12 @@ def set_a_property() -> None:
     torch.testing.assert_close(model.model(ids), expected, rtol=0, atol=0)
 
 
+@sees(
+    "a property that a plan set not taken back",
+    "unshard",
+    "    for restore in reversed(record.restore):  # what was changed last is taken back first\n        restore()\n",
+    "",
+)
 def test_a_count_that_is_a_property_is_taken_back():
     run_distributed(set_a_property, 2)
 
@@ -333,5 +348,11 @@ def changed_twice() -> tuple[bool, bool]:
     return type(linear) is torch.nn.Linear, between is torch.nn.Linear
 
 
+@sees(
+    "a module's first change is taken back first",
+    "unshard",
+    "for change in reversed(record.changes):",
+    "for change in record.changes:",
+)
 def test_what_was_changed_last_is_taken_back_first():
     assert run_distributed(changed_twice, 2) == [(True, False)] * 2

@@ -32,6 +32,7 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 from tests.helpers import dropping, models
 from tests.helpers.fit import class_named
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 STEPS, MICRO = 3, 3
 """Updates, and micro-batches of each."""
@@ -210,6 +211,55 @@ def train_all(cases: list[tuple[str, dict[str, Any]]], length: int, tp: int, sp:
     return out
 
 
+@sees(
+    "pp: the micro-batch that came last goes back first",
+    "OneForwardOneBackward.add",
+    "self._waiting.popleft()()",
+    "self._waiting.pop()()",
+    case="pp2",
+)
+@sees(
+    "pp: gradients of tied weights not summed",
+    "HeldParameters.sum_shared",
+    "        if not shared:\n",
+    "        if shared:\n",
+    case="pp2",
+)
+@sees(
+    "pp: what comes back is scaled by what stands for the loss",
+    "_HandOn.backward",
+    "ctx.message)[0] if ctx.wants",
+    "ctx.message)[0] * grad if ctx.wants",
+    case="pp2",
+)
+@sees(
+    "pp: a stage's activation is that of another block",
+    "Stage._take_at",
+    "self._is_awaited = False",
+    "self._is_awaited = name == self._cut.blocks[self.number][0]",
+    case="pp2",
+)
+@sees(
+    "pp: a stage's graph is followed across the cut",
+    "_Traced.take",
+    "put_argument(where, _detached(x), args, kwargs)",
+    "put_argument(where, x, args, kwargs)",
+    case="pp2",
+)
+@sees(
+    "pp: a stage holds all parameters",
+    "HeldParameters.leave_out",
+    ".expand(parameter.shape)",
+    ".repeat(*parameter.shape)",
+    case="pp2",
+)
+@sees(
+    "pp: gradients that several stages hold are summed in another order on each",
+    "HeldParameters._sum_over",
+    "            before[0].add_(part)\n",
+    "            before[0].sub_(part)\n",
+    case="pp4",
+)
 @pytest.mark.parametrize(
     ("world", "tp", "sp", "cases"),
     [(2, 1, True, CASES), (4, 1, True, DEEP), (4, 2, True, SHARDED), rest(4, 2, False, SHARDED)],
@@ -239,6 +289,20 @@ def refused(name: str, args: dict[str, Any]) -> str:
     return ""
 
 
+@sees(
+    "pp: what goes past the activation is not refused",
+    "trace_cut",
+    "if other != at and crossing:",
+    "if other > at and crossing:",
+    case="past the activation",
+)
+@sees(
+    "stacks: what a block returns and nobody is given is left out",
+    "_Traced.take",
+    "            if self._left:\n",
+    "            if self._left is None:\n",
+    case="two activations",
+)
 @pytest.mark.parametrize(
     ("name", "args", "stages", "says"),
     [
@@ -272,6 +336,9 @@ def begin_to_read() -> None:
     stage.settle()
 
 
+@sees(
+    "pp: nobody looks at what a stage reads", "HeldParameters.check_graph", "if not self.holds(name)}", "if not name}"
+)
 def test_a_stage_that_begins_to_read_what_it_does_not_hold_is_told():
     with pytest.raises(RankFailedError, match=r"stage 1 of 2 reads embed\.weight, which is on stage 0"):
         run_distributed(begin_to_read, 2)
@@ -308,6 +375,8 @@ def drop(rate: float) -> tuple[list[tuple[int, Tensor]], list[Tensor]]:
     return [(at, mask) for at, mask in module.masks if first <= at < first + 2], after
 
 
+@sees("pp: all stages drop out alike", "StageStreams.begin_stage", "_STAGE + chunk", "_STAGE")
+@sees("pp: stages go on apart behind a forward", "StageStreams.end", "_BEHIND_STAGES)", "_BEHIND_STAGES + self._stage)")
 def test_stages_draw_apart_and_go_on_alike():
     one, two = run_distributed(drop, 2, 0.5)
     again = run_distributed(drop, 2, 0.5)
@@ -377,6 +446,12 @@ def draw_on_host() -> list[float]:
     return module.mixed
 
 
+@sees(
+    "pp: generators of the host go on apart",
+    "Stage.run",
+    "                self._streams.end_on_host()\n",
+    "                pass\n",
+)
 def test_stages_draw_alike_from_the_generators_of_the_host():
     one, other = run_distributed(draw_on_host, 2)
     assert one == other
@@ -422,6 +497,27 @@ def run_one(kind: str) -> None:
         stage.run(lambda at=at: module.training_step(data[at], at)).backward()
 
 
+@sees(
+    "pp: blocks run once more on what passed by",
+    "Stage._begin_at",
+    "if self._runs and name in self._ran:",
+    "if self._runs and not name:",
+    case="second pass",
+)
+@sees(
+    "pp: nobody looks what a block is given beside its activation",
+    "Stage._take_at",
+    "                    self._check_beside(name, came, beside)\n",
+    "                    pass\n",
+    case="mask",
+)
+@sees(
+    "pp: a generator of the step's own goes on apart",
+    "find_cut",
+    "if any(one.seeded for one in",
+    "if any(not one for one in",
+    case="generator",
+)
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
@@ -468,6 +564,13 @@ def probe() -> tuple[float, list[bool]]:
     return float(losses[1].detach() / losses[0].detach()), module.between
 
 
+@sees("pp: what passes by looks like an activation", "_nothing_like", 'float("nan")', "1.0")
+@sees(
+    "pp: what nothing read is on the first stage alone",
+    "trace_cut",
+    "            each.add(unread)\n",
+    "            held[0].add(unread)\n",
+)
 def test_what_passed_by_is_no_number_and_what_was_unread_is_there():
     (_, first), (ratio, second) = run_distributed(probe, 2)
     assert first == [False, False] * 2  # its own blocks, behind which the step ends
@@ -485,6 +588,12 @@ def begin_to_draw() -> None:
     stage.run(lambda: module.training_step(data[0], 0))
 
 
+@sees(
+    "pp: draws of a model that drew nothing are not told",
+    "Stage.run",
+    "if drew and self._own_streams:",
+    "if not drew and False:",
+)
 def test_draws_that_no_example_made_are_told():
     with pytest.raises(
         RankFailedError, match=r"stage \d of 2: the step drew random numbers, as it did not in the example"
@@ -519,6 +628,12 @@ def mix_up() -> None:
         loss.backward()
 
 
+@sees(
+    "pp: nobody looks whose gradient came",
+    "Link.receive",
+    "if came.micro_batch != message.micro_batch or",
+    "if came.micro_batch < 0 or",
+)
 def test_what_belongs_to_another_micro_batch_is_told():
     says = r"stage 0 waited for the gradient of micro-batch 2, and stage 1 sent that of micro-batch 1"
     with pytest.raises(RankFailedError, match=says):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightning_seqpar.strategy.refusals import Refusals
 from lightning_seqpar.testing import run_distributed
+from tests.mutants import sees
 
 
 def refusals() -> Refusals:
@@ -27,6 +28,18 @@ def compares() -> None:
         assert not refusals().is_shared(ValueError("here alone"))
 
 
+@sees(
+    "an error of one rank alone is taken for everybody's",
+    "Refusals._have_come",
+    "            return False\n",
+    "            return True\n",
+)
+@sees(
+    "ranks that raise different errors count as one refusal",
+    "Refusals.is_shared",
+    " and all(self._store.get(key).decode() == said for key in keys)",
+    "",
+)
 def test_an_error_is_shared_if_all_ranks_raise_it():
     run_distributed(compares, 2)
 
@@ -53,5 +66,12 @@ def tells() -> None:
     dist.barrier()
 
 
+@sees("every rank tells what all of them raised", "Refusals.tell_once", "        sys.excepthook = print_once\n", "")
+@sees(
+    "what rank 0 caught is told by nobody",
+    "Refusals.tell_once",
+    'self._rank and not self._have_come([f"{self._name} is told"])',
+    "False",
+)
 def test_rank_0_tells_it_and_the_others_only_if_rank_0_did_not():
     run_distributed(tells, 2)

@@ -28,6 +28,7 @@ from lightning_seqpar.verify.run_comparison import worst_gradient
 from lightning_seqpar.verify.self_check import CalledApartError, self_check
 from tests.helpers import models, zoo
 from tests.helpers.fit import fit, quiet_trainer
+from tests.mutants import sees
 
 CPU = torch.device("cpu")
 Rules = list[dict[str, Any]]
@@ -105,6 +106,13 @@ def said_of_spoiled() -> list[str]:
     return all_told([(kind, spoil(rules_of(kind, 2)), True) for kind, spoil, _ in SPOILED], 2)
 
 
+@sees(
+    "the self-check passes everything",
+    "self_check.compare_with",
+    "        verdict = compare_runs(dense, sharded, record, names, groups, draws=tiles is None)\n",
+    "        verdict = Verdict()\n",
+    case="fused-0",
+)
 @pytest.mark.parametrize("case", range(len(SPOILED)), ids=[f"{kind}-{at}" for at, (kind, _, _) in enumerate(SPOILED)])
 def test_a_spoiled_plan_is_refused(said_of_spoiled, case):
     assert SPOILED[case][2] in said_of_spoiled[case]
@@ -172,6 +180,13 @@ def wrong_gradient(kind: str) -> list[str]:
     return self_check(model, [plan], groups, example(), sp=True, regather=True, device=CPU).wrong
 
 
+@sees(
+    "the self-check looks at the forward alone",
+    "worst_gradient",
+    "        if wrong and (worst is None or not gap <= worst.error):\n",
+    "        if False:\n",
+    case="einsum",
+)
 @pytest.mark.parametrize("kind", ["einsum", "gqa", "encoder_decoder"])
 def test_a_wrong_gradient_behind_a_right_forward_is_seen(kind):
     (said, _) = run_distributed(wrong_gradient, 2, kind)
@@ -220,6 +235,25 @@ def evaluated() -> dict[str, tuple[list[str], str]]:
     return out
 
 
+@sees("evaluation not compared", "observe_evaluation", "        model.eval()\n", "        pass\n")
+@sees(
+    "the validation step not compared",
+    "self_check",
+    "    again += [] if evaluation is None else",
+    "    again += [] if True else",
+)
+@sees(
+    "what modules keep of a step not read in a later one",
+    "self_check",
+    "if one.training and not dense.keeps:",
+    "if one.training:",
+)
+@sees(
+    "a time that is logged taken for an error",
+    "without_unstable",
+    "if at not in values or _is_close(values[at][0][1], values[at][1][1], limit)",
+    "if True",
+)
 def test_what_blocks_do_in_evaluation_alone_is_seen():
     found, other = run_distributed(evaluated, 2)
     assert found == other
@@ -271,6 +305,12 @@ def sampled_alone() -> list[str]:
     return told
 
 
+@sees(
+    "a model that some ranks call more often makes the others wait",
+    "_refuse_apart",
+    "if more := (here - there) or (there - here):",
+    "if more := (here - here):",
+)
 def test_a_model_that_some_ranks_call_more_often_is_refused_before_they_wait_for_each_other():
     first, other = run_distributed(sampled_alone, 2)
     assert first == other
@@ -311,6 +351,13 @@ def fit_zoo(kind: str, plan: Any) -> list[float]:
     return fit("Zoo", {"kind": kind}, world=2, strategy={"tp": 2, "plan": plan}, steps=1).losses
 
 
+@sees(
+    "a wrong plan is told with rules that do not mend it",
+    "Prover._mending",
+    "bool(more.rules) and self._is_right([*plans, more])",
+    "bool(more.rules)",
+)
+@sees("a plan that was wrong in all that was tried is called right", "Prover._is_right", "return False", "return True")
 def test_a_plan_that_nothing_mends_is_refused():
     rules = [*without("set")(rules_of("einsum", 2)), {"pattern": "net.h.*.ln1", "style": "set", "values": {"eps": 0.5}}]
     with pytest.raises(
@@ -361,6 +408,18 @@ def starts(kinds: list[str], folder: str) -> list[tuple[list[str], list[str]]]:
     return [fit_and_listen(kind, folder) for kind in kinds]
 
 
+@sees(
+    "coverage: what the self-check found on shards is not the reason",
+    "Prover._check_or_widen",
+    "self._why_wide = _cause(error)",
+    "pass",
+)
+@sees(
+    "a plan's rules are in no file",
+    "SeqParallelStrategy._log_summary",
+    'write_plan(plans, summarize(*about)) if plans else ""',
+    '""',
+)
 def test_a_start_says_why_what_is_whole_is_whole_and_where_the_rules_are(tmp_path):
     """Attention that can't be split, and a shift of the sequence, which only the self-check finds wrong on shards."""
     (split, shifted), _ = run_distributed(starts, 2, ["hard_coded", "shifted"], str(tmp_path))
@@ -389,6 +448,13 @@ def test_a_small_gradient_that_is_wrong_is_seen():
     assert told("small") == ""
 
 
+@sees(
+    "small gradients may be twice too large",
+    "worst_gradient",
+    "(own > OWN_LIMIT and gap > NOISE[narrow])",
+    "False",
+    case="True",
+)
 @pytest.mark.parametrize("narrow", [True, False])
 def test_a_small_gradient_that_is_counted_twice_is_seen(narrow):
     small = torch.full((3,), 1e-6 if narrow else 1e-10, dtype=torch.float64)
@@ -573,6 +639,12 @@ def check_with_a_replica_that_fails() -> None:
     self_check(model, [plan], groups, example(), sp=True, regather=True, device=CPU)
 
 
+@sees(
+    "a replica whose self-check fails goes on alone",
+    "share_verdict",
+    "groups[tuple(sorted(groups.topology.axes))]",
+    'groups["tp"]',
+)
 def test_a_replica_that_fails_alone_does_not_meet_the_others_in_another_collective():
     with pytest.raises(RankFailedError) as caught:
         run_distributed(check_with_a_replica_that_fails, 4)
@@ -587,6 +659,12 @@ def fail_on_shards(module: torch.nn.Module, args: Any) -> None:
         raise RuntimeError("on every rank")
 
 
+@sees(
+    "a rank that fails alone in the self-check waits for ever",
+    "share_verdict",
+    "    _await_others(failure, groups[tuple(sorted(groups.topology.axes))])\n",
+    "",
+)
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
     with pytest.raises(RankFailedError) as caught:
         run_distributed(check_with_one_that_fails, 2, False)
@@ -616,6 +694,12 @@ def fit_needing() -> None:
     trainer.fit(NeedsTrainer("einsum"), models.loader(4, count=8))
 
 
+@sees(
+    "a forward's outputs weighed by what is drawn",
+    "project",
+    "    weights = (places * 12.9898).sin().view(tensor.shape)\n",
+    "    weights = torch.randn(tensor.shape, dtype=torch.float64)\n",
+)
 def test_what_a_forward_gives_is_weighed_where_draws_are_kept_quiet():
     """Weights that were drawn would be zeros there, and every gradient of the check with them."""
     out = torch.ones(3, 4, requires_grad=True)

@@ -21,6 +21,7 @@ from lightning_seqpar.context.exchange import enter
 from lightning_seqpar.context.seq_part import HANDLERS, Place, SeqPart, whole_of
 from lightning_seqpar.distributed.counters import SavedBytes
 from lightning_seqpar.testing import run_distributed
+from tests.mutants import sees
 
 # A table: one call a line.
 
@@ -1417,6 +1418,18 @@ def recomputed_norms() -> dict[str, tuple[float, int]]:
     return found
 
 
+@sees(
+    "cp: whatever looks like a norm is taken for one of each position",
+    "norm_recompute:_is_of_positions",
+    "    return state.of_positions\n",
+    "    return True\n",
+)
+@sees(
+    "cp: norms of parts keep what autograd keeps",
+    "norm_recompute:_forward",
+    "isinstance(x, SeqPart) and _is_of_positions(self, x)",
+    "False",
+)
 def test_a_norm_of_parts_keeps_its_input_alone_if_it_looks_at_one_position():
     for rank, found in enumerate(run_distributed(recomputed_norms, 2)):
         assert all(error <= TOLERANCE for error, _ in found.values())

@@ -20,6 +20,7 @@ from tests.helpers.families import HuggingFace, build
 from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.models import loader
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -45,6 +46,13 @@ def fit_adapted(strategy: dict[str, Any], cases: dict[str, dict[str, Any]]) -> d
     return found
 
 
+@sees(
+    "the second half of a row's adapter summed where it is whole",
+    "ResolvedPlan.layout_of",
+    "        if self._follows_row(module):\n",
+    "        if self._follows_row(module) and sp:\n",
+    case="tp2-no-sp",
+)
 @pytest.mark.parametrize(
     ("world", "strategy"),
     [
@@ -74,6 +82,13 @@ def test_the_plan_names_the_half_that_meets_the_shards():
     assert styles["self_attn.o_proj.lora_B.default"] == "on shards"
 
 
+@sees(
+    "a variant of an adapter taken for the plain one",
+    "is_adapted",
+    "    return filled and not any(True for other in children.values() for _ in other.parameters())\n",
+    "    return filled\n",
+    case="options2-False",
+)
 @pytest.mark.parametrize(("options", "plain"), [({}, True), ({"use_rslora": True}, True), ({"use_dora": True}, False)])
 def test_an_adapter_with_parameters_of_its_own_is_no_plain_one(options, plain):
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], **options)
@@ -81,6 +96,18 @@ def test_an_adapter_with_parameters_of_its_own_is_no_plain_one(options, plain):
     assert is_adapted(model.base_model.model.model.layers[0].self_attn.q_proj) is plain
 
 
+@sees(
+    "a row that is called with a constant first has no graph",
+    "_Probe.__init__",
+    "next((read for read in self._reads if read.requires_grad), self._reads[0])",
+    "self._reads[0]",
+)
+@sees(
+    "a plan that shards the vocabulary alone is refused",
+    "ResolvedPlan.__init__",
+    'and not self.named("vocab")',
+    "and True",
+)
 def test_variants_are_not_taken_for_it():
     """DoRA scales by norms over in-features: on columns it is cut with them, on rows the part around it is whole."""
     targets = {"columns": ["q_proj", "v_proj", "up_proj"], "rows": ["q_proj", "o_proj"], "all": LLAMA}
@@ -191,6 +218,12 @@ def test_other_kinds_train_like_one_process():
         compare(fit("OtherKind", {"kind": kind}, steps=2, length=9), got).raise_if_failed()
 
 
+@sees(
+    "draws of installed code end a run that could leave its part whole",
+    "_is_own_code",
+    "return not is_installed(kind)",
+    "return True",
+)
 def test_draws_of_an_installed_adapter_are_not_the_users():
     own = nn.Sequential(nn.Linear(4, 4))
     dropping = Dropping()
@@ -209,6 +242,12 @@ def refusals(cases: dict[str, tuple[type, Any]]) -> dict[str, str]:
     return told
 
 
+@sees(
+    "parameters that are added while training pass",
+    "refuse_added",
+    "    if any(record.layout.of(parameter) is None for parameter in parameters):",
+    "    if False:",
+)
 def test_what_is_known_not_to_fit_shards_is_told():
     cases = {
         "prefix": (OtherKind, "prefix"),

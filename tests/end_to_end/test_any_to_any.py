@@ -20,6 +20,7 @@ from lightning_seqpar.verify.parity import FLOAT64_TOLERANCE, ParityRecorder, Tr
 from tests.helpers import models
 from tests.helpers.checkpoints import FORMS, Counting, Two, same, whole
 from tests.helpers.fit import quiet_trainer
+from tests.mutants import sees
 
 BATCHES = 3  # of an epoch; saved behind it, and resumed for another
 OPTIMIZERS = ("adamw", "sgd", "several")
@@ -239,6 +240,41 @@ SLICE = (
 )
 
 
+@sees(
+    "what all ranks hold written by none of some",
+    "_WriterChoice.part",
+    "writer == (dp, tp)",
+    "writer == (dp, 0)",
+    case="tp2-dp2-sharded-tp4-dp1-sharded-adamw",
+)
+@sees(
+    "fsdp: rows written at another replica's place",
+    "Part.__init__",
+    "                    offsets[0] = rows[0]\n                    offsets[shard.dim] = start + low - at\n",
+    "                    offsets[0] = 0\n                    offsets[shard.dim] = start + low - at\n",
+    case="tp2-fsdp2-sharded-tp1-fsdp4-single-several",
+)
+@sees(
+    "fsdp: another replica's rows taken",
+    "take_rows",
+    "part[start:stop].clone()",
+    "part[: stop - start].clone()",
+    case="plain-tp2-fsdp2-single-several",
+)
+@sees(
+    "pp: each stage writes what others hold into a folder",
+    "_WriterChoice.part",
+    'self._groups.rank("pp") == next(iter(stages), 0)',
+    "bool(self._groups)",
+    case="tp2-pp2-dp1-sharded-plain-adamw",
+)
+@sees(
+    "pp: a folder has the first stage's moments alone",
+    "optimizer_parts",
+    'state["state"] if layout is None else _of_all_stages(state["state"], parameters, layout, groups)',
+    'state["state"]',
+    case="tp2-pp2-dp1-sharded-plain-adamw",
+)
 @pytest.mark.parametrize(("source", "target", "optimizer"), SLICE)
 def test_any_to_any(source, target, optimizer):
     """A slice of the matrix."""

@@ -18,6 +18,7 @@ from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
 from tests.helpers.checkpoints import same, whole
 from tests.helpers.fit import quiet_trainer
+from tests.mutants import sees
 
 
 class Held(Callback):
@@ -80,6 +81,12 @@ def overlap(folder: str) -> list[int]:
     return held.written_at
 
 
+@sees(
+    "what is written meanwhile is no copy",
+    "Part.frozen",
+    'offsets: (piece.to("cpu", copy=True), True)',
+    "offsets: (piece, True)",
+)
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
     """Its numbers are those of its own step, bitwise."""
     for written_at in run_distributed(overlap, 4, str(tmp_path)):
@@ -102,6 +109,20 @@ def failing(folder: str, every: int) -> tuple[str, str, int, list[str]]:
     return str(caught.value), told[0] if told else "", held.trained, names(folder)
 
 
+@sees(
+    "an older checkpoint goes before the new one is whole",
+    "Background.afterwards",
+    "        if saving is None or self._thread is None:\n",
+    "        if True:\n",
+    case="at the next checkpoint",
+)
+@sees(
+    "training ends before its last checkpoint is written",
+    "SavingStrategy.on_train_end",
+    "        self._trains = False\n        self._background.wait()\n",
+    "        self._trains = False\n",
+    case="at the end",
+)
 @pytest.mark.parametrize(("every", "at"), [(1, 3), (3, 6)], ids=["at the next checkpoint", "at the end"])
 def test_a_failure_is_told_at_once_and_ends_every_rank(tmp_path, every, at):
     (one, warned, trained, left), (other, *_) = run_distributed(failing, 2, str(tmp_path), every)
@@ -123,6 +144,12 @@ def kept(folder: str) -> None:
     train()
 
 
+@sees(
+    "a name that is being written is free",
+    "SavingStrategy.on_train_start",
+    "                self._reserve_names(callback)\n",
+    "                pass\n",
+)
 def test_names_and_removals_wait_their_turn(tmp_path):
     """The second ``best`` finds the first one's name taken, though it is not whole yet; what goes, goes behind what comes."""
     run_distributed(kept, 2, str(tmp_path))

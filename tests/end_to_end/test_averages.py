@@ -13,6 +13,7 @@ from torch import nn
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from tests.helpers.habit_runs import LIMIT, Learner, Place, apart
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
 class Late(WeightAveraging):
@@ -93,6 +94,20 @@ def at(name: str, topology: str, folder: str) -> Any:
     return WORKERS[name](Place(topology, str(own)))
 
 
+@sees(
+    "habits: averages of weights start apart",
+    "SeqParallelStrategy._share_out_averages",
+    "            self._make_replicas_equal(average)\n",
+    "",
+    case="apart-dp2xtp2",
+)
+@sees(
+    "habits: a second run averages copies of shards",
+    "SeqParallelStrategy.setup_environment",
+    "            unshard(self._module)\n",
+    "            pass\n",
+    case="twice-tp2",
+)
 @pytest.mark.parametrize(("name", "topology"), [("apart", "dp2xtp2"), ("twice", "tp2"), rest("twice", "fsdp2xtp2")])
 def test_it_is_the_average_of_one_process(name, topology, tmp_path):
     expected = at(name, "alone", str(tmp_path))
@@ -102,6 +117,12 @@ def test_it_is_the_average_of_one_process(name, topology, tmp_path):
         assert not differ, (rank, differ[:5])
 
 
+@sees(
+    "habits: an average of no weights",
+    "refuse_on_meta",
+    "    if any(parameter.is_meta for parameter in model.parameters()):\n",
+    "    if False:\n",
+)
 def test_a_model_without_weights_has_no_average(tmp_path):
     with pytest.raises(
         RankFailedError,
@@ -110,6 +131,7 @@ def test_a_model_without_weights_has_no_average(tmp_path):
         run_distributed(at, 2, "meta", "tp2", str(tmp_path))
 
 
+@sees("habits: an average of another model", "shard_average", "        if names != own:\n", "        if False:\n")
 def test_an_average_of_another_model_is_refused(tmp_path):
     with pytest.raises(
         RankFailedError, match=r"ValueError: late\.\w+: the average of weights and the model do not hold the same"

@@ -19,6 +19,7 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, compare, gather_weights
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
+from tests.mutants import sees
 
 FIRST, LIMIT = 4, 9
 """The size that is tried first; and that above which batches do not fit."""
@@ -213,6 +214,41 @@ RUNS = [
 ]
 
 
+@sees(
+    "each rank looks for a checkpoint of its own behind a search",
+    "TuningStrategy.load_checkpoint",
+    "super().load_checkpoint(search.place, weights_only)",
+    "super().load_checkpoint(search.own, weights_only)",
+    case="dp2-tp2-a callback, in the backward",
+)
+@sees(
+    "random states are set back behind a search",
+    "TuningStrategy.load_checkpoint",
+    "self._streams = None",
+    "pass",
+    case="tp2-no limit, shuffled",
+)
+@sees(
+    "DDP waits for the gradients of a step that ran out of memory",
+    "TuningStrategy._forget_step",
+    "isinstance(self.model, DistributedDataParallel)",
+    "False",
+    case="dp2-tp2-a callback, in the backward",
+)
+@sees(
+    "gradients of a step that ran out of memory stay",
+    "FullySharded.reset",
+    "self._record.layout.drop_computed()",
+    "pass",
+    case="fsdp-a callback, in the backward",
+)
+@sees(
+    "Lightning refuses its batch-size finder",
+    "TopologyStrategy.is_distributed",
+    "return self._is_set_up",
+    "return True",
+    case="dp2-tp2-in the backward",
+)
 @pytest.mark.parametrize(("topology", "name"), RUNS)
 def test_the_search_of_one_process(topology, name, folders):
     world, strategy = TOPOLOGIES[topology]
@@ -247,6 +283,16 @@ def ended(folder: str, world: int, options: dict[str, Any]) -> str:
 BEST = "The largest that ran is 8: set the batch size to 8, and leave the finder out"
 
 
+@sees(
+    "ranks try other batch sizes", "BatchSizeSearch.meet", 'if other["end"] != own["end"]:', "if False:", case="behind"
+)
+@sees(
+    "a lack of memory at other points of the step",
+    "BatchSizeSearch.meet",
+    'if not _fit(own["collectives"], other["collectives"]):',
+    "if False:",
+    case="apart",
+)
 @pytest.mark.parametrize(
     ("world", "options", "first", "last"),
     [

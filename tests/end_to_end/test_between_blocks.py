@@ -14,6 +14,7 @@ from tests.helpers import models
 from tests.helpers.between import KINDS, Between
 from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
 def traces(world: int, strategy: dict[str, Any] | None, kinds: list[str], **args: Any) -> dict[str, Trace]:
@@ -36,6 +37,97 @@ TOPOLOGIES = {
 }
 
 
+@sees(
+    "between blocks: a whole tensor has one rank's gradient",
+    "seq_part:_shared",
+    'if chunks is None or chunks.axis == "cp":',
+    "if True:",
+    case="tp2",
+)
+@sees(
+    "between blocks: what parts are multiplied with has one rank's gradient",
+    "SeqPart.for_parts",
+    "self._gathered(gather_for_parts)",
+    "self._gathered(gather_positions)",
+    case="tp2",
+)
+@sees(
+    "between blocks: the gradient of what is gathered counts tp times",
+    "gather_positions",
+    '_Gather if chunks.axis == "cp" else _GatherAlike',
+    "_Gather",
+    case="tp2",
+)
+@sees(
+    "between blocks: the gradient of a sum over ranks counts tp times",
+    "sum_over_ranks",
+    '_Sum if chunks.axis == "cp" else _SumAlike',
+    "_Sum",
+    case="tp2",
+)
+@sees(
+    "between blocks: a block's output does not know that it is a part",
+    "hooks:_wrapped",
+    "    if not region.sp:\n        return None\n",
+    "    return None\n",
+    case="tp2",
+)
+@sees(
+    "between blocks: the user's hooks see shards",
+    "_Swap._hooks",
+    "                hooks.move_to_end(key)\n",
+    "                pass\n",
+    case="tp2",
+)
+@sees(
+    "between blocks: a head reads a part",
+    "VocabParallelHead.forward",
+    "        x = over_tp(x) if isinstance(x, SeqPart) else x\n",
+    "        x = local_of(x)\n",
+    case="tp2",
+)
+@sees(
+    "between blocks: a change in place has one rank's gradient",
+    "seq_part:write",
+    "share(whole, target._place.chunks)",
+    "whole",
+    case="tp2",
+)
+@sees(
+    "between blocks: a module of a block is given parts there",
+    "hooks:gather_arguments.hook",
+    "if region.sp and not region.frames.active and any(map(lies_over_tp, (*args, *kwargs.values()))):",
+    "if False:",
+    case="tp2",
+)
+@sees(
+    "between blocks: a reentrant checkpoint loses the gradient of its input",
+    "SeqPart._take_over_graph",
+    "inputs = [kept[at] if at in missing and known else found for at, found in enumerate(inputs)]",
+    "inputs = [None for _ in inputs]",
+    case="tp2",
+)
+@sees(
+    "between blocks: a shorter sequence taken for the call's",
+    "DataPath._shard_in",
+    "or not place.chunks.same(self._chunks(length))",
+    "",
+    case="tp2",
+)
+@sees(
+    "between blocks: what a composed function is given is shared twice",
+    "SeqPart.__torch_function__",
+    "(args, named) if func in COMPOSED else ",
+    "(args, named) if func in _OF_GRAPH else ",
+    case="tp2",
+)
+@sees(
+    "between blocks: a pooled activation is refused by the norm behind them",
+    "hooks:_begin",
+    " and x.ndim == 2 and ",
+    " and x.ndim == 0 and ",
+    case="tp2",
+)
 @pytest.mark.parametrize("topology", ["tp2", "tp4", rest("dp2xtp2"), "tp2xcp2", rest("fsdp2xtp2")])
 def test_code_that_begins_in_the_second_step(topology):
     world, strategy = TOPOLOGIES[topology]
@@ -55,6 +147,13 @@ def scored(world: int, strategy: dict[str, Any] | None, since: int) -> Trace:
         return fit("Scored", {"since": since}, steps=3, length=10, global_batch=4, strategy=strategy, world=world)
 
 
+@sees(
+    "between blocks: scores of the last block are a part in silence",
+    "hooks:_left",
+    "tree_map_only(Tensor, region.path.wrap, list(out[1:]))",
+    "list(out[1:])",
+    case="0",
+)
 @pytest.mark.parametrize("since", [0, 1])
 def test_scores_of_flattened_tokens_beside_an_activation(since):
     """Of the last block too, where the activation becomes whole."""

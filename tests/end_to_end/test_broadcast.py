@@ -21,6 +21,7 @@ from lightning_seqpar.verify.parity import ParityRecorder, compare
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
 class Stream(IterableDataset):
@@ -77,6 +78,13 @@ def worker_stream(broadcast: bool, workers: int = 0, world: int = 2, twins: bool
     return model.batches, model.draws, recorder.trace, model.validated
 
 
+@sees(
+    "a broadcast batch without the reader's random streams",
+    "BroadcastLoader.__iter__",
+    "                set_streams(streams, _CPU)\n",
+    "                pass\n",
+    case="1-True",
+)
 @pytest.mark.parametrize(("workers", "twins"), [rest(0, False), (1, True)])
 def test_a_replica_reads_one_stream_and_trains_as_one_process(workers, twins):
     told = run_distributed(worker_stream, 2, True, workers, 2, twins)
@@ -110,6 +118,18 @@ def worker_failing():
     trainer.fit(models.GPT(), DataLoader(Stream(16, fail_at=9), batch_size=4))
 
 
+@sees(
+    "a reader's failure kept to itself",
+    "BroadcastLoader.__iter__",
+    '                    message = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]\n',
+    '                    told = [("end", None, get_streams(_CPU))]\n',
+)
+@sees(
+    "who refuses to go on waits for the rank because of which it does",
+    "SeqParallelStrategy.on_exception",
+    "                refusals.note(exception)",
+    "                pass",
+)
 def test_a_reader_that_fails_ends_the_replica_with_its_reason():
     with pytest.raises(RankFailedError) as failed:
         run_distributed(worker_failing, 2)

@@ -20,6 +20,7 @@ from tests.helpers import models
 from tests.helpers.checkpoints import PRECISION, same, train
 from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
 def shapes(value: Any) -> Any:
@@ -30,6 +31,27 @@ def shapes(value: Any) -> Any:
     return [shapes(item) for item in value] if isinstance(value, list) else type(value).__name__
 
 
+@sees(
+    "checkpoint of shards",
+    "SavingStrategy.lightning_module_state_dict",
+    "        return full_state_dict(record, self.root_device)",
+    "        with record.allow_state_dict():\n            return super().lightning_module_state_dict()",
+    case="4-2-GPT",
+)
+@sees(
+    "moments of shards in the checkpoint",
+    "SavingStrategy.optimizer_state",
+    ("        return full_optimizer_state(plain_optimizer(optimizer), record.layout, record.groups, self.root_device)"),
+    "        return super().optimizer_state(optimizer)",
+    case="4-2-GPT",
+)
+@sees(
+    "moments of a replicated parameter from the wrong rank",
+    "_assemble",
+    '        return local if _is_writer(groups) else local.to("meta")\n',
+    '        return local.to("meta") if _is_writer(groups) else local\n',
+    case="4-2-GPT",
+)
 @pytest.mark.parametrize("model", ["GPT", "Encoder"])
 @pytest.mark.parametrize(("world", "tp"), [rest(2, 2), (4, 2)])
 def test_the_file_is_an_ordinary_one(tmp_path, model, world, tp):
@@ -165,6 +187,9 @@ def guard_and_unshard(model: str) -> None:
     module.training_step(next(iter(models.loader(4))), 0).backward()
 
 
+@sees(
+    "state_dict not guarded", "_guard.hook", "        if not record.reading:\n", "        if False:\n", case="Watched"
+)
 @pytest.mark.parametrize("model", ["Watched", "WatchedEncoder"])
 def test_state_dict_of_shards_raises_and_unshard_gives_the_model_back(model):
     run_distributed(guard_and_unshard, 2, model)

@@ -25,6 +25,7 @@ from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import models
 from tests.helpers.fit import fit, quiet_trainer
+from tests.mutants import sees
 
 EAGER = {"compile": True, "compile_options": {"backend": "aot_eager"}}
 """Graphs are traced, and their operations run as they are: fast to make, and nothing but the graphs differs."""
@@ -81,6 +82,50 @@ def check(world: int, cases: dict[str, tuple[Case, dict[str, int]]]) -> None:
             assert (graphs, breaks) == (traced, 0), name
 
 
+@sees(
+    "compiled: a row without its reduce-scatter",
+    "LoweredRegion.reduce",
+    "        return traced.reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group, self.padding)",
+    "        return traced.scatter_to_sequence_parallel_region(x, self.dim, self.group, self.padding)",
+)
+@sees(
+    "compiled: the backward of f̄ sums once more",
+    "traced:reduce_from_tensor_parallel_region",
+    "return _Reduce.apply(x, group)",
+    'return functional.all_reduce(x, "sum", group)',
+)
+@sees("compiled: a copy whose gradient is not summed", "traced:_Copy.backward", "_sum(grad, ctx.group)", "grad")
+@sees("compiled: padding not trimmed behind a gather", "_trim", "x.shape[dim] - padding", "x.shape[dim]")
+@sees(
+    "compiled: the region's hooks in the graph",
+    "_Swap._own_hooks",
+    "(rule.lowered_before if lowered else rule.before)",
+    "(rule.before)",
+)
+@sees(
+    "compiled: steps whose draws are watched run eagerly",
+    "BlockGraphs._as_compiled",
+    "            stack.enter_context(unseen_by_compiler())\n",
+    "",
+)
+@sees(
+    "compiled: a recompute under another default dtype",
+    "BlockGraphs._as_compiled",
+    "            elif dtype != self._dtype:\n",
+    "            elif False:\n",
+)
+@sees(
+    "compiled: examples of a graph's draws make saved tensors",
+    "graph_draws:_draws",
+    "with torch.no_grad(), mode, draws:",
+    "with mode, draws:",
+)
+@sees(
+    "compiled: a graph of ours is no reader of its parameters",
+    "check_readers",
+    "*vocab.READERS)), *compiled}",
+    "*vocab.READERS))}",
+)
 def test_compiled_blocks_train_as_one_process_does():
     check(2, CASES)
 
@@ -163,6 +208,12 @@ def without_blocks() -> None:
     trainer.fit(BoringModel())
 
 
+@sees(
+    "compiled: without tp the blocks stay compiled",
+    "SeqParallelStrategy.teardown",
+    "            change.undo()\n",
+    "            pass\n",
+)
 def test_without_tp_the_repeated_blocks_are_compiled():
     (trace, undone), _ = run_distributed(without_tp, 2, 2)
     compare(fit("GPT", {}, steps=2), trace).raise_if_failed()
@@ -330,6 +381,18 @@ REFUSALS = {
 }
 
 
+@sees(
+    "compiled: draws from the wrong stream",
+    "GraphDraws.refusal",
+    "            return str(wrong)\n",
+    "            return None\n",
+)
+@sees(
+    "compiled: a style without a lowered form let through",
+    "refuse_unlowered",
+    "        if (why := match.rule.unfit_to_lower(match.name, plan)) is not None:\n",
+    "        if (why := match.rule.unfit_to_lower(match.name, plan)) is not None and False:\n",
+)
 def test_what_has_no_lowered_form_is_refused():
     cases = [(model, args, strategy) for model, args, strategy, _ in REFUSALS.values()]
     told = run_distributed(refused, 2, cases)

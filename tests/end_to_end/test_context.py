@@ -13,6 +13,7 @@ from tests.helpers.families import FAMILIES
 from tests.helpers.fit import fit
 from tests.helpers.third_party import BATCH_NORMS, KINDS
 from tests.helpers.zoo import BLOCKS, MODELS
+from tests.mutants import sees
 
 LENGTH = 9  # odd: ranks hold different numbers of positions
 
@@ -124,6 +125,76 @@ CASES = [
 ]
 
 
+@sees(
+    "cp: the whole gathered for readers that are taken for alike",
+    "exchange:_Gather.backward",
+    "        return _Reduce.apply(grad, ctx.dim, ctx.chunks), None, None  # type: ignore[no-untyped-call]\n",
+    "        return ctx.chunks.own(grad, ctx.dim).clone() * ctx.chunks.size, None, None\n",
+    case="cp2-flat",
+)
+@sees(
+    "cp: what lies in front of the blocks gets a sum for a mean",
+    "_Enter.backward",
+    "whole / ctx.chunks.losses if ctx.chunks.losses > 1 else whole",
+    "whole",
+    case="cp2-False-9",
+)
+@sees(
+    "cp: labels of the first positions on every rank",
+    "_labels",
+    "    own: Tensor = place.own(target, at)\n",
+    "    own: Tensor = target.narrow(at, 0, place.local_size)\n",
+    case="cp2-True0",
+)
+@sees(
+    "cp: means of ranks averaged",
+    "loss:cross_entropy",
+    "    return (total / _count(own, given, logits, place).to(total.dtype)).to(dtype)\n",
+    "    return sum_over_ranks(summed / (own != -100).sum(), place.chunks) / place.chunks.size\n",
+    case="tp2-cp2-False-9-2-0.05",
+)
+@sees(
+    "cp: gradients averaged over dp alone",
+    "SteppingStrategy._wrap_ddp",
+    "process_group=self.groups[self.groups.mean_axes], **options",
+    'process_group=self.groups["dp"], **options',
+    case="dp2-cp2-True",
+)
+@sees(
+    "cp: blocks see plain chunks, and count positions from the start",
+    "ContextAxis.part",
+    "        return SeqPart.wrap(local, Place(chunks, dim))\n",
+    "        return local\n",
+    case="cp2-llama-user-9",
+)
+@sees(
+    "cp: what is gathered over tp is a plain chunk",
+    "as_part",
+    "    if chunks is None:\n",
+    "    if True:\n",
+    case="tp2-cp2-False-9-2-0.05",
+)
+@sees(
+    "cp: experts see the whole sequence's length",
+    "hooks:gather_arguments",
+    "                if deals_out and isinstance(whole, SeqPart):\n",
+    "                if False:\n",
+    case="tp2-cp2-mixtral-user-9",
+)
+@sees(
+    "cp: fully_shard's hooks see parts of sequences",
+    "_PartsAround._take",
+    "        return tree_map(_plain, (args, kwargs))\n",
+    "        return args, kwargs\n",
+    case="cp2-fsdp-True",
+)
+@sees(
+    "cp: the self-check's gradients are one rank's",
+    "observe_run",
+    'average_gradients(list(model.parameters()), groups["cp"])',
+    "pass",
+    case="cp2-True0",
+)
 @pytest.mark.parametrize(("start", "run"), CASES)
 def test_parity_with_one_process(start, run):
     got = trained(start)[run]

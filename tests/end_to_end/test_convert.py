@@ -14,6 +14,7 @@ from lightning_seqpar.cli.main import main
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
 from tests.helpers.checkpoints import same, train, train_in_form, whole
+from tests.mutants import sees
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,12 @@ class Held:
     again: torch.Tensor
 
 
+@sees(
+    "numbers within objects are written as zeros",
+    "_fill_within",
+    "place.untyped_storage().copy_(value.untyped_storage())",
+    "pass",
+)
 def test_numbers_within_objects_go_along(tmp_path, saved):
     """A loss with class weights among the hyperparameters; a view, and a tensor that stands elsewhere too."""
     tree = torch.load(saved / "plain" / "step=3.ckpt", weights_only=False)

@@ -7,9 +7,17 @@ import pytest
 from lightning_seqpar.checkpoint.atomic_files import MARKER
 from tests import crash
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
 # Written in the background it is the same folder in the same order; make crash tries all of it.
+@sees(
+    "the marker written first",
+    "begin_folder",
+    "    unfinished.mkdir(parents=True)\n",
+    '    unfinished.mkdir(parents=True)\n    (unfinished / MARKER).write_text(json.dumps({"format": FORMAT}))\n',
+    case="sharded",
+)
 @pytest.mark.parametrize("form", [rest("single"), "sharded", pytest.param("async", marks=pytest.mark.matrix)])
 def test_whatever_is_killed_leaves_the_one_before(form):
     events, expected = crash.uninterrupted(form)

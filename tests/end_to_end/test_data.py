@@ -26,6 +26,7 @@ from lightning_seqpar.testing import RankFailedError, run_distributed
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
 class Numbered(Dataset):
@@ -112,6 +113,12 @@ def read(kind: str, tp: int, batch: int, seed: int | None, epochs: int = 2, coun
     return module.read
 
 
+@sees(
+    "sampler by global rank",
+    "ReplicaSampler.__init__",
+    'self.num_replicas, self.rank = groups.size("dp"), groups.rank("dp")',
+    "self.num_replicas, self.rank = dist.get_world_size(), dist.get_rank()",
+)
 def test_an_unshuffled_loader_stays_unshuffled():
     ranks = run_distributed(read, 4, "plain", 2, 2, None)
     assert ranks[0]["train"] == ranks[1]["train"] == [[0, 2], [4, 6], [8, 10]] * 2
@@ -137,6 +144,7 @@ def read_both(tp: int, batch: int) -> list[Any]:
     return module.pairs
 
 
+@sees("loaders shuffled alike", "OrderSeed.of_epoch", "1_000_003 * place", "0 * place")
 def test_two_shuffled_loaders_have_orders_of_their_own():
     ranks = run_distributed(read_both, 4, 2, 2)
     assert ranks[0] == ranks[1]
@@ -167,6 +175,13 @@ def read_at_once(kind: str) -> list[list[int]]:
     return module.read["train"]
 
 
+@sees(
+    "an order that is agreed on behind the first read",
+    "inject_sampler",
+    "        sampler.set_epoch(epoch)\n",
+    "        pass\n",
+    case="batch sampler",
+)
 @pytest.mark.parametrize("kind", ["batch sampler", "workers"])
 def test_an_order_is_agreed_on_before_it_is_read(kind):
     """Lightning begins to iterate before it tells the epoch."""
@@ -219,6 +234,16 @@ def drift(kind: str) -> list[list[int]]:
     return module.read["train"]
 
 
+@sees(
+    "ranks of a replica shuffle each for itself",
+    "ReplicaSampler.set_epoch",
+    (
+        "            share_streams(self.groups[self.groups.replica_axes], source,"
+        ' torch.device("cpu"))\n            self._share_generator(source)\n'
+    ),
+    "",
+    case="shuffled",
+)
 @pytest.mark.parametrize("kind", ["shuffled", "batch-shuffled"])
 def test_a_draw_of_one_rank_alone_does_not_part_the_replica(kind):
     first, second = run_distributed(drift, 2, kind)
@@ -315,10 +340,25 @@ def averages() -> list[float]:
     return module.averages
 
 
+@sees(
+    "an average over gloo beside another backend", "TopologyStrategy.reduce", 'reduce_op="sum")', "reduce_op=reduce_op)"
+)
 def test_averages_over_backends_that_are_named_by_device():
     assert run_distributed(averages, 2) == [[0.5, 0.5, 1.0]] * 2
 
 
+@sees(
+    "metrics over the world",
+    "TopologyStrategy.reduce",
+    'self.groups["dp"] if group is None else group',
+    "self._world if group is None else group",
+)
+@sees(
+    "torchmetrics over the world",
+    "share_metrics",
+    "        if group_of_metric is None or getattr",
+    "        if False and getattr",
+)
 def test_metrics_speak_of_replicas_and_decisions_of_the_world():
     expected = measure(1, 4)
     assert expected[0]["sum"] == 28.0
@@ -345,6 +385,12 @@ def measure_again() -> tuple[list[float], list[float]]:
     return first.computed, second.computed
 
 
+@sees(
+    "a metric keeps the group of an earlier strategy",
+    "share_metrics",
+    "getattr(metric, _SHARED_GROUP, None) == id(group_of_metric):",
+    "False:",
+)
 def test_metrics_of_a_second_strategy_speak_of_its_replicas():
     for first, second in run_distributed(measure_again, 4):
         assert first == second == [3.5, 28.0]
@@ -383,6 +429,12 @@ def predict_logits() -> tuple[list[type], int]:
     return [type(one["logits"]) for one in out], len(writer.written)
 
 
+@sees(
+    "a writer on one rank gets logits in parts",
+    "SteppingStrategy._run_step",
+    "out = map_tensors(_whole, out)",
+    "out = map_tensors(lambda x: x, out)",
+)
 def test_predicted_logits_are_whole_for_a_writer_on_one_rank():
     ranks = run_distributed(predict_logits, 2)
     assert ranks == [([Tensor, Tensor], 8), ([Tensor, Tensor], 0)]

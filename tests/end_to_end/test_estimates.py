@@ -14,6 +14,7 @@ from lightning_seqpar.testing import run_distributed
 from tests.helpers.families import HuggingFace
 from tests.helpers.fit import metered
 from tests.helpers.models import GPT, loader
+from tests.mutants import sees
 
 BATCH, LENGTH = 4, 10
 
@@ -46,6 +47,13 @@ def measure(kinds: list[str], strategy: dict[str, Any]) -> list[dict[str, Any]]:
 OPTIMIZER = {"gpt": "adamw"}
 
 
+@sees(
+    "16-bit sums counted at their own size",
+    "step_traffic",
+    "count * max(4, parameter.element_size())",
+    "count * 2",
+    case="tp2",
+)
 @pytest.mark.parametrize(
     ("world", "strategy"),
     [

@@ -23,6 +23,7 @@ from tests.helpers import models
 from tests.helpers.checkpoints import whole
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 FORMS = ["single", "sharded"]
 
@@ -75,6 +76,23 @@ def save_where_it_cannot(form: str, folder: str) -> list[str]:
     return told
 
 
+@sees(
+    "a failure to write kept to the first rank",
+    "on_first_rank",
+    "    if message[0] is not None:\n        raise SaveError",
+    "    if message[0] is not None and dist.get_rank(group) == 0:\n        raise SaveError",
+    case="single",
+)
+@sees(
+    "a file written in its own place",
+    "WholeFileIO.save_checkpoint",
+    (
+        "        write_synced(beside(place, UNFINISHED), lambda file: torch.save(checkpoint,"
+        " file))\n        beside(place, UNFINISHED).replace(place)\n"
+    ),
+    "        write_synced(place, lambda file: torch.save(checkpoint, file))\n",
+    case="single",
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_failure_is_one_of_every_rank_and_the_one_before_stays(tmp_path, form):
     one, other = run_distributed(save_where_it_cannot, 2, form, str(tmp_path))
@@ -149,6 +167,13 @@ class Spoiled(models.GPT):
                 file.unlink()
 
 
+@sees(
+    "what one rank can't read the others go on with",
+    "on_every_rank",
+    "        if error_of_rank is not None:\n            raise ValueError",
+    "        if error_of_rank is not None and rank < 0:\n            raise ValueError",
+    case="single",
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_what_one_rank_cannot_read_none_restores(tmp_path, form):
     one, other = run_distributed(restore_apart, 2, form, str(tmp_path))
@@ -170,6 +195,12 @@ def restored_from(path: str) -> tuple[bool, bool]:
     return before, path in Path("/proc/self/maps").read_text()
 
 
+@sees(
+    "moments live in the file that was read",
+    "load_full_optimizer_state",
+    "own_memory(value) if value is flat[index, key] else value",
+    "value",
+)
 def test_nothing_lives_in_the_file_that_was_restored(tmp_path):
     """Its pages are read where they are needed, and then copied: the file may go."""
     for before, after in run_distributed(restored_from, 2, str(tmp_path / "a.ckpt")):

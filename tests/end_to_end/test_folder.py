@@ -26,6 +26,7 @@ from tests.helpers import models
 from tests.helpers.checkpoints import FORMS, same, train_in_form, whole
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 STEPS = 6  # two epochs of three; Lightning goes on from an epoch's end where the data began
 
@@ -60,6 +61,32 @@ def train_kind(tp: int, form: str, folder: str, names: list[str], resume: str | 
         trainer.save_checkpoint(f"{folder}/{name}.ckpt")
 
 
+@sees(
+    "fused parts written out of order",
+    "Part.__init__",
+    "        for start, stop in shard.ranges[rank]:\n            if stop > start:\n                rows",
+    "        for start, stop in reversed(shard.ranges[rank]):\n            if stop > start:\n                rows",
+)
+@sees(
+    "padding left in",
+    "Shard.assemble",
+    "        shape[self.dim] = self.length\n        whole = parts[0].new_empty(shape)\n",
+    (
+        "        if self.padded is not None:\n            return torch.cat(list(parts), self.dim)"
+        "\n        shape[self.dim] = self.length\n        whole = parts[0].new_empty(shape)\n"
+    ),
+)
+@sees(
+    "padding left in the parts",
+    "Part.__init__",
+    "        self.shape = torch.Size(local.shape if layout is None or shard is None else layout.global_shape)\n",
+    (
+        "        self.shape = torch.Size(local.shape if layout is None or shard is None else"
+        " layout.global_shape)\n        if shard is not None and shard.padded is not None:"
+        "\n            self.shape = torch.Size([shard.padded * len(shard.ranges),"
+        " *self.shape[1:]])\n"
+    ),
+)
 def test_round_trips_of_the_hard_cases(tmp_path):
     """tp 2 in parts, tp 4 in one file, tp 4 in parts, tp 1 in one file: bitwise the same throughout."""
     names = [*kinds()]
@@ -105,6 +132,7 @@ def count(form: str, path: str) -> None:
     trainer.save_checkpoint(path)
 
 
+@sees("buffers of several replicas in one folder", "model_parts", "alike=is_parameter", "alike=True")
 def test_buffers_are_those_of_one_replica(tmp_path):
     for form in ("single", "sharded"):
         run_distributed(count, 4, form, str(tmp_path / form))
@@ -152,6 +180,7 @@ DAMAGE = {
 }
 
 
+@sees("a truncated folder is read", "Folder.__init__", "        self._check_files()\n", "", case="a truncated part")
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_folder_is_refused(tmp_path, folder, what):
     damage, says = DAMAGE[what]
@@ -231,6 +260,20 @@ class Same(Dataset[Any]):
         return (torch.arange(10) % 31,)
 
 
+@sees(
+    "random streams begin anew",
+    "SavingStrategy.load_optimizer_state_dict",
+    "            unpack_streams(self._streams, self.root_device)\n        if not",
+    "            pass\n        if not",
+    case="epoch's end-sharded",
+)
+@sees(
+    "the order of samples follows the stream",
+    "ReplicaSampler.set_epoch",
+    "            torch.default_generator.manual_seed(number)\n",
+    "",
+    case="epoch's end-sharded",
+)
 @pytest.mark.parametrize("form", [form if form == "sharded" else rest(form) for form in FORMS])
 @pytest.mark.parametrize("at", [3, 2], ids=["epoch's end", "within an epoch"])
 def test_a_resumed_run_draws_what_the_uninterrupted_one_drew(tmp_path, form, at):

@@ -15,6 +15,7 @@ from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import families, models
 from tests.helpers.fit import metered
+from tests.mutants import sees
 
 B, S, BYTES = 4, 64, 4
 TOKENS = B * S
@@ -151,6 +152,13 @@ CONTEXT = [
 ]
 
 
+@sees(
+    "cp: what lies in front of the blocks is whole",
+    "hook_embeddings",
+    "if not any(stack.dim == 1 for stack in plan.stacks):",
+    "if True:",
+    case="gpt2-4-{'tp': 2, 'cp': 2}",
+)
 @pytest.mark.parametrize(
     ("family", "world", "strategy"),
     [
@@ -280,6 +288,13 @@ def run_classic(sp: bool) -> dict[tuple[str, bool], tuple[float, dict[str, int]]
 CLASSIC = [("none", False), ("none", True), ("selective", False), ("selective", True), ("full", False), ("full", True)]
 
 
+@sees(
+    "recompute: what was gathered is kept whole",
+    "_Kept.__init__",
+    "region.columns.find_regathered(self.tensor) if region is not None else None",
+    "None",
+    case="2-True",
+)
 @pytest.mark.parametrize(
     ("tp", "sp"), [(2, True), *(pytest.param(*more, marks=pytest.mark.matrix) for more in ((4, True), (2, False)))]
 )

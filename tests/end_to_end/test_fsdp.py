@@ -19,6 +19,7 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare, gather_weights
 from tests.helpers import models
 from tests.helpers.fit import fit, quiet_trainer
+from tests.mutants import sees
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "accumulated, clipped by norm": ("GPT", {"tied": False}, {"clip": 0.1, "accumulate": 2}, {}),
@@ -171,6 +172,108 @@ def fit_cases(names: list[str], world: int, tp: int) -> list[Trace]:
     return found
 
 
+@sees(
+    "fsdp: split over the world",
+    "FullySharded.__init__",
+    "DeviceMesh.from_group(record.groups[record.groups.mean_axes]",
+    "DeviceMesh.from_group(record.groups[record.groups.holder_axes]",
+    case="4-2",
+)
+@sees(
+    "fsdp: norm from this rank's rows",
+    "global_grad_norm",
+    "        dist.all_reduce(both, op=op, group=groups[groups.mean_axes])\n",
+    "",
+    case="4-2",
+)
+@sees(
+    "fsdp: gradient sync on the parameters before",
+    "FullySharded.__init__",
+    "        record.layout.rebind(self._model)\n",
+    "",
+    case="4-2",
+)
+@sees(
+    "fsdp: a summed gradient summed again", "GradSync._make_term", "local_rows(whole).div_(share)", "pass", case="4-2"
+)
+@sees(
+    "fsdp: no reduction of a backward within a step",
+    "FullySharded.expect_backward",
+    "if loss.requires_grad:",
+    "if False:",
+    case="4-1",
+)
+@sees(
+    "fsdp: a step that calls the model puts torch's hook on sharded logits",
+    "FullySharded._end_call",
+    " and not isinstance(tensor, ShardedLogits)",
+    "",
+    case="4-2",
+)
+@sees(
+    "fsdp: a call within a step begins as one of its own",
+    "FullySharded._begin_call",
+    "self._gather_outside(module, args)",
+    "pass",
+    case="4-2",
+)
+@sees(
+    "fsdp: sharded logits of a unit seen by torch's hooks",
+    "fully_sharded:_plain",
+    "    if isinstance(leaf, ShardedLogits):\n        return leaf.whole() if leaf.is_changed else leaf.local\n",
+    "",
+    case="4-2",
+)
+@sees("fsdp: a parameter without dims not averaged", "FullySharded.average", "if not due:", "if True:", case="4-2")
+@sees(
+    "fsdp: shared heads summed by the first replica's rows",
+    "_SharedPart.__init__",
+    "            at = at[slice(*rows)]\n",
+    "            at = at[: rows[1] - rows[0]]\n",
+    case="4-2",
+)
+@sees(
+    "fsdp: shared heads counted by the first replica's rows",
+    "ModelLayout.first_held",
+    "is_first = is_first[slice(*rows)]",
+    "is_first = is_first[: rows[1] - rows[0]]",
+    case="4-2",
+)
+@sees(
+    "fsdp: freezing of a gathered parameter lost",
+    "FullySharded._gather_outside",
+    "own.requires_grad_(trains)\n                parameter.requires_grad_(trains)",
+    "pass",
+    case="4-2",
+)
+@sees(
+    "fsdp: replicas reduce what each has used",
+    "FullySharded.__init__",
+    "self.root.set_reduce_scatter_unused_params(True)",
+    "self.root.set_reduce_scatter_unused_params(False)",
+    case="4-2",
+)
+@sees(
+    "fsdp: zeros for what nobody used",
+    "FullySharded.drop_unused",
+    "                layout.parameter(name).grad = None\n",
+    "                pass\n",
+    case="4-2",
+)
+@sees(
+    "fsdp: uses forgotten between micro-batches",
+    "FullySharded.expect_backward",
+    "self._waiting = not self._reduces",
+    "self._waiting = False",
+    case="4-2",
+)
+@sees(
+    "fsdp: an optimizer keeps the old parameters",
+    "FullySharded.adopt",
+    'group["params"][at] = self._record.layout.parameter(name)',
+    "pass",
+    case="4-2",
+)
 @pytest.mark.parametrize(
     ("world", "tp", "names"),
     [
@@ -409,6 +512,32 @@ def refusals() -> dict[str, Any]:
     return found
 
 
+@sees(
+    "fsdp: reduction in every micro-batch",
+    "SteppingStrategy.block_backward_sync",
+    "        self._split.reduce_next(False)\n",
+    "",
+)
+@sees(
+    "fsdp: what the reduction left behind unseen",
+    "FullySharded.check_reduced",
+    "if left := self._record.layout.left_computing():",
+    "if left := []:",
+)
+@sees("fsdp: rows in a loss", "refuse_rows", "if any(is_split(tensor) for tensor in tree_leaves(out)):", "if False:")
+@sees(
+    "fsdp: a backward differentiated through freed parameters",
+    "_refuse_graph",
+    "if torch.is_grad_enabled():\n            raise",
+    "if False:\n            raise",
+)
+@sees(
+    "fsdp: an old parameter changed unseen",
+    "FullySharded.check_originals",
+    "if self._own[name]._version != version:",
+    "if False:",
+)
+@sees("fsdp: an old parameter in the loss", "FullySharded.check_leaf", "is not None:", "is False:")
 def test_what_it_sends_and_what_it_refuses():
     for found in run_distributed(refusals, 2, timeout=200.0):
         assert "reads a parameter of a block outside of that block's forward" in found["rows"]

@@ -26,6 +26,7 @@ from lightning_seqpar.verify.parity import ParityRecorder
 from tests.helpers import models, zoo
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
 class L2(models.GPT):
@@ -517,6 +518,100 @@ def test_compiled_modules_beside_the_plan_are_left_alone():
     run_distributed(train, 2, "CompiledTeacher", {"plan": models.plan()}, max_steps=1)
 
 
+@sees(
+    "optimizer made before the swap",
+    "SeqParallelStrategy.setup",
+    "        record = self._parallelize(module)\n",
+    (
+        "        self.setup_optimizers(trainer) if fitting else None\n        record ="
+        " self._parallelize(module)\n        self.setup_optimizers = lambda trainer: None\n"
+    ),
+    case="a copy in configure_optimizers",
+)
+@sees(
+    "losses of a replica not compared",
+    "SteppingStrategy._before_backward",
+    "                    check_loss(loss, self.groups)\n",
+    "",
+    case="L2 in the loss",
+)
+@sees(
+    "batches of a replica not compared",
+    "SteppingStrategy._step",
+    "            check_batch(args[0], self.groups, self.root_device, loop)\n",
+    "",
+    case="validation data by rank",
+)
+@sees(
+    "readers of partial parameters not looked at",
+    "SteppingStrategy._before_backward",
+    "                    check_readers(loss, record)\n",
+    "",
+    case="a weight in the loss",
+)
+@sees(
+    "ancestry of a column's input not looked at",
+    "Observers.column_begins",
+    "        check_ancestry(x, self._frames.current.sources, module)\n",
+    "",
+    case="memory not gathered",
+)
+@sees(
+    "residual inside a gathering module not seen",
+    "Observers.gathering_ended",
+    "and gathers and passes_by_rows(out.grad_fn, gathers):",
+    "and False:",
+    case="residual in the module",
+)
+@sees(
+    "a weight that the model's own code reads may be in the loss",
+    "check_readers",
+    "if layout.is_sharded and layout.free and record.on_shard(layout.name)",
+    "if False",
+    case="a weight that the model's own code reads in the loss",
+)
+@sees(
+    "an optimizer that comes later not looked at",
+    "SteppingStrategy.optimizers",
+    "self._optimizer_guard.refuse_mixing(plain, self._shards if plain else 1)",
+    "self._optimizer_guard.refuse_mixing(plain, 1)",
+    case="unknown optimizer",
+)
+@sees(
+    "an optimizer that nobody told of steps on shards",
+    "SeqParallelStrategy.setup",
+    "            self._watch_all_steps()\n",
+    "",
+    case="an unknown optimizer that mixes elements steps",
+)
+@sees(
+    "parameters of no module not compared",
+    "check_replicated",
+    "        if found is None or not found.is_sharded:",
+    "        if found is not None and not found.is_sharded:",
+    case="a parameter of no module",
+)
+@sees(
+    "a loss that begins to read a norm goes unseen",
+    "SteppingStrategy._before_backward",
+    "check_readers(loss, record, inside=False)",
+    "check_readers(loss, record, inside=True) if False else None",
+    case="a norm in the loss, late",
+)
+@sees(
+    "clipping in hooks goes unseen between due steps",
+    "SteppingStrategy._note_hooks",
+    "or any(is_overridden(hook, module) for hook in own)",
+    "or False",
+    case="torch's clipping, late",
+)
+@sees(
+    "clipping in callbacks goes unseen between due steps",
+    "SteppingStrategy._note_hooks",
+    "or any(_may_change_gradients(each) for each in callbacks)",
+    "or False",
+    case="torch's clipping in a callback, late",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_refused(case):
     module, strategy, says = CASES[case]
@@ -534,6 +629,12 @@ def test_pruning_is_refused():
         refuse_callbacks([callback], 2)
 
 
+@sees(
+    "heads that do not divide are found when the ranks have met",
+    "SeqParallelLauncher.launch",
+    "            trainer.strategy.check_before_start(trainer.lightning_module)\n",
+    "            pass\n",
+)
 def test_a_head_count_that_does_not_divide_names_the_tp_that_works():
     with pytest.raises(RankFailedError, match=r"tp=4: the 2 heads of model.blocks.0.attn \(n_head\) .*; use tp=2\."):
         run_distributed(two_heads, 4)
@@ -602,6 +703,7 @@ def start_apart() -> tuple[bool, bool]:
     )
 
 
+@sees("replicas start apart", "SeqParallelStrategy._parallelize", "        self._make_replicas_equal(module)\n", "")
 def test_replicas_that_start_apart_are_made_equal_from_the_first_rank():
     for world in (2, 4):
         assert run_distributed(start_apart, world) == [(True, True)] * world
@@ -631,6 +733,13 @@ def inner_norm_matches() -> None:
     assert told == pytest.approx(expected, rel=1e-12)
 
 
+@sees(
+    "grad_norm of gradients that no optimizer is given",
+    "SteppingStrategy.sync_all_gradients",
+    "        self.sync_others()\n",
+    "",
+    case="2",
+)
 @pytest.mark.parametrize("world", [2, 4])
 def test_grad_norm_is_the_norm_of_the_gathered_gradient(world):
     run_distributed(inner_norm_matches, world)
@@ -661,6 +770,12 @@ def fit_unchecked_then_checked() -> str:
     return ""
 
 
+@sees(
+    "a model that was not checked is used by a strategy that checks",
+    "SeqParallelStrategy._parallelize",
+    "if name not in _REACHES_NO_MODULE",
+    'if name not in (*_REACHES_NO_MODULE, "self_check")',
+)
 def test_a_second_strategy_checks_what_the_first_did_not():
     for said in run_distributed(fit_unchecked_then_checked, 2):
         assert said.startswith("self_check: with the plan")
@@ -707,6 +822,12 @@ def worker_reshuffled():
     trainer.fit(Reshuffled())
 
 
+@sees(
+    "batches compared by the run's steps alone",
+    "SteppingStrategy._step",
+    "if args and due:",
+    "if args and schedule.is_due(loop):",
+)
 def test_another_order_in_a_later_epoch_is_seen_at_its_first_batch():
     with pytest.raises(RankFailedError, match="read different training batches"):
         run_distributed(worker_reshuffled, 2)
@@ -766,6 +887,13 @@ def train_replicas(kind: str, *args: Any) -> str:
     return "trained"
 
 
+@sees(
+    "gradients of replicas not compared",
+    "SteppingStrategy.check_step",
+    "            self._comparisons.add(self._check_reduced(optimizer))\n",
+    "",
+    case="backward",
+)
 @pytest.mark.parametrize("how", ["backward", "grad"])
 def test_gradients_that_replicas_do_not_share_are_refused(how):
     for told in run_distributed(train_replicas, 4, "Raw", how):
@@ -823,6 +951,12 @@ def switch_between() -> dict[str, str]:
     return told
 
 
+@sees(
+    "a gradient frozen before the replicas have summed it",
+    "SteppingStrategy._follow_training_parameters",
+    "        if within and (",
+    "        if False and (",
+)
 def test_switches_between_accumulated_batches_are_refused_where_replicas_would_drift_apart():
     for told in run_distributed(switch_between, 4):
         for case, (_, _, expected) in SWITCHES.items():
@@ -847,6 +981,12 @@ def copy_late(folder: str) -> tuple[list[str], bool]:
     return told, all(torch.equal(a, b) for a, b in zip(copied.parameters(), module.model.parameters(), strict=True))
 
 
+@sees(
+    "copies of shards pass for the whole",
+    "_Swap.apply",
+    "            plan.modules[name].__dict__[PART_KEY] = name\n",
+    "            plan.modules[name].__dict__.pop(PART_KEY, None)\n",
+)
 def test_copies_of_shards_are_not_saved_as_the_whole(tmp_path):
     for told, equal in run_distributed(copy_late, 2, str(tmp_path)):
         assert all(one.startswith("average.tokens is a copy of model.tokens, made") for one in told)
@@ -913,6 +1053,13 @@ def train_late(folder: str, sp: bool, since: int, **kwargs: Any) -> tuple[str, i
     return told, trainer.global_step, sorted(path.name for path in Path(folder).glob("*.ckpt"))
 
 
+@sees(
+    "losses do not ride along",
+    "SteppingStrategy._before_backward",
+    "                self._sync.losses.note(loss)\n",
+    "                pass\n",
+    case="rides-19",
+)
 @pytest.mark.parametrize("since", [rest(16), 19])
 @pytest.mark.parametrize("kind", [{}, {"frozen": True}, {"manual": True}], ids=["rides", "alone", "manual"])
 def test_a_loss_that_begins_to_read_a_part_is_seen_behind_one_step(kind, since, tmp_path):
@@ -922,6 +1069,12 @@ def test_a_loss_that_begins_to_read_a_part_is_seen_behind_one_step(kind, since, 
         assert len(saved) == since  # what the wrong step made is not
 
 
+@sees(
+    "losses of earlier steps are not read",
+    "SteppingStrategy.training_step",
+    "            self._sync.begin_step()\n",
+    "            self._sync.attach()\n",
+)
 def test_such_a_loss_is_seen_where_nothing_is_saved():
     for told, step, _ in run_distributed(train_late, 2, "", True, 16):
         assert (told[:16], step) == ("the loss differe", 17)
@@ -947,6 +1100,12 @@ def test_predictions_made_of_parts_are_refused():
     assert run_distributed(predict_pooled, 2, False) == ["predicted", "predicted"]
 
 
+@sees(
+    "outputs behind the last due step pass",
+    "LoopStrategy._end_evaluation",
+    "        self._outputs.check(self.groups, loop)\n",
+    "",
+)
 def test_predictions_made_of_parts_are_refused_at_every_step():
     for told in run_distributed(predict_late, 2):
         assert told.startswith("what the predict step returns differs across the ranks")

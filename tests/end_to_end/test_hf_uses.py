@@ -17,6 +17,7 @@ from tests.helpers import zoo
 from tests.helpers.families import FAMILIES, HuggingFace
 from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.models import loader
+from tests.mutants import sees
 
 LENGTH = 9  # odd
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -112,6 +113,34 @@ def grouped(cases: list[tuple[str, str, str]], size: int, *marks: Any) -> list[A
     return [pytest.param(start, case, id="-".join(case), marks=marks) for start in starts for case in start]
 
 
+@sees(
+    "segments of a column share one count of units",
+    "_FeatureSupport.units",
+    "        return [self._units(column, start, stop) for start, stop, _ in segments]",
+    "        return [self._units(column, 0, None)] * len(segments)",
+    case="infer-phi3-attentions",
+)
+@sees(
+    "hidden states given away in parts",
+    "_Swap._hook_modules_around",
+    "            yield module.register_forward_hook(return_whole(around[id(module)]))\n",
+    "            yield from ()\n",
+    case="auto-llama-hidden",
+)
+@sees(
+    "attention maps of some heads taken for all",
+    "Observers.heads_made",
+    "            self.sharded_outputs.note(out, module, 1, heads)\n",
+    "            pass\n",
+    case="auto-llama-attentions",
+)
+@sees(
+    "router scores of a shard taken for all",
+    "end_on_shards.hook",
+    "                region.observers.shard_made(item, name)\n",
+    "                pass\n",
+    case="auto-mixtral-router",
+)
 @pytest.mark.parametrize(("start", "case"), grouped(SLICE, 100) + grouped(MATRIX, 20, pytest.mark.matrix))
 def test_every_use_is_that_of_one_process(start, case):
     got = used(start)[start.index(case)]

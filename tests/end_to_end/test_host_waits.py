@@ -16,6 +16,7 @@ from tests.helpers import models
 from tests.helpers.fit import class_named, quiet_trainer
 from tests.helpers.host_waits import WaitsOfSteps
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "clipped by norm": ("GPT", {}, {"gradient_clip_val": 0.1}, {}),
@@ -49,6 +50,27 @@ def waits(tp: int, fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, 
     return found
 
 
+@sees(
+    "the host waits for what has arrived",
+    "GradSync._sum",
+    "        if late is not None and not all(arrived):\n",
+    "        if late is not None:\n",
+)
+@sees(
+    "indices of shared heads sent in every step", "GradSync._shared_part", "if partial.shared is None or", "if True or"
+)
+@sees(
+    "indices of what a rank holds first sent in every step",
+    "ModelLayout.first_held",
+    "if key not in self._first_held:",
+    "if True:",
+)
+@sees(
+    "the host waits for the losses",
+    "LossWatch.take",
+    "LateNumbers(summed)",
+    "LateNumbers(torch.tensor(summed.tolist()))",
+)
 @pytest.mark.parametrize(("world", "tp", "fields", "names"), PLACES)
 def test_no_step_waits_for_the_device(world, tp, fields, names):
     for found in run_distributed(waits, world, tp, fields, names):
@@ -78,6 +100,18 @@ def step_of_error(at: int, scales: bool = False) -> tuple[int, str]:
     return trainer.global_step, "trained"
 
 
+@sees(
+    "gradients compared and never read",
+    "SteppingStrategy._read_comparisons",
+    "            comparison()\n",
+    "            del comparison\n",
+)
+@sees(
+    "a comparison of the last step not read",
+    "SteppingStrategy.settle",
+    "        self._read_comparisons(everything=True)\n",
+    "",
+)
 def test_gradients_that_differ_end_the_run_a_step_later():
     for at, ends in ((16, 17), (19, 20)):  # the last step too
         for step, told in run_distributed(step_of_error, 2, at):
@@ -127,6 +161,13 @@ class DropsLate(models.GPT):
         self.model.blocks[1].mlp.up[1].p = self.dropout if self.trainer.global_step >= self.begins else 0.0
 
 
+@sees("streams not switched once a step drew nothing", "WatchSchedule.expects_draws", "or self._has_drawn or", "or")
+@sees(
+    "streams switched in steps that draw nothing",
+    "SteppingStrategy._run_step",
+    "draws=schedule.expects_draws(loop)",
+    "draws=True",
+)
 def test_streams_are_switched_where_something_draws():
     # A draw that comes unexpected is seen at the end of its block.
     expected = {(0.0, 0): ([16, 17, 18, 19], []), (0.5, 0): ([], []), (0.5, 17): ([16], [17])}

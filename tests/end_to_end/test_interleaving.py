@@ -18,6 +18,7 @@ from lightning_seqpar.testing import RankFailedError, run_distributed
 from tests.helpers import dropping, models
 from tests.helpers.pipelines import trainer_of
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 TURNS = {"pp": 2, "virtual_pp": 2}
 
@@ -72,6 +73,27 @@ def train_stateful(sizes: dict[str, Any] | None) -> tuple[Any, dict[str, Tensor]
     return module.after, {name: p.detach().clone() for name, p in module.named_parameters()}, kept
 
 
+@sees(
+    "turns: each chunk's run counts",
+    "InterleavedWindow.entered",
+    "        self._attributes.set(before)\n",
+    "",
+    case="turns",
+)
+@sees(
+    "turns: what a chunk's run does to the batch is done to the next",
+    "InterleavedWindow.entered",
+    "args, kwargs = _own(one.given)",
+    "args, kwargs = one.given",
+    case="turns",
+)
+@sees(
+    "turns: the step's numbers are those of the last chunk's stage alone",
+    "InterleavedWindow.run",
+    "{**now, **self._changed[-1]}",
+    "now",
+    case="turns",
+)
 @pytest.mark.parametrize(
     ("world", "sizes"), [(2, TURNS), rest(2, {"pp": 2, "virtual_pp": 1})], ids=["turns", "one chunk"]
 )
@@ -115,6 +137,13 @@ def drop() -> tuple[dict[str, list[Tensor]], list[Tensor], Tensor]:
     return masks, in_front, torch.get_rng_state()
 
 
+@sees(
+    "turns: chunks draw from where the last one ended",
+    "InterleavedWindow.entered",
+    "        one.streams.restore()\n",
+    "",
+)
+@sees("turns: own blocks in front are run", "Stage._passing_by_own", "if chunk < self._chunk", "if chunk < 0")
 def test_each_chunk_draws_from_a_stream_of_its_own_and_all_stages_alike_in_front():
     found = run_distributed(drop, 2)
     assert torch.equal(found[0][2], found[1][2])
@@ -180,6 +209,13 @@ def refused(kind: str, sizes: dict[str, Any]) -> None:
     trainer_of({**sizes, "self_check": False}, callbacks=callbacks).fit(module, models.loader(2, length=9, count=40))
 
 
+@sees(
+    "turns: what the chunks behind read of those in front passes",
+    "trace_cut",
+    "            if other != at and crossing:\n",
+    "            if other % stages != at % stages and crossing:\n",
+    case="past",
+)
 @pytest.mark.parametrize(
     ("kind", "sizes", "says"),
     [
@@ -213,6 +249,12 @@ def ways() -> list[tuple[str, int]]:
     return sorted(sent)
 
 
+@sees(
+    "turns: two neighbours send both ways in one group",
+    "Stage._links",
+    "Link(around[1], around[0], last, self._device, depth)",
+    "Link(activations, around[0], last, self._device, depth)",
+)
 def test_no_group_carries_messages_both_ways():
     first, last = run_distributed(ways, 2)
     assert {peer for _, peer in first} == {1}

@@ -23,6 +23,7 @@ from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.models import GPT
 from tests.helpers.processes import memory
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
 class Late(GPT):
@@ -58,6 +59,13 @@ def fit_late(cases: list[tuple[str, dict[str, Any]]], world: int, sizes: dict[st
     return [fit(kind, args, world=world, strategy=sizes, steps=3) for kind, args in cases]
 
 
+@sees(
+    "a tied weight untied where it gets its numbers",
+    "LateWeights.fill_parameters",
+    "                torch.utils.swap_tensors(parameter, room)\n",
+    "                setattr(place.holder, place.leaf, room)\n",
+    case="2-{'tp': 2}",
+)
 @pytest.mark.parametrize(
     ("world", "sizes"),
     [
@@ -91,6 +99,15 @@ def fit_unseeded() -> Tensor:
     return module.model.tokens.weight.detach().clone()
 
 
+@sees(
+    "each rank draws late weights from its own seed",
+    "SeqParallelStrategy._late_weights",
+    (
+        "        dist.broadcast_object_list(shared,"
+        " src=dist.get_process_group_ranks(self._world)[0], group=self._world)\n"
+    ),
+    "",
+)
 def test_ranks_that_are_seeded_apart_draw_one_model():
     one, other = run_distributed(fit_unseeded, 2)
     assert torch.equal(one, other)
@@ -226,6 +243,13 @@ def peak_of(folder: str, check: bool, sizes: dict[str, int], how: str) -> dict[s
     return {"peak": module.peak - before, "local": module.local}
 
 
+@sees(
+    "pp: what other stages hold is filled from the meta device",
+    "LateWeights.fill_parameters",
+    "            if any(getattr(place.holder, place.leaf).is_meta for place in places)\n",
+    "",
+    case="file-{'pp': 2}-ddp",
+)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure a peak")
 @pytest.mark.parametrize(
     ("source", "sizes", "how"),

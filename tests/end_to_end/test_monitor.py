@@ -26,6 +26,7 @@ from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
 from tests.helpers.fit import class_named, quiet_trainer
 from tests.helpers.host_waits import WaitsOfSteps
+from tests.mutants import sees
 
 NAMES = {f"seqpar/{name}" for name in (
     "tokens_per_second", "samples_per_second", "step_seconds", "bytes_sent_per_step", "memory_gib_max", "memory_gib_min",
@@ -157,6 +158,12 @@ def measured_in_turn() -> tuple[Any, ...]:
     return measured(None, 17), measured(4, 17), measured(6, 17), (waits.waits.found, trainer.logger.came)
 
 
+@sees(
+    "a callback that only reads gradients has them compared in every step",
+    "_may_change_gradients",
+    'not vars(owner).get("only_reads_gradients", False)',
+    "True",
+)
 def test_what_it_costs_and_when_it_logs():
     """At steps that are not logged the ranks exchange nothing more; at those that are, what it exchanges itself is not counted."""
     (calls, sent, _), (beside, _, _), (_, _, rows), (waits, came) = run_distributed(measured_in_turn, 2)[0]
@@ -198,6 +205,13 @@ def fit_clipping(kind: type[Callback]) -> str:
     return "trained"
 
 
+@sees(
+    "a callback that changes gradients passes for the class that it derives from, which only reads them",
+    "_may_change_gradients",
+    'not vars(owner).get("only_reads_gradients", False)',
+    'not getattr(callback, "only_reads_gradients", False)',
+    case="Clips",
+)
 @pytest.mark.parametrize("kind", [Clips, ClipsOnInstance])
 def test_a_callback_that_derives_from_one_that_only_reads_speaks_for_itself(kind):
     for told in run_distributed(fit_clipping, 2, kind):

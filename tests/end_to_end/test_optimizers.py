@@ -16,6 +16,7 @@ from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import models
 from tests.helpers.fit import fit
 from tests.helpers.optimizers import Damped
+from tests.mutants import sees
 
 KINDS = {
     "fused AdamW": "_fused_adamw_",
@@ -82,6 +83,7 @@ def fit_kinds(world: int, tp: int, how: str) -> dict[str, tuple[Trace, dict[str,
     return found
 
 
+@sees("fused kernels on rows let through", "refuse_fused_on_rows", "if is_fused and", "if False and", case="4-2-fsdp")
 @pytest.mark.parametrize(("world", "tp", "how"), [(2, 2, "ddp"), (4, 2, "fsdp")])
 def test_fused_and_foreach_kernels_run(world, tp, how):
     for found in run_distributed(fit_kinds, world, world, tp, how):

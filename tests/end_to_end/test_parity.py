@@ -13,6 +13,7 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import FLOAT32_LOSS_TOLERANCE, Trace, compare
 from tests.helpers.fit import fit
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 MODELS = {
     "gpt-tied": ("GPT", (("tied", True),)),
@@ -54,11 +55,112 @@ def cases(models: Iterable[str], first: str = "") -> list[Any]:
     ]
 
 
+@sees(
+    "norm sync left out", "_sum_coalesced", "        grad.copy_(total)\n", "        del total\n", case="gpt-tied-tp2-sp"
+)
+@sees(
+    "average for sum",
+    "_sum_coalesced",
+    "flat = all_reduce(flat, group)",
+    "flat = all_reduce(flat, group); flat /= dist.get_world_size(group)",
+    case="gpt-tied-tp2-sp",
+)
+@sees(
+    "sync on the world group",
+    "GradSync._sum_bucket",
+    "group = self._groups[axes if len(axes) > 1 else axes[0]]",
+    'group = self._groups["dp", "tp"]',
+    case="gpt-tied-dp2xtp2-sp",
+)
+@sees(
+    "row bias unsynced",
+    "RowRule.layout",
+    "Reason.ROW_BIAS_ON_SHARDS if sp else Reason.IDENTICAL, partial=sp)",
+    "Reason.IDENTICAL)",
+    case="gpt-tied-tp2-sp",
+)
+@sees(
+    "wrong conjugate for the exit",
+    "collectives:_GatherReplicated.backward",
+    "        return _applied(_SplitGrad, split, grad, ctx.dim, ctx.group), None, None, None",
+    "        return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), None, None, None",
+    case="gpt-tied-tp2-sp",
+)
+@sees(
+    "collective forgets its group",
+    "_Exchange.__init__",
+    "group.alltoall_base(self._out, self._sent",
+    "dist.distributed_c10d._get_default_group().alltoall_base(self._out, self._sent",
+    case="gpt-tied-dp2xtp2-sp",
+)
+@sees(
+    "gather not trimmed",
+    "PendingGather.wait",
+    "if self._length is not None and",
+    "if False and",
+    case="gpt-tied-tp2-sp",
+)
+@sees(
+    "fused parts out of order",
+    "Shard.by_segments",
+    "        return cls(dim, start, tuple(tuple(own) for own in ranges))",
+    "        return cls(dim, start, tuple(((r * start // size, (r + 1) * start // size),) for r in range(size)))",
+    case="gpt-tied-tp2-sp",
+)
+@sees(
+    "own gather sums nothing",
+    "GatherLinear.backward",
+    "scattering = PendingReduceScatter(partial, ctx.dim, ctx.group, async_op=True)",
+    "scattering = PendingReduceScatter(partial / 2, ctx.dim, ctx.group, async_op=True)",
+    case="encoder-bsh-tp2-sp",
+)
+@sees(
+    "whole parameters counted tp times in the norm",
+    "global_grad_norm",
+    '("tp",) * (shard is not None)',
+    '("tp",)',
+    case="gpt-tied-tp2-sp",
+)
+@sees(
+    "DDP over the world group",
+    "SteppingStrategy._wrap_ddp",
+    "process_group=self.groups[self.groups.mean_axes], **options",
+    "process_group=self.groups[self.groups.holder_axes], **options",
+    case="gpt-tied-dp2xtp2-sp",
+)
+@sees(
+    "gather before the head missing",
+    "DataPath.leave",
+    (
+        "            gather_replicated_from_sequence_parallel_region(x, self.dim, self.group,"
+        " length), self.dim, chunks\n"
+    ),
+    "            x, self.dim, chunks\n",
+    case="gpt-tied-tp2-sp",
+)
 @pytest.mark.parametrize(("model", "topology", "sp"), cases(MODELS, "gpt-tied"))
 def test_ten_steps_of_adamw(model, topology, sp):
     check(model, topology, sp, steps=10)
 
 
+@sees(
+    "sync per micro-batch",
+    "GradSync.attach",
+    "else parameter.register_hook(self._arrival(partial))",
+    (
+        "else parameter.register_post_accumulate_grad_hook(lambda p, own=partial:"
+        ' (dist.all_reduce(p.grad, group=self._groups["tp"]), setattr(own, "synced", p.grad),'
+        " None)[-1])"
+    ),
+    case="gpt-tied-tp2-sp",
+)
+@sees(
+    "clip with local norms",
+    "_ShardedPrecision.clip_grad_by_norm",
+    "total = self._strategy().global_norm(list(self.main_params(optimizer)))",
+    "total = torch.nn.utils.get_total_norm([p.grad for p in parameters])",
+    case="gpt-tied-tp2-sp",
+)
 @pytest.mark.parametrize(("model", "topology", "sp"), cases(["gpt-tied", "encoder-sbh"]))
 def test_accumulation_clipping_and_sgd(model, topology, sp):
     check(model, topology, sp, "sgd", accumulate=2, clip=0.05)
@@ -153,6 +255,12 @@ def test_two_empty_traces_are_not_equal_but_refused():
         compare(Trace(), Trace())
 
 
+@sees(
+    "a trace without losses is compared",
+    "parity:compare",
+    "    if bool(reference.losses) != bool(candidate.losses):\n",
+    "    if False:\n",
+)
 def test_one_trace_without_losses_is_refused_and_named():
     ours = Trace([1.0, 2.0], {"w": torch.tensor([3.0, 4.0])}, 5.0, {"w": torch.ones(2)})
     for empty in (Trace(), Trace(weights=ours.weights)):

@@ -22,6 +22,7 @@ from tests.helpers.fit import class_named
 from tests.helpers.habit_runs import StepLosses
 from tests.helpers.pipelines import trainer_of
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 Found = tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
@@ -68,6 +69,34 @@ def fit_all(sizes: dict[str, Any]) -> list[Found]:
     return [fit(*case, sizes) for case in CASES]
 
 
+@sees(
+    "pp: tied weights count twice in the norm",
+    "global_grad_norm",
+    'found.stages[0] != groups.rank("pp")',
+    'groups.rank("pp") not in found.stages',
+    case="pp2",
+)
+@sees(
+    "pp: a stage's norm is that of its own gradients",
+    "global_grad_norm",
+    "    if in_stages:\n        dist.all_reduce",
+    "    if norm_type < 0:\n        dist.all_reduce",
+    case="pp2",
+)
+@sees(
+    "pp: parameters as the last stage has them",
+    "from_holder",
+    'groups.ranks("pp")[layout.stages[0]]',
+    'groups.ranks("pp")[-1]',
+    case="pp2",
+)
+@sees(
+    "pp: a window's last backwards do not run",
+    "StagedStrategy._run_when_due",
+    "is_last else backward, is_last=is_last)",
+    "is_last else backward, is_last=False)",
+    case="pp2",
+)
 @pytest.mark.parametrize(
     ("world", "sizes"),
     [(2, {"pp": 2}), (4, {"pp": 2, "tp": 2}), rest(4, {"pp": 2, "tp": 2, "sp": False})],
@@ -93,6 +122,13 @@ def losses_given(sizes: dict[str, Any] | None) -> list[float]:
     return seen.losses
 
 
+@sees(
+    "callbacks are given no loss on stages that compute none",
+    "StagedStrategy._tell_loss_of_window",
+    '        loop.__dict__["run"] = with_loss\n',
+    "",
+    case="pp2",
+)
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "virtual_pp": 2}], ids=["pp2", "turns"])
 def test_callbacks_are_given_the_loss_of_the_window_on_every_stage(sizes):
     expected = losses_given(None)
@@ -138,6 +174,20 @@ def go_on(sizes: dict[str, Any] | None, folder: str, start: str | None) -> dict[
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
+@sees(
+    "pp: a checkpoint has the first stage's moments alone",
+    "_of_all_stages",
+    "if not any(one.stages for one in layout.values()):",
+    "if layout:",
+    case="pp2",
+)
+@sees(
+    "the place in an epoch stays where plain Lightning reads it",
+    "take_places",
+    '    places: list[Any] = loops.pop("combined_loader")\n',
+    '    places: list[Any] = loops["combined_loader"]\n',
+    case="pp2",
+)
 @pytest.mark.parametrize(
     ("world", "sizes"),
     [(2, {"pp": 2}), (4, {"pp": 2, "tp": 2}), (2, {"pp": 2, "virtual_pp": 2})],
@@ -192,6 +242,13 @@ class Tests(L.LightningModule):
         self.log("test", F.cross_entropy(self.net(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()))
 
 
+@sees(
+    "pp: what a training leaves under way comes to the next",
+    "LoopStrategy.on_train_end",
+    "        self._finish_micro_batches()\n",
+    "",
+    case="pp2",
+)
 @pytest.mark.parametrize(("world", "sizes"), [(2, {"pp": 2}), rest(4, {"pp": 2, "tp": 2})], ids=["pp2", "pp2-tp2"])
 def test_what_a_training_leaves_in_the_middle_of_a_window_does_not_come_to_the_next(world, sizes):
     loss, weights = end_and_go_on(None)
@@ -219,6 +276,12 @@ def keep(tied: bool) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
+@sees(
+    "pp: a kept gradient of tied weights is summed once more",
+    "StagedStrategy._run_when_due",
+    "            stage.refuse_kept()\n",
+    "            pass\n",
+)
 def test_gradients_that_are_kept_are_right_or_told():
     expected = keep(False)
     for found in run_distributed(keep, 2, False):

@@ -23,6 +23,7 @@ from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.pipelines import trainer_of
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
 class Block(nn.Module):
@@ -139,6 +140,18 @@ SAYS = {
 }
 
 
+@sees(
+    "pp: nobody hears that stages compute something else",
+    "Prover.check_stages",
+    "        if int(flag):\n",
+    "        if not flag.numel():\n",
+)
+@sees(
+    "pp: a buffer that one stage writes passes",
+    "stage_check",
+    "sorted(dense.changed & equal)",
+    "sorted(dense.changed - equal)",
+)
 def test_what_stages_can_not_do_is_refused():
     cases = list(SAYS)
     for told in run_distributed(refused, 2, cases):
@@ -154,6 +167,7 @@ def dealt(pp_layers: list[int] | None) -> tuple[int, list[str]]:
     return stage.number, [name for at in range(3) if stage.holds(name := f"blocks.{at}.up.weight")]
 
 
+@sees("pp: the head costs nothing", "trace_cut", "        costs[-1] += ", "        costs[-1] += 0 * ", case="None-2")
 @pytest.mark.parametrize(("pp_layers", "first"), [(None, 2), ([1, 2], 1), rest([2, 1], 2)])
 def test_blocks_are_dealt_out(pp_layers, first):
     names = [f"blocks.{at}.up.weight" for at in range(3)]
@@ -217,6 +231,13 @@ def get_stuck(raises: bool) -> None:
     trainer.fit(Stuck(raises), models.loader(1, length=9, count=42))  # no run-time check is due at the 20th
 
 
+@sees(
+    "pp: every micro-batch waits for all stages",
+    "LoopStrategy.on_train_start",
+    "            self._let_stages_run_ahead()\n",
+    "            pass\n",
+    case="stalls",
+)
 @pytest.mark.parametrize("raises", [True, False], ids=["raises", "stalls"])
 def test_a_stage_that_ends_or_stalls_is_told(raises):
     with pytest.raises(RankFailedError) as error:

@@ -20,6 +20,7 @@ from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
 from tests.helpers.pipelines import trainer_of
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
 class Measured(models.GPT):
@@ -164,6 +165,51 @@ def numbers(row: dict[str, str]) -> dict[str, float]:
     return {key: float(value) for key, value in row.items() if value}
 
 
+@sees(
+    "pp: the first stage logs what it can", "StageLogs.step", "else _log_nothing", "else results.log", case="pp2-within"
+)
+@sees(
+    "pp: torchmetrics of the first stage as they were",
+    "StageLogs.share",
+    "            if one is not None:\n",
+    "            if one is None:\n",
+    case="pp2-within",
+)
+@sees(
+    "pp: nothing of what the last stage logs comes to the others",
+    "StageLogs.share",
+    "        for call in calls:\n",
+    "        for call in calls[:0]:\n",
+    case="pp2-within",
+)
+@sees(
+    "pp: an evaluation without the head",
+    "HeldParameters.begin_evaluation",
+    "if name not in wanted:",
+    "if name:",
+    case="pp2-within",
+)
+@sees(
+    "pp: an evaluation goes on with what passed by",
+    "Stage._rejoin",
+    "return [_placed_as(like, found[0]), *found[1:]]",
+    "return [_nothing_like(like), *found[1:]]",
+    case="pp2-within",
+)
+@sees(
+    "turns: micro-batches wait where a validation begins",
+    "StagedStrategy._finish_micro_batches",
+    "if self._window is not None and self._window.micro_batches:",
+    "if False and self._window is not None:",
+    case="turns",
+)
+@sees(
+    "pp: what is under way waits for the end of an evaluation",
+    "StagedStrategy._finish_in_front_of_hooks",
+    '((loop.epoch_loop.val_loop, "run"), (loop, "on_advance_end"))',
+    '((loop, "on_advance_end"),)',
+    case="pp2-within",
+)
 @pytest.mark.parametrize(
     ("world", "sizes", "every"),
     # Behind each epoch, and in the middle of a window, while backwards are still to come.
@@ -213,6 +259,9 @@ def predict_twice() -> list[list[Tensor]]:
     return [trainer_of({"pp": 2}).predict(module, data) for _ in range(2)]
 
 
+@sees(
+    "pp: stages draw apart behind the blocks of an evaluation", "Stage._rejoin", "            self._streams.end()\n", ""
+)
 def test_dropout_in_a_prediction_is_drawn_apart_and_what_comes_behind_alike():
     one, other = run_distributed(predict_twice, 2)
     for first, second in zip(one, other, strict=True):

@@ -14,6 +14,7 @@ from tests.helpers import models
 from tests.helpers.fit import fit
 from tests.helpers.pipelines import trainer_of
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 FSDP = {"data_parallel": "fsdp"}
 COMPILED = {"compile": True, "compile_options": {"backend": "aot_eager"}}
@@ -32,6 +33,34 @@ def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int)
     return [fit(model, args, world=world, strategy=strategy, **HOW) for model, args, strategy in cases]
 
 
+@sees(
+    "pp: replicas wait for gradients that are elsewhere",
+    "HeldParameters.hiding_from_ddp",
+    "if not self.holds(name)]",
+    "if not name]",
+    case="dp",
+)
+@sees(
+    "pp: parts of a sequence arrive as whole ones",
+    "_placed_as",
+    "if isinstance(nothing, SeqPart) else x",
+    "if not isinstance(nothing, Tensor) else x",
+    case="cp",
+)
+@sees(
+    "turns: gradients as large as without accumulation",
+    "StagedStrategy._run_backward",
+    "gradient = self._gradient_of(one).to(loss.dtype)",
+    "gradient = torch.ones_like(loss)",
+    case="turns",
+)
+@sees(
+    "turns: replicas keep gradients of their own",
+    "StagedStrategy._run_window",
+    "if ddp is not None and reduces:",
+    "if ddp is not None and not reduces:",
+    case="turns-four",
+)
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
@@ -100,6 +129,12 @@ def overflow(name: str, sizes: dict[str, Any]) -> list[tuple[bool, float]]:
     return module.seen
 
 
+@sees(
+    "pp: a stage skips a step alone",
+    "SeqParallelStrategy.setup",
+    "share_overflows(self.precision_plugin, self._world)",
+    "share_overflows(self.precision_plugin, self.groups[self.groups.holder_axes])",
+)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [

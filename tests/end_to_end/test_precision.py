@@ -16,6 +16,7 @@ from lightning_seqpar.verify.parity import Trace, norm_of
 from tests.helpers import models
 from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.habit_runs import TOPOLOGIES
+from tests.mutants import sees
 
 PRECISIONS = ("64-true", "32-true", "bf16-mixed", "bf16-true", "16-true")
 
@@ -59,6 +60,13 @@ def fit_precisions(world: int, strategy: dict[str, Any]) -> dict[str, Trace]:
     return {each: fit("GPT", args, world=world, strategy=strategy, steps=3, precision=each) for each in PRECISIONS}
 
 
+@sees(
+    "cp: the loss of autocast in 16 bits",
+    "loss:cross_entropy",
+    "dtype, summed = each.dtype, ",
+    "dtype, summed = logits._local.dtype, ",
+    case="cp2",
+)
 @pytest.mark.parametrize(
     "topology",
     [pytest.param(one, marks=[pytest.mark.matrix] * (one in ("dp2xtp2", "tp2xcp2", "cp2"))) for one in TOPOLOGIES],
@@ -122,6 +130,20 @@ def overflow(
     return module.seen
 
 
+@sees(
+    "overflows of a rank not shared",
+    "SeqParallelStrategy.setup",
+    "            share_overflows(self.precision_plugin, self._world)\n",
+    "            pass\n",
+    case="2-tp-2-ddp-model.blocks.0.mlp.up.weight-1",
+)
+@sees(
+    "overflows shared within a replica alone",
+    "SeqParallelStrategy.setup",
+    "share_overflows(self.precision_plugin, self._world)",
+    'share_overflows(self.precision_plugin, self.groups["tp"])',
+    case="4-tp-2-fsdp-model.blocks.1.attn.proj.weight-2",
+)
 @pytest.mark.parametrize(
     ("world", "axis", "size", "how", "name", "rank"),
     [

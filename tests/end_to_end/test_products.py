@@ -19,6 +19,7 @@ from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import zoo
 from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.models import loader
+from tests.mutants import sees
 
 IDS = torch.randint(31, (4, 9), generator=torch.Generator().manual_seed(0))
 STEP = Example("a batch", "training_step", ((IDS,), 0), {})
@@ -81,6 +82,34 @@ def fit_all(world: int, tp: int, sp: bool) -> dict[str, Trace]:
     }
 
 
+@sees(
+    "flattened tokens folded the wrong way round",
+    "FrameStack.fold",
+    "        sizes = (of.batch, positions) if self._dim == 1 else",
+    "        sizes = (of.batch, positions) if self._dim == 0 else",
+    case="2-2-True",
+)
+@sees(
+    "a bias added to partial sums by every rank",
+    "begin_sum.hook",
+    "parameter * 0.0",
+    "parameter * 1.0",
+    case="2-2-True",
+)
+@sees(
+    "an expert's row bias added by every rank",
+    "RowParallelLinear._reduced",
+    "float(self.region.rank == 0)",
+    "1.0",
+    case="2-2-True",
+)
+@sees(
+    "routing weights summed in less precision than the activation",
+    "_widest",
+    "if len(kinds) > 1 else None",
+    "if len(kinds) > 9 else None",
+    case="2-2-True",
+)
 @pytest.mark.parametrize(
     ("world", "tp", "sp"),
     [
@@ -170,6 +199,12 @@ def test_inferred(kind):
         assert f"- {line}\n" in told, told
 
 
+@sees(
+    "an expert without tokens in the example left whole",
+    "BlockPlanner.make",
+    "        self._plan.rules += _idle_experts(self._model, self._flow, self._plan.rules)\n",
+    "",
+)
 def test_an_expert_without_tokens_is_dealt_out_like_the_others():
     model = zoo.Zoo("list_moe")
     with torch.no_grad():
@@ -204,6 +239,12 @@ def test_experts_in_a_list_see_shards_unless_a_loss_reads_the_router():
     assert run_distributed(shards_kept, 2, Balanced)[0] == [False]
 
 
+@sees(
+    "an escaping balance not seen in the data flow",
+    "GatherPoints._find_dealer",
+    "                if self._escapes(call):\n                    return False\n",
+    "",
+)
 def test_a_router_that_the_loss_reads_is_seen_in_the_data_flow():
     assert "style: reduce" in infer_plan(zoo.Zoo("list_moe"), STEP, 2).plan.to_yaml()
     assert "style: reduce" not in infer_plan(Balanced("list_moe"), STEP, 2).plan.to_yaml()
@@ -237,6 +278,12 @@ class Sometimes(zoo.PreNorm):
 zoo.EXTRA["sometimes"] = Sometimes
 
 
+@sees(
+    "modules that the example does not run not looked at",
+    "compare_runs",
+    "    verdict.wrong += _unproved_modules(dense, record)\n",
+    "",
+)
 def test_a_module_that_the_example_does_not_run_sees_no_shards():
     assert run_distributed(shards_kept, 2, zoo.Zoo, "sometimes")[0] == [False]
 
@@ -286,6 +333,12 @@ def fit_partly() -> None:
     quiet_trainer(devices=2, strategy=strategy, max_steps=1).fit(zoo.Zoo("list_moe"), loader(4))
 
 
+@sees(
+    "a whole expert among sharded ones accepted",
+    "_check_siblings",
+    "if twin in plan.modules and twin not in linears:",
+    "if twin not in plan.modules:",
+)
 def test_one_whole_expert_among_shards_is_refused():
     with pytest.raises(RankFailedError, match=r"no rule names it, but .* beside it is a column"):
         run_distributed(fit_partly, 2)
@@ -303,6 +356,12 @@ def fit_dropping() -> None:
     quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1).fit(zoo.Zoo("dropping"), loader(4))
 
 
+@sees(
+    "draws beside raw parameters accepted",
+    "DrawContext.check",
+    "        if self.unwrapped:\n            raise",
+    "        if False:\n            raise",
+)
 def test_draws_beside_raw_parameters_are_refused():
     with pytest.raises(RankFailedError, match="multiplies sharded parameters itself draws random numbers"):
         run_distributed(fit_dropping, 2)
@@ -510,6 +569,18 @@ def fit_unseen() -> list[Trace | str]:
     return out
 
 
+@sees(
+    "buffers that the forward changes not looked at",
+    "compare_runs",
+    "    verdict.wrong += _wrong_buffers(dense, sharded, record, limit, groups)\n",
+    "",
+)
+@sees(
+    "frozen rows not marked",
+    "PartialSumCheck._is_row",
+    " or is_node_of(end, MarkRow) for end in ends)",
+    " for end in ends)",
+)
 def test_what_the_first_batch_does_not_show_is_right_too():
     for (model, args), got in zip(UNSEEN, run_distributed(fit_unseen, 2)[0], strict=True):
         assert isinstance(got, Trace), (args, got)
@@ -517,6 +588,41 @@ def test_what_the_first_batch_does_not_show_is_right_too():
         assert report.ok, f"{model} {args}\n{report}"
 
 
+@sees(
+    "places in a queue counted on shards",
+    "BlockPlanner._keep_whole_sequences",
+    "if (counted := orders_tokens(self._trace, self._flow, self._covers)) is not None:",
+    "if (counted := orders_tokens(self._trace, self._flow, self._covers)) is not None and False:",
+    case="4-queued-it counts, sorts or reduces tokens (cumsum) where it would see this rank's part of them",
+)
+@sees(
+    "tokens in another order not seen",
+    "BlockPlanner._keep_whole_sequences",
+    "if (moved := reorders_tokens(self._trace, self._flow)) is not None:",
+    "if (moved := reorders_tokens(self._trace, self._flow)) is not None and False:",
+    case="4-turned-its tokens are in another order than the block's",
+)
+@sees(
+    "a block that reduces over its shard not seen",
+    "_ordered_dims",
+    "if name not in (*_ORDERED, *_REDUCING)",
+    "if name not in _ORDERED",
+    case="4-capped-net.h.0.mlp: it counts, sorts or reduces tokens (linalg_vector_norm) where it would see",
+)
+@sees(
+    "a turned activation of equal dims not seen",
+    "reorders_tokens",
+    "                if turned:\n                    return name\n",
+    "",
+    case="8-turned-its tokens are in another order than the block's",
+)
+@sees(
+    "a block that reads the length of its shard not seen",
+    "StackPlanner._plan_rest",
+    "        whole = bool(why_no_sp) or any(plan.reads_length for plan in known)\n",
+    "        whole = dim is None\n",
+    case="4-queued-it counts, sorts or reduces tokens (cumsum) where it would see this rank's part of them",
+)
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
@@ -550,6 +656,12 @@ def test_what_reduces_whole_tokens_in_a_gathering_module_keeps_shards():
     assert "{pattern: net.h.*, style: blocks}" in found.plan.to_yaml()
 
 
+@sees(
+    "parameters that the example does not use guessed at",
+    "BlockPlanner._plan_products",
+    "            products.check_used()\n",
+    "            pass\n",
+)
 def test_parameters_that_the_example_does_not_use_are_no_one_s_guess():
     found = infer_plan(zoo.Zoo("twofold"), STEP, 2)
     assert "{pattern: net.h.*.mlp, style: whole}" in found.plan.to_yaml()
@@ -585,6 +697,36 @@ def refuse_later() -> list[str]:
     return told
 
 
+@sees(
+    "what a module sums is let go of before it is reduced",
+    "_Swap._own_hooks",
+    "            for rule in reversed(rules):\n",
+    "            for rule in rules:\n",
+)
+@sees(
+    "what a module adds to a sum not looked at",
+    "Observers.sum_returned",
+    "        PartialSumCheck(self._frames.current.partial_nodes, rows, once).check(out, gathers, module)\n",
+    "",
+)
+@sees(
+    "a loss that reads a router inside a sum not seen",
+    "LossLeakCheck.check",
+    "            if node in owners:\n",
+    "            if False:\n",
+)
+@sees(
+    "draws behind an expert's first linear accepted",
+    "DrawContext.check",
+    "        if self.widths is not None and self.own and",
+    "        if False and self.own and",
+)
+@sees(
+    "buffers that ranks hold apart not seen",
+    "SteppingStrategy._before_backward",
+    "                check_buffers(record, self.groups, self.root_device)\n",
+    "",
+)
 def test_what_would_count_twice_is_refused_when_it_comes():
     for said, wanted in zip(
         run_distributed(refuse_later, 2)[0],

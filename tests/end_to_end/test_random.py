@@ -21,6 +21,7 @@ from lightning_seqpar.verify.parity import gather_weights
 from tests.helpers.dropping import Block, DropAttention, DropPath, Dropping, P
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
 def train(
@@ -41,6 +42,20 @@ def phi(a: Tensor, b: Tensor) -> float:
     return float(torch.corrcoef(torch.stack([a, b]))[0, 1]) * a.numel() ** 0.5
 
 
+@sees(
+    "whole activations dropped out apart",
+    "RngScope.begin_gathering",
+    "            self.streams.pause()\n",
+    "            pass\n",
+    case="True",
+)
+@sees(
+    "draws between a column and its row not looked at",
+    "DrawContext.check",
+    "        if self.tokens is not None and self.own:",
+    "        if self.tokens is not None and self.own and not shape:",
+    case="True",
+)
 @pytest.mark.parametrize("sp", [True, False])
 def test_masks_are_shared_or_independent_as_the_activation_is(sp):
     one, two = run_distributed(train, 2, 2, sp)
@@ -65,6 +80,13 @@ def test_masks_are_shared_or_independent_as_the_activation_is(sp):
     assert abs(phi(*attn)) < 5
 
 
+@sees(
+    "dropout of a whole activation behind a column drawn by each rank",
+    "draw_alike.before",
+    "(always or reads_whole(args))",
+    "always",
+    case="True",
+)
 @pytest.mark.parametrize("sp", [True, rest(False)])
 def test_what_is_dropped_of_a_whole_activation_behind_a_column_is_the_same_on_all_ranks(sp):
     one, two = run_distributed(train, 2, 2, sp, steps=4, kind="late")
@@ -88,6 +110,13 @@ def test_what_a_function_drops_in_front_of_the_columns_is_the_same_on_all_ranks(
         assert all(map(torch.equal, one["masks"][name], two["masks"][name]))
 
 
+@sees(
+    "a recompute forgets that a dropout was of a whole activation",
+    "draw_alike.before",
+    "switched.append(recomputes or (",
+    "switched.append((",
+    case="True",
+)
 @pytest.mark.parametrize("sp", [True, rest(False)])
 def test_a_recompute_drops_of_a_whole_activation_what_was_dropped(sp):
     kept = run_distributed(train, 2, 2, sp, steps=4, kind="late")[0]["losses"]
@@ -104,6 +133,13 @@ def test_seed_everything_alone_reproduces_a_run(sp):
     assert one["losses"] != other["losses"]
 
 
+@sees(
+    "a checkpoint's dropout kept as bytes",
+    "ElementwiseRecompute._dropout",
+    "if top is None or top[0] != self._pack:",
+    "if False:",
+    case="between-called-True",
+)
 @pytest.mark.parametrize("sp", [True, rest(False)])
 @pytest.mark.parametrize(
     ("recompute", "plain"),
@@ -157,6 +193,13 @@ def draw_all(cases: list[tuple[bool, str]]) -> list[dict[str, dict[str, Any]]]:
     return [{recompute: draw(recompute, sp, kind) for recompute in ("none", "selective", "full")} for sp, kind in cases]
 
 
+@sees(
+    "recompute: random streams not restored",
+    "RecomputedForward.__call__",
+    "use_reentrant=False)",
+    "use_reentrant=False, preserve_rng_state=False)",
+)
+@sees("recompute: draws of Python and numpy made anew", "HostDraws.again", "        self._set(self._began)\n", "")
 def test_what_was_dropped_is_dropped_again():
     cases = [(True, ""), (True, "late"), (False, "calling"), (False, "late")]
     for case, runs in zip(cases, run_distributed(draw_all, 2, cases)[0], strict=True):
@@ -323,6 +366,12 @@ IN_A_BLOCK = r"a block of the model draws random numbers \(rand\) of shape \[8, 
 BETWEEN = r"between a column linear of the model and its row random numbers \(rand\) of shape \[8?{}"
 
 
+@sees(
+    "draws behind a row, inside the module, not looked at",
+    "DrawContext._check_positions",
+    "if self.in_block and self.own and not shards.has_positions(shape):",
+    "if self.in_block and self.own and not self.in_gather and not shards.has_positions(shape):",
+)
 @pytest.mark.parametrize(
     ("where", "sp", "says"),
     [
@@ -349,6 +398,13 @@ def test_a_draw_for_what_ranks_share_is_refused_where_each_draws_its_own(where, 
         assert step == (4 if told == "trained" else 0)
 
 
+@sees(
+    "the self-check does not look at what is drawn",
+    "_wrong_draws",
+    "if (whole == shape) is not draw.own:",
+    "if (whole == shape) is not None:",
+    case="shared-True-shape0",
+)
 @pytest.mark.parametrize(
     ("where", "sp", "shape"),
     [
@@ -368,6 +424,7 @@ def test_the_self_check_sees_draws_whose_shape_tells_nothing(where, sp, shape):
         assert step == 0
 
 
+@sees("an order of samples taken for no draw", "DRAWS", '    "randperm",\n', "", case="samples")
 @pytest.mark.parametrize("where", ["square", "samples", "seeded"])
 def test_a_block_that_draws_for_all_positions_keeps_whole_sequences(where):
     (told, _, one), (_, _, two) = run_distributed(fit_stray, 2, where, True, self_check=True, length=16)
@@ -377,6 +434,13 @@ def test_a_block_that_draws_for_all_positions_keeps_whole_sequences(where):
         assert torch.equal(torch.stack(one[name]), torch.stack(two[name]))
 
 
+@sees(
+    "stochastic depth on the rank's own stream without sp",
+    "_Swap._hook_dropouts",
+    "if (stochastic or isinstance(module, _DropoutNd)) and any(",
+    "if (stochastic and self.plan.sp_at(name) or isinstance(module, _DropoutNd)) and any(",
+    case="module-False",
+)
 @pytest.mark.parametrize(
     ("where", "sp"),
     [
@@ -397,6 +461,13 @@ def test_the_self_check_passes_draws_for_one_position():
     ] * 2
 
 
+@sees(
+    "a generator of the user's own taken for the rank's, before training",
+    "_Observer.__torch_dispatch__",
+    "own = not drawn.seeded and (draws_apart() or any(region.streams.own for region in self._regions))",
+    "own = any(region.streams.own for region in self._regions)",
+    case="True",
+)
 @pytest.mark.parametrize("sp", [True, rest(False)])
 def test_the_self_check_refuses_a_generator_of_ones_own_for_features(sp):
     for told, step, _ in run_distributed(fit_stray, 2, "seeded features", sp, self_check=True):
@@ -406,6 +477,13 @@ def test_the_self_check_refuses_a_generator_of_ones_own_for_features(sp):
         assert step == 0
 
 
+@sees(
+    "ranks that hold the same value heads drop them apart",
+    "_is_drawn_by_several",
+    "part != size and part * ranks > size and not is_sequence(at, size)",
+    "part != size and part * ranks < size and not is_sequence(at, size)",
+    case="True",
+)
 @pytest.mark.parametrize("sp", [True, rest(False)])
 def test_ranks_that_share_value_heads_may_not_drop_them_apart(sp):
     for told, step, _ in run_distributed(fit_stray, 4, "values", sp, self_check=True, length=8, tp=4):
@@ -419,6 +497,13 @@ def test_ranks_that_share_value_heads_may_not_drop_them_apart(sp):
     assert (told, masks["sp"]) == ("trained", [sp])  # there each has its own
 
 
+@sees(
+    "a rate that rises from zero goes unseen",
+    "WatchSchedule.note_draws",
+    "self._draws_are_new = hash(drawn) not in self._known_draws",
+    "self._draws_are_new = False",
+    case="block",
+)
 @pytest.mark.parametrize("where", ["block", "behind", "sample"])
 def test_a_rate_that_rises_is_seen_behind_one_step(where):
     for told, step, _ in run_distributed(fit_stray, 2, where, True, 18):

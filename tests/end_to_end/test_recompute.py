@@ -21,6 +21,7 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import models, zoo
 from tests.helpers.fit import fit, quiet_trainer
+from tests.mutants import sees
 
 LORA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 HOW = ("none", "selective", "full")
@@ -103,6 +104,33 @@ def fit_cases(names: tuple[str, ...], options: dict[str, Any]) -> dict[tuple[str
     return found
 
 
+@sees(
+    "recompute: a context that saves collectives",
+    "RecomputedForward.__call__",
+    "use_reentrant=False)",
+    (
+        "use_reentrant=False, context_fn=lambda:"
+        " torch.utils.checkpoint.create_selective_checkpoint_contexts(lambda ctx, op, *a, **k:"
+        ' torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE if op.namespace == "c10d" else'
+        " torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE,"
+        " allow_cache_entry_mutation=True))"
+    ),
+    case="tp2",
+)
+@sees(
+    "recompute: the length of another call",
+    "RecomputedCall.__init__",
+    "            self._repeating = functools.partial(region.frames.repeating, region.frames.lengths())\n",
+    "            pass\n",
+    case="tp2",
+)
+@sees(
+    "recompute: what was gathered has no gradient",
+    "_Kept.restore",
+    "kept = kept.detach().requires_grad_(self._requires_grad)",
+    "kept = kept.detach()",
+    case="tp2",
+)
 @pytest.mark.parametrize(
     ("world", "options", "names"),
     [
@@ -182,6 +210,14 @@ def count(tp: int, recompute: str) -> dict[str, Any]:
     return seen
 
 
+@sees("recompute: nothing runs again", "recomputed", '    if recompute == "none":\n', "    if True:\n", case="1")
+@sees(
+    "recompute: without tp the modules are not given back",
+    "SeqParallelStrategy.teardown",
+    "            change.undo()\n",
+    "            pass\n",
+    case="1",
+)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_modules_run_twice_while_they_train_and_are_given_back(tp):
     for recompute, name in (("full", "model.blocks.{}"), ("selective", "model.blocks.{}.attn")):
@@ -205,6 +241,13 @@ def step_aside(reentrant: bool) -> list[str]:
     return [str(one.message) for one in told if "recompute=" in str(one.message)]
 
 
+@sees(
+    "recompute: inside another checkpoint too",
+    "RecomputedForward.__call__",
+    "if in_backward() or is_of_checkpoint(hooks_in_force()):",
+    "if False:",
+    case="False",
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_beside_the_models_own_checkpointing_it_steps_aside(reentrant):
     told = run_distributed(step_aside, 2, reentrant)[0]

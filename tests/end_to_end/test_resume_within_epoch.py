@@ -18,6 +18,7 @@ from lightning_seqpar.verify.parity import FLOAT64_TOLERANCE, ParityRecorder
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
 class Own(Sampler[int]):
@@ -91,6 +92,27 @@ def both(folder: str, kind: str, config: dict[str, Any], replicas: int) -> None:
             assert float((again[name] - weight).abs().max()) <= FLOAT64_TOLERANCE, (kind, step, name)
 
 
+@sees(
+    "an epoch that goes on has another order",
+    "ReplicaSampler.__iter__",
+    '                    torch.set_rng_state(place["torch"])\n',
+    "                    pass\n",
+    case="shuffled-{'tp': 2}-1",
+)
+@sees(
+    "an epoch that goes on begins with its first batch",
+    "ReplicaSampler.__iter__",
+    'for _ in islice(rest, place["items"]):',
+    "for _ in islice(rest, 1):",
+    case="shuffled-{'tp': 2}-1",
+)
+@sees(
+    "stages agree on an order with themselves alone",
+    "ReplicaSampler.set_epoch",
+    "source = self.groups.source(self.groups.replica_axes)",
+    "source = self.groups.source(self.groups.holder_axes)",
+    case="shuffled-{'pp': 2}-1",
+)
 @pytest.mark.parametrize(
     ("kind", "config", "replicas"),
     [

@@ -13,6 +13,7 @@ from tests.helpers import models
 from tests.helpers.checkpoints import FORMS
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.processes import Peak
+from tests.mutants import sees
 
 MIB = 2**20
 
@@ -47,6 +48,13 @@ def sizes() -> tuple[float, float]:
     return sum(counts), max(counts)
 
 
+@sees(
+    "what is written at once is copied first",
+    "write_folder",
+    "        return lambda: _write(path, parts, packed, facts, group)",
+    "        return lambda: _write(path, {key: part.frozen() for key, part in parts.items()}, packed, facts, group)",
+    case="sharded-2",
+)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("form", FORMS)
 def test_no_rank_but_the_writer_of_one_file_holds_more_than_its_part(tmp_path, form, world):
@@ -63,6 +71,13 @@ def test_no_rank_but_the_writer_of_one_file_holds_more_than_its_part(tmp_path, f
         assert restore < 1.6 * whole  # its part of the moments, which are new, and of the weights once more
 
 
+@sees(
+    "the writing dealt to one replica",
+    "_WriterChoice.part",
+    "        self._loads[row] += math.prod(layout.global_shape) * value.element_size() / self._loads.shape[1]\n",
+    "",
+    case="sharded",
+)
 @pytest.mark.parametrize("form", ["sharded", "async"])
 def test_ranks_share_the_writing(tmp_path, form):
     run_distributed(saved, 4, form, str(tmp_path))

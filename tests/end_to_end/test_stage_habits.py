@@ -20,6 +20,7 @@ from tests.helpers import models
 from tests.helpers.pipelines import trainer_of
 from tests.helpers.slices import rest
 from tests.helpers.zoo import EinsumAttention, FeedForward, PreNorm
+from tests.mutants import sees
 
 PLAIN, TURNS = {"pp": 2}, {"pp": 2, "virtual_pp": 2}
 Made = tuple[L.LightningModule, Any, dict[str, Any]]
@@ -396,6 +397,48 @@ def run_all(names: list[str], sizes: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@sees(
+    "turns: batches that were put off are evaluated",
+    "InterleavedWindow.entered",
+    "        _set_modes(one.modes)\n",
+    "",
+    case="2-{'pp': 2, 'virtual_pp': 2}",
+)
+@sees(
+    "pp: what an abandoned window leaves comes to the next",
+    "StagedStrategy._finish_in_front_of_hooks",
+    '((loop.epoch_loop.val_loop, "run"), (loop, "on_advance_end"))',
+    '((loop.epoch_loop.val_loop, "run"),)',
+    case="2-{'pp': 2}",
+)
+@sees(
+    "pp: a recompute reads what the next step has put on the block",
+    "RecomputedCall.__call__",
+    ", self._attributes.as_of(self._values):",
+    ":",
+    case="2-{'pp': 2}",
+)
+@sees(
+    "stacks: an evaluation reads the end of a stack where training does",
+    "Stage._elsewhere_at",
+    "            if self._goes_on:\n                x, *beside",
+    "            if self._goes_on and stack is self._cut.stacks[-1]:\n                x, *beside",
+    case="2-{'pp': 2}",
+)
+@sees(
+    "turns: metrics count once for each chunk",
+    "InterleavedWindow.entered",
+    "        for metric in metrics:\n            metric.restore()\n",
+    "",
+    case="2-{'pp': 2, 'virtual_pp': 2}",
+)
+@sees(
+    "turns: attributes below the module are those of the window's end",
+    "ModelAttributes.__init__",
+    "            if name and any(",
+    "            if name or any(",
+    case="2-{'pp': 2, 'virtual_pp': 2}",
+)
 @pytest.mark.parametrize(
     ("world", "sizes"), [(2, PLAIN), (2, TURNS), rest(4, {"pp": 2, "tp": 2}), rest(4, {"pp": 4})], ids=str
 )
@@ -416,6 +459,34 @@ def raise_one(name: str) -> None:
     run(name, PLAIN if "reads_its_loader" in name or "average" in name else TURNS)
 
 
+@sees(
+    "pp: parameters that stages hold may go apart",
+    "StagedStrategy._end_window",
+    "            check_parameters_of_stages(record, self.groups, self.root_device)\n",
+    "",
+    case="an_average_of_what_one_stage_has",
+)
+@sees(
+    "pp: hooks on tied weights see parts",
+    "StagedStrategy._end_window",
+    "            refuse_hooks_on_shared(record)\n",
+    "",
+    case="a_hook_on_tied_weights",
+)
+@sees(
+    "turns: buffers that each run changes pass",
+    "InterleavedWindow.entered",
+    "            if buffer._version != version:\n",
+    "            if False:\n",
+    case="a_buffer_that_later_steps_change",
+)
+@sees(
+    "turns: weights that are changed past their versions pass",
+    "InterleavedWindow._check_tensors",
+    "seen[:2] != was[:2] or moved",
+    "seen[:2] != was[:2]",
+    case="weights_that_a_hook_changes_between",
+)
 @pytest.mark.parametrize("name", TOLD)
 def test_what_would_differ_is_told(name):
     with pytest.raises(AssertionError, match=TOLD[name][1]):
@@ -431,6 +502,13 @@ def leave(sizes: dict[str, Any] | None, batch: int) -> dict[str, Tensor]:
     return gather_weights(module)
 
 
+@sees(
+    "fsdp keeps gradients of a window that was left",
+    "SteppingStrategy.training_step",
+    "            self._split.begin_window()\n",
+    "            pass\n",
+    case="fsdp",
+)
 @pytest.mark.parametrize(
     ("world", "sizes"),
     [
@@ -457,6 +535,12 @@ def hook_over_replicas() -> None:
     trainer_of(TURNS).fit(Hooked(), loader())
 
 
+@sees(
+    "turns: DDP's backward runs hooks once more",
+    "StagedStrategy._run_window",
+    "            refuse_hooks_of_reduced(record_of(self._module), self._reduced)\n",
+    "",
+)
 def test_hooks_that_ddp_would_run_twice_are_told():
     with pytest.raises(
         AssertionError, match=r"blocks\.0\.mlp\.up\.weight: it has a gradient hook of yours, which virtual_pp"

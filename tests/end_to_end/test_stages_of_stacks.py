@@ -20,6 +20,7 @@ from tests.helpers.fit import class_named, fit
 from tests.helpers.pipelines import trainer_of
 from tests.helpers.slices import rest
 from tests.helpers.zoo import EinsumAttention, FeedForward, PreNorm
+from tests.mutants import sees
 
 
 class Widening(L.LightningModule):
@@ -63,6 +64,27 @@ def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int)
     return [fit(model, args, world=world, strategy=strategy, **HOW) for model, args, strategy in cases]
 
 
+@sees(
+    "stacks: the end of an encoder goes to the next stage alone",
+    "trace_cut",
+    "if chunk != own)",
+    "if chunk == own + 1)",
+    case="four",
+)
+@sees(
+    "stacks: nobody sends back the gradient of a bias that blocks hand on",
+    "Stage._hand_on",
+    "self._hand_over(self._behind, message, x, ",
+    "self._hand_over(self._behind, message, x if slot == 0 else x.detach(), ",
+    case="four",
+)
+@sees(
+    "stacks: what a teacher made under no_grad goes nowhere",
+    "_Traced.look",
+    "self.has_graph = torch.is_grad_enabled()",
+    "self.has_graph = True",
+    case="more",
+)
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
@@ -149,6 +171,20 @@ def go(kind: str, sizes: dict[str, Any] | None) -> tuple[dict[str, float], Any, 
     return found, trainer.validate(module, data, verbose=False), trainer.predict(module, data), held
 
 
+@sees(
+    "stacks: a decoder that generates waits for the encoder",
+    "Stage._begin_at",
+    "waits = self._cut.goes_on(chunk) and name in self._cut.stack_of(self._cut.blocks[chunk][0]).blocks",
+    "waits = self._cut.goes_on(chunk)",
+    case="t5",
+)
+@sees(
+    "stacks: blocks that no shipped plan knows are on the last stage",
+    "leaves_blocks",
+    "    return any(\n",
+    "    return False and any(\n",
+    case="torch",
+)
 @pytest.mark.parametrize(
     ("kind", "world", "sizes"),
     [
@@ -193,6 +229,12 @@ def drop(sizes: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
     return module.kept, torch.get_rng_state()
 
 
+@sees(
+    "stacks: what lies between draws from each stage's own stream",
+    "Stage._begin_between",
+    "                self._streams.begin_between(number)\n",
+    "                pass\n",
+)
 def test_all_decoder_stages_read_the_same_encoding_under_dropout():
     """The second stage ends the encoder and begins the decoder; what lies between is made on each stage that reads it."""
     everywhere = run_distributed(drop, 4, {"pp": 4, "pp_layers": [2, 2, 1, 1]})

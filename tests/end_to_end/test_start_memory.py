@@ -18,6 +18,7 @@ from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.processes import Peak
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 ROWS, LENGTH = 50_257, 64
 
@@ -48,6 +49,20 @@ def grown(checked: bool, plan: str) -> float:
     return peak.grown
 
 
+@sees(
+    "large models are copied whole",
+    "Reduction.variants",
+    "        return [one for at, one in enumerate(found) if one not in found[:at]]\n",
+    "        return [Reduction()]\n",
+    case="auto",
+)
+@sees(
+    "the self-check keeps its copies",
+    "release",
+    "    for parameter in copied.parameters():\n",
+    "    for parameter in ():\n",
+    case="auto",
+)
 @pytest.mark.parametrize("plan", ["auto", rest("infer")])
 def test_the_self_check_takes_no_more_memory_than_training(plan, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -21,6 +21,7 @@ from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import compare
 from tests.helpers import models, zoo
 from tests.helpers.fit import fit, quiet_trainer
+from tests.mutants import sees
 
 ALL_STYLES = """\
 rules:
@@ -172,6 +173,13 @@ def test_a_sharded_vocabulary_is_as_large_as_it_was():
     ]
 
 
+@sees(
+    "a token outside the vocabulary is embedded as zeros",
+    "require_inside",
+    "elif not bool(inside.all()):",
+    "elif False:",
+    case="31",
+)
 @pytest.mark.parametrize("wrong", [31, -1, -100])
 def test_a_token_outside_the_vocabulary_is_refused(wrong):
     with pytest.raises(
@@ -209,6 +217,12 @@ def norms(tp: int) -> list[float]:
     return module.norms
 
 
+@sees(
+    "no largest gradient where a rank counts none of a tensor",
+    "global_grad_norm.power",
+    "grad if grad.numel() else grad.new_zeros(1)",
+    "grad",
+)
 def test_norms_of_gradients_that_some_ranks_hold_for_others():
     """Of two kv heads on four ranks: a head's second holder counts none of it, not even its largest."""
     reference = norms(1)
@@ -230,6 +244,13 @@ def test_kv_heads_that_are_fewer_than_ranks():
         Shard.by_segments(0, [4], [1], 4, "k")
 
 
+@sees(
+    "a shared kv head counts twice in the norm",
+    "global_grad_norm",
+    "            grad = grad.index_select(shard.dim, layout.first_held",
+    "            _ = (shard.dim, layout.first_held",
+    case="4-4-gqa_shared",
+)
 @pytest.mark.parametrize(
     ("world", "tp", "kind"),
     [
@@ -342,6 +363,7 @@ def fit_stand_in() -> None:
     quiet_trainer(devices=2, strategy=strategy, max_steps=1).fit(zoo.Zoo("reads_its_input"), models.loader(4))
 
 
+@sees("a stand-in that is zero", "stand_in:stand_in", 'new_full((), float("nan"))', "new_full((), 0.0)")
 def test_who_computes_with_a_stand_in_is_found_out():
     with pytest.raises(RankFailedError, match=r"the loss differs: nan instead of|nan"):
         run_distributed(fit_stand_in, 2)

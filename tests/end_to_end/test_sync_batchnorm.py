@@ -26,6 +26,7 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare
 from tests.helpers import models, third_party
 from tests.helpers.fit import quiet_trainer
+from tests.mutants import sees
 
 BATCH, STEPS = 8, 3
 
@@ -173,6 +174,27 @@ def reference(**case: Any) -> Any:
     return train(**case)
 
 
+@sees(
+    "batch norms of the world's ranks",
+    "sync_batch_norms",
+    'make_synced(module, name, groups["dp"])',
+    'make_synced(module, name, groups["dp", "tp"])',
+    case="dp2-tp2-within",
+)
+@sees(
+    "the gradient through the statistics of other replicas is lost",
+    "_SyncedBatchNorm.backward",
+    "(all_reduce(sums, ctx.group) / ctx.total)",
+    "(sums * ctx.group.size() / ctx.total)",
+    case="tp1",
+)
+@sees(
+    "batches of other sizes count alike in a batch norm",
+    "_moments",
+    "mean = (means * counts).sum(0) / total",
+    "mean = means.mean(0)",
+    case="dp2-tp2-fsdp",
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.matrix) for name in CASES]
 )
@@ -250,6 +272,19 @@ def norms_and_copies() -> Any:
     return found, means, type(pickled) is nn.BatchNorm2d, half, lonely, alone is not None, float(own.running_mean[0])
 
 
+@sees(
+    "gradients of gradients take a batch norm's statistics as given",
+    "_SyncedBatchNorm.backward",
+    "if torch.is_grad_enabled():",
+    "if False:",
+)
+@sees(
+    "batch norms wait for each other in evaluation",
+    "make_synced.forward",
+    "if not self.training:",
+    "if self.track_running_stats and not self.training:",
+)
+@sees("a batch norm of one value is trained", "_moments", "if count <= 1 and int(total) <= 1:", "if count < 0:")
 def test_the_norm_of_several_ranks_is_that_of_one():
     want, got = norms(1), run_distributed(norms_and_copies, 3)
     for name in ("out", "first", "second", "once"):
@@ -325,6 +360,26 @@ def manners() -> dict[str, Any]:
     return found
 
 
+@sees("batch norms of compiled blocks are synced", "_is_compiled", "NAME_KEY in vars(module)", "False")
+@sees("a replaced forward of a batch norm is not seen", "make_synced", 'if "forward" in vars(module) or', "if")
+@sees(
+    "ranks that sync batch norms and ranks that do not",
+    "SeqParallelStrategy._parallelize",
+    '"sync_batchnorm": self._syncs_batch_norms}',
+    '"sync_batchnorm": True}',
+)
+@sees(
+    "a second run keeps the synced batch norms of the first",
+    "SeqParallelStrategy._parallelize",
+    "            self._syncs_batch_norms,\n",
+    "",
+)
+@sees(
+    "a plugin of the user's is not taken back",
+    "SeqParallelStrategy.teardown",
+    "self._reverts(self.lightning_module)",
+    "pass",
+)
 def test_plugins_and_refusals():
     for found in run_distributed(manners, 2):
         assert found["plugin"] == (nn.Identity, nn.BatchNorm1d)

@@ -22,6 +22,7 @@ from tests.helpers import third_party, zoo
 from tests.helpers.fit import fit, fit_kinds, quiet_trainer
 from tests.helpers.models import loader
 from tests.helpers.third_party import BATCH_NORMS, KINDS, LowRankFeedForward, LowRankProjections
+from tests.mutants import sees
 
 TOPOLOGIES = {"tp2": (2, 2, True), "tp4": (4, 4, True), "dp2-tp2": (4, 2, True), "tp2-no-sp": (2, 2, False)}
 # On four ranks one of each sort; `make parity` runs them all.
@@ -91,6 +92,55 @@ def trained(topology: str, always: bool) -> dict[str, tuple[Trace, int] | str]:
     return run_distributed(fit_kinds, world, "ThirdParty", kinds, world, tp, sp, timeout=400.0)[0]
 
 
+@sees(
+    "the gradient of a scale of all heads is not summed",
+    "GradientRule.layout",
+    "partial=self.summed",
+    "partial=False",
+    case="tp2-shared_scale",
+)
+@sees(
+    "a fused parameter cut in one piece",
+    "LocalHeadsRule.check",
+    "Shard.by_segments(self.dim % tensor.ndim, segments, units, plan.size, name)",
+    "Shard.by_segments(self.dim % tensor.ndim, [length], [length], plan.size, name)",
+    case="tp2-weight_of_qkv",
+)
+@sees(
+    "ranks that share a head of a parameter do not sum its gradient",
+    "LocalHeadsRule.layout",
+    "partial=shard.has_shared",
+    "partial=False",
+    case="tp4-grouped_adapters",
+)
+@sees(
+    "a row's joined input dealt out as one part",
+    "RowRule.check",
+    "        plan.shards[name] = Shard.by_segments(dim, segments, units, plan.size, name)",
+    "        plan.shards[name] = Shard.by_segments(dim, [length], [length], plan.size, name)",
+    case="tp2-one_way_out",
+)
+@sees(
+    "an adapter's second half keeps a part of its gradient",
+    "ReduceRule.layout",
+    "Reason.IN_SUM, partial=True",
+    "Reason.IN_SUM, partial=False",
+    case="tp2-low_rank_row",
+)
+@sees(
+    "channels cut in another order than the features",
+    "LocalHeadsRule.apply",
+    "shrink(tensor, shard, application.rank)",
+    "shrink(tensor, shard, -1 - application.rank)",
+    case="tp2-mix_ffn",
+)
+@sees(
+    "a column's output may not be changed in place",
+    "_product",
+    "if out._is_view() else out",
+    "if False else out",
+    case="tp2-in_place",
+)
 @pytest.mark.parametrize(("topology", "kind"), CASES)
 def test_parity_with_one_process(topology, kind):
     got = trained(topology, kind in ALWAYS[topology])[kind]
@@ -120,6 +170,13 @@ def fit_described(self_check: bool) -> tuple[Trace, set[int]]:
     return trace, widths.seen
 
 
+@sees(
+    "behind a shipped plan something is sharded that nothing proves",
+    "Prover._infer_rest",
+    "        if not self._config.self_check:\n",
+    "        if False:\n",
+    case="False-16",
+)
 @pytest.mark.parametrize(("self_check", "width"), [(True, 8), (False, 16)])
 def test_behind_a_shipped_plan_nothing_is_sharded_without_a_proof(self_check, width):
     for trace, seen in run_distributed(fit_described, 2, self_check):
@@ -161,6 +218,13 @@ def dropped(sp: bool) -> dict[str, Tensor]:
     return masks
 
 
+@sees(
+    "an adapter on a row drops the same features on every rank",
+    "SequenceRegion.leave_partial",
+    "if not of_features:",
+    "if True:",
+    case="True",
+)
 @pytest.mark.parametrize("sp", [True, False])
 def test_an_adapter_on_a_row_drops_each_ranks_own_features(sp):
     one, other = run_distributed(dropped, 2, sp)

@@ -20,6 +20,7 @@ from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare
 from tests.helpers import models
 from tests.helpers.fit import fit, metered, quiet_trainer
+from tests.mutants import sees
 
 TILE = 24  # tokens: 3 positions of 8 sequences
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -50,6 +51,13 @@ SHORT = {
 }
 
 
+@sees(
+    "tile_mlp: a tile is as long as this rank's part of it",
+    "FrameStack.alone",
+    "length = shape[dim] * self._size if is_shard else None",
+    "length = shape[dim] if is_shard else None",
+    case="gpt-tp2",
+)
 @pytest.mark.parametrize(
     ("model", "topology"),
     [
@@ -86,6 +94,13 @@ def fit_dropping(strategy: dict[str, Any], world: int, recomputes: bool) -> Trac
         return recorder.trace
 
 
+@sees(
+    "tile_mlp: a tile drops out anew in the backward",
+    "TiledCall._run_tile",
+    "use_reentrant=False)",
+    "use_reentrant=False, preserve_rng_state=False)",
+    case="{'tp': 2}",
+)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -130,6 +145,13 @@ def dropped(strategy: dict[str, Any]) -> list[Tensor]:
     return masks
 
 
+@sees(
+    "tile_mlp: ranks of cp drop out alike",
+    "TiledCall._call",
+    "nullcontext() if place is None else drawn_apart(place)",
+    "nullcontext()",
+    case="{'cp': 2}-[True, True]",
+)
 @pytest.mark.parametrize(
     ("strategy", "apart"),
     [({"cp": 2}, [True, True]), ({"tp": 2}, [True, True]), ({"tp": 2, "sp": False}, [True, False])],
@@ -141,6 +163,12 @@ def test_ranks_drop_out_for_themselves_what_is_their_own(strategy, apart):
     assert [not torch.equal(a, b) for a, b in zip(one, other, strict=True)] == apart * (len(one) // 2)
 
 
+@sees(
+    "cp: ranks drop out alike behind a recomputing dropout",
+    "norm_recompute:_forward_dropout",
+    "with drawn_apart(x.place.chunks.rank):",
+    "if True:",
+)
 def test_without_tiles_too():
     """tp 2 × cp 2 without sp: between column and row all four ranks draw apart, behind the row those of cp."""
     masks = run_distributed(dropped, 4, {"tp": 2, "cp": 2, "sp": False})
@@ -198,6 +226,13 @@ def kept_of(strategy: dict[str, Any]) -> list[int]:
     return found
 
 
+@sees(
+    "tile_mlp: what is between columns and rows is kept",
+    "TiledCall._run_tile",
+    "torch.is_grad_enabled() and saved_tensor_hooks_allowed()",
+    "False",
+    case="2-{'tp': 2, 'regather': True}",
+)
 @pytest.mark.parametrize(
     ("world", "strategy"),
     [(2, {"tp": 2, "regather": True}), (2, {"cp": 2}), pytest.param(1, {}, marks=pytest.mark.matrix)],
@@ -224,6 +259,13 @@ def test_the_whole_model_has_no_tiles():
     assert run_distributed(train, 2, 8, False, tp=2)[0] == [True, True, False, False]
 
 
+@sees(
+    "tile_mlp: the self-check's MLPs run whole",
+    "self_check",
+    "tiles = MLPTiles(tile_mlp, least=3)",
+    "tiles = MLPTiles(tile_mlp)",
+    case="1",
+)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_an_mlp_that_looks_at_other_positions_is_refused(tp):
     options = {"tp": tp} if tp > 1 else {}

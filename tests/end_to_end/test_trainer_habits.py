@@ -12,6 +12,7 @@ import torch
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from tests.helpers.habit_runs import LIMIT, TOPOLOGIES, judge
 from tests.helpers.habits import HABITS, by_name, found_at, run_at, run_on_ranks
+from tests.mutants import sees
 from tests.write_trainer import DOC, start_of_line
 
 CASES = [
@@ -55,6 +56,90 @@ def runs(request, folder):
     return run
 
 
+@sees(
+    "habits: an average of weights stays whole",
+    "SeqParallelStrategy._share_out_averages",
+    "                shard_average(average, record)\n",
+    "",
+    case="tp2-averages_of_weights",
+)
+@sees(
+    "habits: an average of weights is saved in shards",
+    "SeqParallelStrategy._share_out_averages",
+    "                save_whole(average, functools.partial(self._average_state_dict, record))\n",
+    "",
+    case="tp2-averages_of_weights",
+)
+@sees(
+    "habits: an average in a folder stays unread",
+    "SavingStrategy._with_averages",
+    "        if self._opened is None:\n",
+    "        if True:\n",
+    case="tp2-averages_of_weights",
+)
+@sees(
+    "habits: a callback saves shards",
+    "SavingStrategy.save_checkpoint",
+    "            refuse_saved_shards(checkpoint, record)\n",
+    "            pass\n",
+    case="tp2-saves_own_average",
+)
+@sees(
+    "habits: a gradient of a loss passes for a constant",
+    "once_differentiable",
+    "        if not torch.is_grad_enabled():\n",
+    "        if not torch.is_grad_enabled() or not any(isinstance(g, Tensor) and g.requires_grad for g in grads):\n",
+    case="tp2-penalises_the_head",
+)
+@sees(
+    "habits: a rate is found by one replica's losses",
+    "LoopStrategy.on_train_start",
+    "            share_losses_of_finders(self._trainer.callbacks)  # type: ignore[attr-defined]\n",
+    "            pass\n",
+    case="dp2xtp2-rate_found",
+)
+@sees(
+    "habits: a gradient penalty ends with torch's words",
+    "refuse_second_derivative",
+    '    if "once_differentiable" in str(error):\n',
+    "    if False:\n",
+    case="tp2-penalises_gradients",
+)
+@sees(
+    "habits: rows that are logged end with torch's words",
+    "SteppingStrategy._run_step",
+    '("DTensor", "sharding strategy")',
+    '("DTensor",)',
+    case="fsdp2xtp2-penalised",
+)
+@sees(
+    "pp: stages clip by their own norms",
+    "SteppingStrategy.check_step",
+    "            self._comparisons.add(self._scales.check())\n",
+    "",
+    case="pp2-clips_by_torch",
+)
+@sees(
+    "pp: a buffer that one stage writes passes while training",
+    "StagedStrategy._end_window",
+    "            check_buffers_of_stages(record, self.groups, self.root_device)\n",
+    "            pass\n",
+    case="pp2-norms_synced",
+)
+@sees(
+    "stacks: blocks that the step does not run are cut",
+    "trace_cut",
+    "if one.stack.blocks[0] not in called",
+    "if not called",
+    case="pp2-averages_inside",
+)
+@sees(
+    "pp: what stands for the loss has a gradient that is no number",
+    "Stage.run",
+    'self._anchor + float("nan")',
+    'self._anchor * float("nan")',
+    case="pp2-watched_for_anomalies",
+)
 @pytest.mark.parametrize(("name", "topology"), CASES)
 def test_habit(name, topology, runs, folder):
     failure, habit = runs(topology), by_name(name)

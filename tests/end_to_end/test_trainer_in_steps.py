@@ -18,8 +18,23 @@ from lightning_seqpar.verify.parity import compare
 from tests.helpers import models, zoo
 from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
+@sees(
+    "gathered entries have no gradient",
+    "TopologyStrategy.all_gather",
+    "with nullcontext() if sync_grads else torch.no_grad():",
+    "with torch.no_grad():",
+    case="4-2-sync",
+)
+@sees(
+    "entries are gathered over the world",
+    "TopologyStrategy.all_gather",
+    'over = self.groups["dp"] if',
+    "over = self._world if",
+    case="2-2-sync",
+)
 @pytest.mark.parametrize(
     ("world", "tp", "own"),
     [(2, 2, "sync"), (4, 2, "sync"), (4, 2, "slot"), rest(2, 1, "sync"), (2, 1, "slot"), (4, 4, "sync")],

@@ -27,6 +27,7 @@ from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare, gathe
 from tests.helpers import models, zoo
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
 def trainer_of(tp: int, **kwargs: Any) -> L.Trainer:
@@ -222,6 +223,49 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
     return found
 
 
+@sees(
+    "habits: a step reads parts of gradients on the copy",
+    "observe_run",
+    "            sync.flush_all()\n",
+    "            pass\n",
+    case="2-2",
+)
+@sees(
+    "habits: a backward within a step is recorded with its forward",
+    "ForwardTrace.run_backward",
+    "self._is_paused = True",
+    "pass",
+    case="2-2",
+)
+@sees(
+    "habits: a step reads no gradients on the copy",
+    "ExampleSearch._ways",
+    "for reads_gradients in (False, True) if",
+    "for reads_gradients in (False,) if",
+    case="2-2",
+)
+@sees(
+    "habits: schedulers of the class, not of the instance",
+    "_Steps._configured",
+    "self._model.configure_optimizers()",
+    "type(self._model).configure_optimizers(self._model)",
+    case="2-2",
+)
+@sees(
+    "habits: updates before a rate is found pass for others",
+    "SteppingStrategy.training_step",
+    "record.versions.clear()",
+    "pass",
+    case="2-2",
+)
+@sees(
+    "habits: a batch before its transfer",
+    "_of_loop",
+    "batch = module._on_before_batch_transfer(batch, dataloader_idx=0)",
+    "pass",
+    case="2-2",
+)
+@sees("habits: an iterator taken for a batch", "_of_loop", "iterates=one in iterating", "iterates=False", case="2-2")
 @pytest.mark.parametrize(("world", "tp"), [(2, 2), rest(4, 2)])
 def test_what_users_write_trains_as_in_one_process(world, tp, tmp_path):
     names = (
@@ -434,6 +478,37 @@ MANNERS: dict[str, Callable[[int, str], Any]] = {
 }
 
 
+@sees("habits: a clock of one rank is not everybody's", "LoopStrategy._agree_on_time", "all=False", "all=True")
+@sees("habits: frozen parameters are not proved", "detached_copy", "    if not frozen:\n", "    if False:\n")
+@sees("habits: what was proved frozen may thaw", "ShardedModel.check_frozen", "sorted(self.stay_frozen)", "()")
+@sees(
+    "habits: no copy with what is frozen left so",
+    "ExampleSearch._ways",
+    "for frozen in (False, True) if",
+    "for frozen in (False,) if",
+)
+@sees("habits: evaluation loaders read at once", "_peek", "if in_turn and", "if False and")
+@sees("habits: an example leaves counts", "_contents_kept", "own.update(before)", "pass")
+@sees("habits: an example leaves items in lists", "_contents_kept", "value[:] = items", "pass")
+@sees(
+    "habits: an MLP in front taken for a block",
+    "find_stacks",
+    "outermost = _without_lone_mlps(trace, outermost, model)",
+    "pass",
+)
+@sees("habits: shards are pickled", "guard_pickling", "PickleGuard(why)", "None")
+@sees(
+    "habits: a copied metric syncs over the world",
+    "_Copyable.__deepcopy__",
+    "memo[id(self.process_group)] = self.process_group",
+    "memo[id(self.process_group)] = None",
+)
+@sees(
+    "habits: emptied optimizer states are another model's",
+    "SavingStrategy._load_optimizers",
+    "if not states:",
+    "if False:",
+)
 def test_the_rest_of_a_run(tmp_path):
     alone = outcomes("MANNERS", ["emptied", "evaluated", "counts", "traces", "fronted"], 1, str(tmp_path))
     for rank, found in enumerate(run_distributed(outcomes, 2, "MANNERS", list(MANNERS), 2, str(tmp_path))):
@@ -532,6 +607,19 @@ ALONE: dict[str, Callable[[int, str], Any]] = {
 }
 
 
+@sees(
+    "habits: a pickled trainer has this run's groups",
+    "ParallelGroups.__getstate__",
+    '{**vars(self), "_fake": True, "_groups": {}, "_twins": {}, "_made": [], "_channels": ()}',
+    "dict(vars(self))",
+)
+@sees(
+    "habits: every layout of a state dict is torch's",
+    "_is_torchs_layout",
+    "return isinstance(entries, Mapping) and all(",
+    "return True or all(",
+)
+@sees("habits: tensors of a layout of its own stay unread", "read_whole", "opened.take(meta, {}, rank)", "{}")
 def test_what_tp_1_runs_too(tmp_path):
     expected = outcomes("ALONE", ["looks ahead"], 1, str(tmp_path))["looks ahead"]
     for found in run_distributed(outcomes, 2, "ALONE", list(ALONE), 1, str(tmp_path)):

@@ -16,6 +16,7 @@ from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare
 from tests.helpers import models
 from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 PLANS = {
     "Direct": lambda: models.plan("", None),
@@ -33,6 +34,13 @@ def check(model: str, args: dict, world: int = 2, tp: int = 2, *, sp: bool = Tru
         compare(expected, trace).raise_if_failed()
 
 
+@sees(
+    "sync of a kept gradient counts it tp times",
+    "GradSync._make_term",
+    "partial.parameter.grad = whole.div_(share) if whole is partial.synced else whole / share",
+    "partial.parameter.grad = whole",
+    case="leak-sp",
+)
 @pytest.mark.parametrize("sp", [True, rest(False)], ids=["sp", "no-sp"])
 @pytest.mark.parametrize("style", ["toggle", "leak", rest("keep")])
 def test_manual_optimization_with_two_optimizers(style, sp):
@@ -46,6 +54,20 @@ def test_manual_optimization_with_replicas(style):
     check("ManualTwo", {"style": style}, 4, strategy=strategy, steps=12)
 
 
+@sees(
+    "a stack whose last block is left out ends on shards",
+    "return_whole.hook",
+    "        if any(isinstance(x, SeqPart) for x in leaves):\n",
+    "        if False:\n",
+    case="LayerDropBehind-True-2",
+)
+@sees(
+    "a norm behind blocks that are all left out sees whole activations",
+    "begin_on_shards.hook",
+    "if not is_exit and not any(map(lies_over_tp, tree_leaves((args, kwargs)))):",
+    "if not any(map(lies_over_tp, tree_leaves((args, kwargs)))):",
+    case="LayerDrop-True-2",
+)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("sp", [True, rest(False)])
 @pytest.mark.parametrize("model", ["LayerDrop", "LayerDropBehind"])
@@ -59,6 +81,14 @@ def test_a_scheduler(world):
     check("Scheduled", {}, world)
 
 
+@sees(
+    "shards tell their own shapes to configure_optimizers",
+    "_WholeShapes.__torch_function__",
+    "        if asked is None or found is None or not found.is_sharded:",
+    "        if True:",
+    case="2-2",
+)
+@sees("configure_optimizers sees our classes", "_as_own", "    module.__class__ = one.own\n", "    pass\n", case="2-2")
 @pytest.mark.parametrize(("world", "tp"), [(2, 2), rest(4, 4), (4, 2)])
 def test_rates_that_follow_from_shapes_and_classes(world, tp):
     check("FollowsShapes", {}, world, tp)
@@ -70,15 +100,42 @@ def test_frozen_parameters_and_a_thaw(sp, thaw):
     check("Frozen", {"thaw": thaw, "tied": False}, sp=sp, steps=10)
 
 
+@sees(
+    "thawed parameters are not averaged over replicas",
+    "SteppingStrategy._follow_training_parameters",
+    "        if thawed or frozen:",
+    "        if frozen:",
+)
 def test_a_thaw_and_a_freeze_with_replicas():
     check("Frozen", {"thaw": True, "tied": False}, 4, steps=10)
 
 
+@sees(
+    "a thaw voids the parts of gradients that wait to be summed",
+    "SteppingStrategy._follow_training_parameters",
+    "self._wrap_ddp(self._module, init_sync=False)",
+    "self._wrap_ddp(self._module)",
+    case="2",
+)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_thaw_between_accumulated_batches(tp):
     check("Frozen", {"thaw": True, "at": (4, 9), "tied": False}, 4, tp, steps=5, accumulate=3)
 
 
+@sees(
+    "a norm of accumulated gradients of parts in a step",
+    "StepGrad.__torch_function__",
+    "if name in _REDUCTIONS:",
+    "if False:",
+    case="norm",
+)
+@sees(
+    "accumulated gradients not summed where a step reads them",
+    "StepGrad.__torch_function__",
+    "        window.sum_partial()\n",
+    "",
+    case="norm",
+)
 @pytest.mark.parametrize("by", ["norm", "maximum"])
 def test_gradients_that_a_step_clips_while_they_accumulate(by):
     check("ClipsInStep", {"by": by}, steps=2, accumulate=3)
@@ -89,6 +146,13 @@ def test_a_step_that_clips_with_other_positions_elsewhere_is_refused():
         run_distributed(fit, 2, "ClipsInStep", {"by": "norm"}, world=2, strategy={"cp": 2}, steps=1, accumulate=2)
 
 
+@sees(
+    "a replaced gradient taken for a part",
+    "GradSync._arrival.hook",
+    "            if not partial.fired and kept is not None:\n",
+    "            if not partial.fired and kept is not None and kept is partial.synced:\n",
+    case="True-2",
+)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("sp", [True, rest(False)])
 def test_gradients_that_the_user_puts_in_place_of_ours(sp, world):
@@ -137,12 +201,25 @@ def test_a_block_that_runs_three_times(sp):
     check("SharedBlock", {}, sp=sp, steps=4, strategy={"plan": "byte_gpt"})
 
 
+@sees(
+    "heads' norm unsynced without sp",
+    "ResolvedPlan.layout_of",
+    "return self.make_layout(parameter, reason, partial=in_gather), in_gather",
+    "return self.make_layout(parameter), False",
+    case="False",
+)
 @pytest.mark.parametrize("sp", [True, False])
 def test_a_norm_over_local_heads_is_partial_with_and_without_sp(sp):
     check("AttentionNorm", {}, sp=sp, steps=4)
     check("AttentionNorm", {}, 4, sp=sp, steps=4)
 
 
+@sees(
+    "order of the summed gradients from a set",
+    "GradSync.__init__",
+    "for name in layout if layout[name].is_partial]\n",
+    "for name in set(layout) if layout[name].is_partial]\n",
+)
 def test_a_norm_behind_the_row_linear_is_right_with_sp_and_refused_without():
     check("AttentionNorm", {"behind": True}, sp=True, steps=4)
     with pytest.raises(RankFailedError, match=r"out_norm.weight: the plan puts it between a gather and its row linear"):
@@ -158,6 +235,13 @@ def evaluate(args: dict, strategy: dict | None, kind: str) -> list:
     return torch.cat(trainer.predict(module, models.loader(8, count=32, length=9)))
 
 
+@sees(
+    "padded positions of a packed encoder not zeroed",
+    "ParallelTransformerEncoder.forward",
+    "        out = out * kept\n",
+    "",
+    case="{}-True",
+)
 @pytest.mark.parametrize("sp", [True, rest(False)])
 @pytest.mark.parametrize("args", [{}, {"norm_first": True}, {"batch_first": False}, {"norm": False}], ids=str)
 def test_evaluation_of_a_padded_encoder_where_stock_torch_packs_the_batch(args, sp):
@@ -237,6 +321,20 @@ def use_by_batch(alone: bool, fields: dict[str, Any]) -> list[Trace]:
     return traces
 
 
+@sees(
+    "what one replica used is taken for whole on the other",
+    "GradSync._own_term",
+    "        if not partial.fired and not is_new:",
+    "        if not partial.fired:",
+    case="ddp",
+)
+@sees(
+    "kept gradients of a replica are whole in the reduction",
+    "GradSync.begin_backward",
+    "        if self._groups.size(self._groups.mean_axes) == 1:\n",
+    "        if not any(is_split(p.parameter) for p in self._partials):\n",
+    case="ddp",
+)
 @pytest.mark.parametrize(
     "fields", [{"ddp": {"find_unused_parameters": True}}, {"data_parallel": "fsdp"}], ids=["ddp", "fsdp"]
 )
@@ -279,6 +377,12 @@ def fit_raw(alone: bool) -> Trace:
     return recorder.trace
 
 
+@sees(
+    "what an optimizer toggles off is hooked no more",
+    "GradSync.flush",
+    "            partial.is_done = not partial.parameter.requires_grad\n",
+    "            if not partial.parameter.requires_grad:\n                partial.unhook()\n",
+)
 def test_a_raw_backward_behind_a_toggled_optimizer():
     expected = fit_raw(True)
     for found in run_distributed(fit_raw, 2, False):

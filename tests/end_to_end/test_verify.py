@@ -31,10 +31,18 @@ from lightning_seqpar.testing import assert_parity
 from tests.helpers.models import GPT, Encoder
 from tests.helpers.processes import ROOT, environment, survivors
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 TOKENS = [torch.randint(0, 31, (8, 13), generator=torch.Generator().manual_seed(3))]
 
 
+@sees(
+    "verify: every replica reads the first one's samples",
+    "Feed.train_dataloader",
+    "slice(own * self._micro_batches, (own + 1) * self._micro_batches)",
+    "slice(0, self._micro_batches)",
+    case="{'tp': 2}-4",
+)
 @pytest.mark.parametrize(
     ("config", "world"),
     [
@@ -126,6 +134,12 @@ def two_by_torch() -> ModelParallelStrategy:
     return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
 
 
+@sees(
+    "verify: ranks are not compared with each other",
+    "_Sides._wrong",
+    "if len(seen) == len(digests) and spread > _EXACT_RANKS * scale:",
+    "if False:",
+)
 def test_a_plan_of_somebody_else_s_is_right_or_its_norms_are_not_summed():
     tokens = TOKENS[0][:, :12]
     assert_parity(functools.partial(Normed, False), tokens, two_by_torch)
@@ -144,6 +158,12 @@ class Clipped(Normed):
             parameter.grad.mul_(0.01)
 
 
+@sees(
+    "verify: gradients change as they are clipped",
+    "own_whole",
+    "return whole.clone() if whole.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() else whole",
+    "return whole",
+)
 def test_gradients_that_are_clipped_in_place_are_compared_as_they_were():
     assert_parity(functools.partial(Clipped, False), TOKENS[0][:, :12], two_by_torch)
 
@@ -166,6 +186,20 @@ class Padded(GPT):
         return (losses * kept).sum() / count
 
 
+@sees(
+    "verify: losses of whole batches are wrong",
+    "_choose",
+    "if other.ok and not found.ok:",
+    "if False:",
+    case="True-replicas train as one",
+)
+@sees(
+    "verify: a mean over unequal parts is not told",
+    "_choose",
+    "if found.ok and not other.ok and tells:",
+    "if False:",
+    case="False-replicas average their losses",
+)
 @pytest.mark.parametrize(
     ("of_all", "says"), [(False, "replicas average their losses"), (True, "replicas train as one")]
 )
@@ -190,6 +224,20 @@ class Anew(GPT):
             nn.init.ones_(self.model.tokens.weight)
 
 
+@sees(
+    "verify: the weights before a run are not compared",
+    "_Sides._beginning",
+    "if error > self._limit:",
+    "if False:",
+    case="Anew-the weight before step 1 of model.tokens.weight: it is another one before anything was trained",
+)
+@sees(
+    "verify: an update is taken for a sum",
+    "describe_late",
+    "    if not hint.startswith((_NO_MULTIPLE, _ROUNDED)) or",
+    "    if True or",
+    case="Slower-gradient of step 2 .* all gradients of step 1 are right: is the update another one",
+)
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -243,6 +291,12 @@ def test_a_gradient_that_is_counted_twice_is_called_so():
     assert found.groups[0].worst.hint.startswith("exactly 2.0 × too large")
 
 
+@sees(
+    "verify: what resumes is not compared",
+    "_Sides.compare",
+    '            rows.append(self._weights("resumed", 1, "weight after step 3, resumed"))\n',
+    "            pass\n",
+)
 def test_what_a_checkpoint_loses_shows_in_the_resumed_step():
     found = verify_parity(GPT, TOKENS, functools.partial(Forgetful, tp=2))
     assert [row.quantity for row in found.rows if not row.ok] == ["the weights after step 3, resumed (absolute)"]
@@ -303,6 +357,13 @@ class Poisoned(SeqParallelStrategy):
         parameter.register_hook(lambda grad: grad * float("nan") if trainer.global_step == 1 else grad)
 
 
+@sees(
+    "verify: a number that is not finite is lost among errors",
+    "largest_gap",
+    "return math.inf if math.isnan(gap) else gap",
+    "return gap",
+)
+@sees("verify: small gradients may be wrong", "_Sides._gradients", "error > NOISE[self._narrow] and", "error < 0 and")
 def test_small_gradients_and_those_that_are_no_numbers_are_seen():
     found = verify_parity(Tiny, TOKENS, functools.partial(Small, tp=2, self_check=False))
     assert found.verdict.split("; ")[1].startswith("the gradient of step 1 of tiny: exactly 2.0 × too large")
@@ -318,6 +379,12 @@ class Idle(GPT):
         return super().training_step(batch, batch_idx) * 0.0
 
 
+@sees(
+    "verify: nothing that trains is right",
+    "_refuse_empty",
+    "if not whole.digests or not any(whole.norms):",
+    "if not any(whole.norms) and False:",
+)
 def test_what_trains_nothing_or_ends_early_is_not_called_right():
     with pytest.raises(ValueError, match="one process got no gradient that is not zero in the first two batches"):
         verify_parity(Idle, TOKENS, {"tp": 2})
@@ -426,6 +493,12 @@ def test_factories_of_users_on_the_command_line(capsys, script):
     assert "made" in done.stderr
 
 
+@sees(
+    "verify: a script that calls itself starts processes",
+    "ranks:_run",
+    "        os._exit(_CALLS_ITSELF)",
+    "        pass",
+)
 def test_a_script_that_calls_itself_is_told_so(script):
     env = environment(PYTHONPATH=f"{ROOT}:{ROOT}/examples")
     done = subprocess.run([sys.executable, script, "now"], env=env, capture_output=True, text=True, check=False)
@@ -434,6 +507,7 @@ def test_a_script_that_calls_itself_is_told_so(script):
     assert done.stderr.count("Traceback") == 1
 
 
+@sees("verify: ranks outlive what started them", "_rank_main", "    _end_with_parent()\n", "")
 def test_what_ends_the_script_ends_its_ranks(script):
     guarded = script.read_text().replace(
         "if len(sys.argv) > 1 and sys.argv[0] == __file__", 'if __name__ == "__main__"'

@@ -22,6 +22,7 @@ from tests.helpers import models, zoo
 from tests.helpers.families import HuggingFace
 from tests.helpers.fit import fit, metered, quiet_trainer
 from tests.helpers.slices import rest
+from tests.mutants import sees
 
 
 class Scaled(nn.Embedding):
@@ -196,6 +197,20 @@ def reference(kind: str) -> Trace:
     return fit("Words", {"kind": kind}, steps=3)
 
 
+@sees(
+    "a tied gradient counted twice",
+    "VocabParallelEmbedding.forward",
+    "return reduce_from_tensor_parallel_region(out, group)",
+    "return reduce_from_tensor_parallel_region(copy_to_tensor_parallel_region(out, group), group)",
+    case="plain",
+)
+@sees(
+    "zeros where a sharded embedding has no gradient",
+    "_ReadPart.forward",
+    "        ctx.set_materialize_grads(False)\n",
+    "",
+    case="no_gradient",
+)
 @pytest.mark.parametrize("kind", [*SHARDED, *WHOLE])
 def test_every_end_is_that_of_one_process(kind):
     got, count, _ = trained(2, 2)[kind]
@@ -203,6 +218,13 @@ def test_every_end_is_that_of_one_process(kind):
     assert count == SHARDED.get(kind, count)
 
 
+@sees(
+    "an embedding that looks its rows up by itself is sharded",
+    "unfit_forward",
+    "if forward is not None and not",
+    "if forward is not None and False and not",
+    case="looked",
+)
 @pytest.mark.parametrize("kind", WHOLE)
 def test_what_is_not_right_on_shards_stays_whole_with_a_reason(kind):
     _, count, told = trained(2, 2)[kind]
@@ -334,6 +356,12 @@ def fit_later() -> str:
     return f"{trainer.global_step}: {caught.value}"
 
 
+@sees(
+    "a loss may read a vocabulary's weight later",
+    "VocabRule.layout",
+    "shard=plan.shards[name])",
+    "shard=plan.shards[name], free=True)",
+)
 def test_a_loss_that_begins_to_read_the_weight_is_refused():
     for told in run_distributed(fit_later, 2):
         assert told.startswith("2: model.tokens.weight: it is sharded, and ")
@@ -492,6 +520,20 @@ def on_parts(start: str, shown: bool) -> dict[str, tuple[Trace, int]]:
     return dict(zip(kinds, run_distributed(fit_ends, world, kinds, world, strategy, timeout=400.0)[0], strict=True))
 
 
+@sees(
+    "cp: an embedding's own forward runs twice on parts",
+    "VocabParallelHead.forward",
+    "x.like(VocabParallelHead.forward(self, x.local))",
+    "x.like(self.forward(x.local))",
+    case="cp2-chunks-warm",
+)
+@sees(
+    "cp: an embedding changes the rows of this rank's ids",
+    "operations:look_up",
+    'for name in ("max_norm", "scale_grad_by_freq", "sparse")',
+    'for name in ("scale_grad_by_freq", "sparse")',
+    case="cp2-chunks-max_norm",
+)
 @pytest.mark.parametrize(
     ("start", "kind"),
     [
@@ -544,6 +586,20 @@ def kept_with(strategy: dict[str, Any]) -> list[int]:
     ]
 
 
+@sees(
+    "cp: views of sharded logits make them whole",
+    "seq_part:_note_views",
+    "view is not x and type(view._local) is type(x._local) is Tensor",
+    "view is not x",
+    case="cp2",
+)
+@sees(
+    "loss_chunk without tp is ignored",
+    "SeqParallelStrategy._change_unsharded",
+    "if self.config.loss_chunk is not None:",
+    "if False:",
+    case="cp2",
+)
 @pytest.mark.parametrize(("world", "strategy"), [(2, {"cp": 2}), rest(4, {"tp": 2, "cp": 2})], ids=["cp2", "tp2-cp2"])
 def test_logits_in_chunks_are_not_kept_with_cp(world, strategy):
     at_once, in_chunks = run_distributed(kept_with, world, strategy)[0]

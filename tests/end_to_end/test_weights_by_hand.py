@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_seqpar import grad_norm, summoned
 from lightning_seqpar.testing import run_distributed
 from tests.helpers.habit_runs import LIMIT, TOPOLOGIES, Learner, Place, apart
+from tests.mutants import sees
 
 PLACES = ("tp2", "dp2xtp2", "fsdp2xtp2")
 
@@ -364,6 +365,72 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     return run_all("alone", str(tmp_path_factory.mktemp("alone")))
 
 
+@sees(
+    "weights by hand: hooks are not watched",
+    "SeqParallelStrategy.setup",
+    "            self._weights.begin(trainer.profiler)  # type: ignore[attr-defined]\n",
+    "",
+    case="tp2",
+)
+@sees(
+    "weights by hand: steps are not watched",
+    "SteppingStrategy._looking_at_weights",
+    "if self._weights is None or not looks:",
+    "if True:",
+    case="tp2",
+)
+@sees(
+    "weights by hand: what was made of a part is assigned",
+    "WeightWatch._refuse_assigned",
+    "if known is not None and",
+    "if False and known is not None and",
+    case="tp2",
+)
+@sees(
+    "weights by hand: a part's norm decides",
+    "_Watched._check_read",
+    "if self._decides or _is_tested(frame):",
+    "if False:",
+    case="tp2",
+)
+@sees(
+    "weights by hand: a number read of a part scales gradients",
+    "_Watched._check_read",
+    "        self._read = self._read or found\n",
+    "",
+    case="tp2",
+)
+@sees(
+    "weights by hand: rows by their index pass",
+    "_Part.dims",
+    "return found if covered >= self.length else None",
+    "return found",
+    case="tp2",
+)
+@sees(
+    "weights by hand: every reduction is refused", "_Watched._result", "if not along & dims:", "if False:", case="tp2"
+)
+@sees(
+    "summoned weights are not written back",
+    "_Held.put_back",
+    "local_rows(self.parameter.data).copy_(self._cut(whole))",
+    "pass",
+    case="tp2",
+)
+@sees(
+    "summoned gradients are not written back",
+    "_Held.put_back",
+    "local_rows(self.grad).copy_(self._cut(whole_grad))",
+    "pass",
+    case="tp2",
+)
+@sees(
+    "a norm taken before the backward ends the sums of the step",
+    "SteppingStrategy.sync_gradients",
+    " and self._has_backward",
+    "",
+    case="tp2",
+)
 @pytest.mark.parametrize("topology", PLACES)
 def test_weights_that_are_changed_by_hand(topology, alone, tmp_path):
     for found in run_distributed(run_all, TOPOLOGIES[topology][0], topology, str(tmp_path)):

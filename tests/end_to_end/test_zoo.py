@@ -13,6 +13,7 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import zoo
 from tests.helpers.fit import fit, fit_kinds
+from tests.mutants import sees
 
 KEPT_WHOLE = ("hard_coded", "head_list")
 KINDS = [kind for kind in (*zoo.BLOCKS, *zoo.MODELS) if kind not in KEPT_WHOLE]
@@ -53,6 +54,20 @@ CASES = [
 ]
 
 
+@sees(
+    "shared kv gradients not summed",
+    "GradSync._sum_bucket",
+    "            part.take(summed, rows)\n",
+    "            del summed\n",
+    case="tp2-fused_mqa",
+)
+@sees(
+    "encoder states gathered backwards alone",
+    "DataPath.copy",
+    "        copied = copy_to_tensor_parallel_region(x, self.group)\n        self._frames.current.copied",
+    "        copied = x.view_as(x)\n        self._frames.current.copied",
+    case="tp2-encoder_decoder",
+)
 @pytest.mark.parametrize(("topology", "kind"), CASES)
 def test_parity_with_one_process(topology, kind):
     got = trained(topology)[kind]
@@ -73,6 +88,19 @@ def fit_and_warn(kind: str, tp: int) -> tuple[Trace, list[str]]:
     return trace, [str(one.message) for one in caught]
 
 
+@sees(
+    "one rank rehearsed for all",
+    "rehearse",
+    "    for rank in range(tp):\n        try:\n",
+    "    for rank in range(1):\n        try:\n",
+)
+@sees(
+    "what is computed whole is not said",
+    "Prover._tell_what_is_whole",
+    "        if parts:\n",
+    "        if False:\n",
+    case="hard_coded-2",
+)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("kind", KEPT_WHOLE)
 def test_what_cannot_be_dealt_out_is_computed_whole_and_said(kind, tp):

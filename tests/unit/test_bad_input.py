@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.strategy.strategy import _dense_parts
 from tests.helpers.fit import quiet_trainer
+from tests.mutants import sees
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"tp": 0}, "tp=0: a size must be 1 or more; leave it out for 1"),
@@ -166,6 +167,20 @@ PLAN_FILES: list[tuple[str, str]] = [
 ]
 
 
+@sees(
+    "message without its fix",
+    "ParallelConfig.sizes_are_positive",
+    "a size must be 1 or more; leave it out for {default}",
+    "a size must be 1 or more",
+    case="{'tp': 0}",
+)
+@sees(
+    "synonyms forgotten",
+    "nearest",
+    "    if SYNONYMS.get(word) in known:\n",
+    "    if word in known:\n",
+    case="{'sequence_parallel': True}",
+)
 @pytest.mark.parametrize(("fields", "says"), CONFIGS, ids=[str(fields) for fields, _ in CONFIGS])
 def test_a_wrong_config(fields, says):
     for build in (lambda: ParallelConfig(**fields), lambda: ParallelConfig.from_omegaconf(fields)):
@@ -182,6 +197,13 @@ def test_a_wrong_strategy(arguments, says):
     assert says in str(raised.value)
 
 
+@sees(
+    "a LayerSync plugin runs on a sharded model",
+    "check_layer_sync",
+    "or syncs_batch_norms(plugin) or",
+    "or plugin or",
+    case="({'tp': 2}, {'devices': 2, 'plugins': [<tests.unit.test_bad_input.OwnS",
+)
 @pytest.mark.parametrize(("arguments", "trainer", "says"), LAUNCHES, ids=[str(one[:2])[:70] for one in LAUNCHES])
 def test_a_wrong_launch(arguments, trainer, says):
     with pytest.raises(ValueError) as raised:  # noqa: PT011
@@ -197,6 +219,13 @@ def test_a_wrong_file(text, overrides, says, tmp_path):
     assert says in str(raised.value)
 
 
+@sees(
+    "a plan's key may stand twice",
+    "UniqueKeysLoader.construct_mapping",
+    "            if any(key.value == other.value for other in keys[:at]):",
+    "            if False:",
+    case="rules: []\\nrules: [{pattern: a, style: row}]",
+)
 @pytest.mark.parametrize(("text", "says"), PLAN_FILES, ids=[text.strip() for text, _ in PLAN_FILES])
 def test_a_wrong_plan_file(text, says, tmp_path):
     (tmp_path / "plan.yaml").write_text(text)

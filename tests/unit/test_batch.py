@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.inference.examples import Example, small
 from lightning_seqpar.verify.guards.batch import checksum
+from tests.mutants import sees
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "ids labels")
@@ -50,6 +51,13 @@ HOLDERS: dict[str, Any] = {
 }
 
 
+@sees(
+    "batches of mappings not looked at",
+    "_items",
+    "    if isinstance(leaf, Mapping):\n",
+    "    if isinstance(leaf, dict):\n",
+    case="mapping",
+)
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_tensors_are_found_and_changed_wherever_they_are(holder):
     a, b = torch.arange(6).view(2, 3), torch.ones(2)
@@ -87,6 +95,13 @@ def test_what_holds_no_tensors_is_left_alone():
 MASK = torch.tensor([[0.0, float("-inf")], [float("inf"), torch.finfo(torch.float32).min]])
 
 
+@sees(
+    "the same values in another order are the same batch",
+    "checksum",
+    "total += (bits * position).sum()",
+    "total += bits.sum()",
+    case="torch.int64, [3]",
+)
 @pytest.mark.parametrize(
     "given",
     [

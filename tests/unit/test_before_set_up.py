@@ -22,6 +22,7 @@ from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
+from tests.mutants import sees
 
 
 class Loading(models.GPT):
@@ -37,6 +38,19 @@ def connected(**fields: Any) -> tuple[Any, Any]:
     return trainer, module
 
 
+@sees(
+    "habits: batches before set-up are counted over the ranks",
+    "TopologyStrategy.distributed_sampler_kwargs",
+    'topology.get_dim("dp")',
+    "topology.world_size",
+)
+@sees(
+    "batches are counted over one replica before set-up",
+    "TopologyStrategy.process_dataloader",
+    "return self._counted(dataloader)",
+    "return dataloader",
+    case="2-4",
+)
 @pytest.mark.parametrize(("tp", "batches"), [(4, 8), (2, 4), (1, 2)])
 def test_batches_are_counted_over_the_replicas(tp, batches):
     trainer, _ = connected(tp=tp)
@@ -65,6 +79,7 @@ def test_collectives_give_this_processes_own():
         _ = strategy.dp_rank
 
 
+@sees("habits: an exception stays ours", "SeqParallelStrategy.on_exception", "super().on_exception(exception)", "pass")
 def test_an_exception_is_told_to_lightnings_strategy_too(monkeypatch):
     told = []
     monkeypatch.setattr(Strategy, "on_exception", lambda self, exception: told.append(exception))
@@ -75,6 +90,12 @@ def test_an_exception_is_told_to_lightnings_strategy_too(monkeypatch):
     assert told == [error]
 
 
+@sees(
+    "habits: a missing checkpoint is no missing file",
+    "NoCheckpointError",
+    "class NoCheckpointError(FileNotFoundError, ValueError):",
+    "class NoCheckpointError(ValueError):",
+)
 def test_a_missing_checkpoint_is_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no such checkpoint") as caught:
         WholeFileIO().load_checkpoint(tmp_path / "nothing.ckpt")
@@ -82,6 +103,7 @@ def test_a_missing_checkpoint_is_a_missing_file(tmp_path):
     assert isinstance(caught.value, NoCheckpointError)
 
 
+@sees("habits: a layout of its own is cut", "_refuse_own_layout", "if layout is not None and state:", "if False:")
 def test_a_layout_of_its_own_is_refused_where_parameters_are_sharded():
     groups = ParallelGroups.fake(ProcessTopology(["dp", "tp"], [1, 2]), 0)
     layer = nn.Linear(2, 2)
@@ -108,6 +130,7 @@ class Steps:
     def defaults(self, batch, batch_idx, dataloader_idx=0): ...
 
 
+@sees("habits: steps are not told of several loaders", "_step_args", "((0,) if several else ())", "()")
 @pytest.mark.parametrize(
     ("step", "one", "several"),
     [
@@ -132,6 +155,12 @@ def test_pickled_groups_answer_ranks_and_sizes():
         again["tp"]
 
 
+@sees(
+    "a strategy that compiles nothing imports torch's backends",
+    "check_compile_options",
+    'if "backend" in options and backend not in',
+    "if backend not in",
+)
 def test_a_strategy_that_compiles_nothing_imports_no_compiler(monkeypatch):
     """torch's list of backends imports them all, which took a second of the start of every process."""
 

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_seqpar.cli.main import main
 from lightning_seqpar.config import with_overrides
+from tests.mutants import sees
 
 LLAMA = "tests.helpers.families:make_llama"
 BOTH = pytest.mark.parametrize("command", ["plan", "verify"])
@@ -33,6 +34,13 @@ def write(path: Path, text: str | bytes) -> str:
     return str(path)
 
 
+@sees(
+    "overrides are merged whatever they hold",
+    "with_overrides",
+    '            check_config_text(override.partition("=")[2])\n',
+    "",
+    case="too deep-plan",
+)
 @BOTH
 @pytest.mark.parametrize(
     ("override", "told"),
@@ -65,6 +73,13 @@ def test_an_override_that_cannot_be_read(command, override, told, capsys):
     assert len(said) < 2000, "a long one is not shown whole"
 
 
+@sees(
+    "overrides beside --config are forgotten",
+    "arguments:config_of",
+    "ParallelConfig.from_yaml(given.config, given.overrides)",
+    "ParallelConfig.from_yaml(given.config)",
+    case="plan",
+)
 @BOTH
 def test_a_file_of_the_configuration_and_overrides_over_it(command, tmp_path, capsys):
     file = write(tmp_path / "parallel.yaml", "tp: 3\ncp: 2\ncp_method: ring\n")

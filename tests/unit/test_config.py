@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy
 from tests.helpers.processes import ROOT
+from tests.mutants import sees
 
 CONF = ROOT / "conf"
 
@@ -188,6 +189,12 @@ def test_what_the_strategy_is_called(monkeypatch):
     assert repr(SeqParallelStrategy(tp=2, sp=False)) == "SeqParallelStrategy(tp=2, sp=False) of lightning.pytorch"
 
 
+@sees(
+    "the trainer of another package is not told what to import",
+    "SeqParallelStrategy.__repr__",
+    "{_OTHER_PACKAGE * ('pytorch_lightning' in sys.modules)}",
+    "",
+)
 def test_the_trainer_of_the_other_package_is_told_what_to_import(monkeypatch):
     """``pytorch_lightning.Trainer`` refuses a strategy that is not its own with the strategy's text."""
     monkeypatch.setitem(sys.modules, "pytorch_lightning", types.ModuleType("pytorch_lightning"))

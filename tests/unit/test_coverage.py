@@ -16,6 +16,7 @@ from tests.helpers import third_party, zoo
 from tests.helpers.adapted import Adapted
 from tests.helpers.families import build
 from tests.helpers.models import GPT
+from tests.mutants import sees
 
 IDS = torch.arange(18).reshape(2, 9)
 
@@ -69,6 +70,27 @@ RULES = [
 ]
 
 
+@sees(
+    "coverage: norms and embeddings could be sharded",
+    "_Look._is_matrix",
+    " or isinstance(self._modules[holder], _NO_LINEARS)",
+    "",
+)
+@sees(
+    "coverage: a stack without a plan could not be sharded",
+    "_Look.__init__",
+    "self._blocks |= set(_repeated(record.model)) - owners",
+    "pass",
+)
+@sees(
+    "coverage: a whole vocabulary is not counted",
+    "_Look.could_be",
+    "if self._vocabulary(name) is not None:",
+    "if False:",
+)
+@sees(
+    "coverage: a part of a block that is whole passes for the block", "_Look.patterns", " and around not in taken", ""
+)
 def test_what_could_be_sharded_is_counted_by_what_a_tensor_is():
     found = coverage(Model(), {"base": "none", "rules": RULES})
     # up's weight and bias and down's weight, in two blocks.
@@ -84,6 +106,7 @@ def test_what_could_be_sharded_is_counted_by_what_a_tensor_is():
     assert (found.outside.names, found.outside.count, found.outside.numel) == (("merge",), 1, 64)
 
 
+@sees("coverage: the user is warned of what he asked for", "Coverage._warn_of_little", " if not one.as_asked]", "]")
 def test_what_the_user_wrote_himself_is_no_warning():
     assert coverage(Model(), {"base": "none", "rules": RULES}).warnings == []
     assert coverage(GPT().model, {"rules": [{"pattern": "blocks.*", "style": "blocks", "sp": False}]}).warnings == []
@@ -95,6 +118,12 @@ def test_a_shipped_plan_that_shards_all():
     assert (found.reasons, found.warnings, found.sp, found.sp_off) == ([], [], True, "")
 
 
+@sees(
+    "coverage: both halves of an adapter could be sharded",
+    "_Look._is_matrix",
+    "not any(is_adapted",
+    "not any(False and is_adapted",
+)
 def test_the_half_of_an_adapter_that_meets_whole_features_could_not_be_sharded():
     model = Adapted("llama", ["q_proj", "o_proj"])
     layers = len(model.model.base_model.model.model.layers)
@@ -137,6 +166,7 @@ class TwoStacks(nn.Module):
         return self.head(self.norm(x))
 
 
+@sees("coverage: no warning of little that is sharded", "Coverage.warnings", ", *self._warn_of_little()", "")
 def test_a_stack_without_a_plan_is_named_once_and_little_is_warned_of():
     found = coverage(TwoStacks())
     (line,) = found.reasons
@@ -224,6 +254,7 @@ class Own(nn.Module):
         return self.head(x)
 
 
+@sees("coverage: no warning of sequence parallelism that is off", "Coverage.warnings", "*self._warn_of_sp(), ", "")
 @pytest.mark.parametrize(
     ("model", "why"),
     [

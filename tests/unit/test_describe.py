@@ -20,6 +20,7 @@ from tests.helpers.families import HuggingFace, build
 from tests.helpers.models import GPT, loader
 from tests.helpers.slices import rest
 from tests.helpers.zoo import Zoo
+from tests.mutants import sees
 
 LENGTH = 10
 LLAMA_70B = {
@@ -88,6 +89,12 @@ def test_compiled_blocks_keep_what_regather_would_make_again_and_must_have_a_low
         describe(build("mixtral"), ParallelConfig(tp=2, compile=True))
 
 
+@sees(
+    "a rehearsed column multiplies by a part of its weight",
+    "_Rehearsal._cut_columns",
+    "for tensor, data in whole:",
+    "for tensor, data in ():",
+)
 def test_an_unknown_model_is_inferred_from_its_example():
     example = torch.zeros(2, 12, dtype=torch.long)
     said = describe(GPT().model, ParallelConfig(tp=2, plan="infer"), example=example)
@@ -121,6 +128,13 @@ class Odd(GPT):
 IDS = torch.zeros(2, 12, dtype=torch.long)
 
 
+@sees(
+    "what a copy can't hold ends a plan",
+    "lazy_copy:deep_copy",
+    "        attempt |= stand_ins(model, attempt)\n",
+    "",
+    case="tensor",
+)
 @pytest.mark.parametrize(
     "example", [IDS, (IDS,), {"tokens": IDS}, IDS.to("meta")], ids=["tensor", "tuple", "dict", "meta"]
 )
@@ -171,6 +185,7 @@ def test_a_batch_is_enough_to_infer_a_plan_from():
         describe(GPT(), {"tp": 2}, tp=2)
 
 
+@sees("a shared kv head's gradient left out of the traffic", "step_traffic", "shard.shared_length", "0", case="llama")
 @pytest.mark.parametrize("family", ["llama", "phi3", "bert"])
 def test_tp_above_the_heads_and_the_kv_heads(family):
     """Ranks share kv heads, and the sums of their gradients are counted; the sizes that are right are told."""
@@ -192,6 +207,12 @@ def test_tp_above_the_heads_and_the_kv_heads(family):
         describe(build(family), tp=3)
 
 
+@sees(
+    "a plan's rows over the replicas counted whole",
+    "ReplicaSplit.numel",
+    "-(-parameter.shape[0] // self.replicas)",
+    "parameter.shape[0]",
+)
 def test_what_replicas_share_out_is_counted():
     sizes = [{"tp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}]
     for size in sizes:

@@ -24,6 +24,7 @@ from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.vocabulary import VocabularyChoice, with_vocabulary
 from tests.helpers import models
 from tests.helpers.families import build
+from tests.mutants import sees
 
 
 class Net(nn.Module):
@@ -99,6 +100,13 @@ CASES: dict[str, tuple[Any, list[str], list[str]]] = {
 }
 
 
+@sees(
+    "a vocabulary sharded by its name, with no proof",
+    "_Search.found",
+    "if one.is_certain or not certain]",
+    "]",
+    case="a name",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_over_a_vocabulary(case):
     make, wanted, certain = CASES[case]
@@ -144,6 +152,13 @@ REASONS: dict[str, tuple[Any, str]] = {
 }
 
 
+@sees(
+    "a weight whose gradient a hook of the user's changes is sharded",
+    "_why_whole",
+    "if has_tensor_hooks(parameter):",
+    "if False:",
+    case="a hook",
+)
 @pytest.mark.parametrize("case", REASONS)
 def test_what_can_not_be_sharded_stays_whole_with_a_reason(case):
     make, reason = REASONS[case]
@@ -152,6 +167,12 @@ def test_what_can_not_be_sharded_stays_whole_with_a_reason(case):
     assert any(line.startswith("vocabulary: tokens whole: ") and reason in line for line in choice.lines), choice.lines
 
 
+@sees(
+    "a search for vocabularies computes weights that count",
+    "vocabulary:_held_weight",
+    "    for held in (module._parameters",
+    "    module.weight\n    for held in (module._parameters",
+)
 def test_the_search_leaves_weights_alone_that_are_computed_when_they_are_read():
     head = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 40))
     model = Net(tokens=nn.Embedding(40, 16), head=head)
@@ -200,6 +221,24 @@ class Quiet(Callback):
         self.steps = trainer.global_step
 
 
+@sees(
+    "hooks that write rows of a weight pass by",
+    "_names",
+    "        if words.intersection(code.co_names):\n",
+    "        if False:\n",
+)
+@sees(
+    "hooks are asked for weights, and not what they call",
+    "_names",
+    "if not isinstance(called, types.FunctionType) or",
+    "if True or",
+)
+@sees(
+    "a training step that changes rows of a gradient passes by",
+    "weight_reader",
+    "if (runs or beside) and",
+    "if runs and",
+)
 def test_code_beside_the_forward_that_names_a_weight_leaves_the_vocabulary_whole():
     def outcome(model: Any, spec: Any = "auto", callbacks: Any = ()) -> VocabularyChoice:
         return with_vocabulary(resolve_plans(spec, model), spec, model, 2, True, callbacks=callbacks)
@@ -219,6 +258,15 @@ def test_code_beside_the_forward_that_names_a_weight_leaves_the_vocabulary_whole
     assert chosen.outcome.startswith("sharded: model.tokens")
 
 
+@sees(
+    "a user's rule for one of two tied ends forgets the other",
+    "_deciding_rule",
+    (
+        "            return rule.style\n        if rule.undoes_inside and inside(name,"
+        " match.name):\n            return rule.style\n"
+    ),
+    "            return None\n",
+)
 def test_a_users_rule_decides_about_what_is_tied_too():
     for pattern in ("one", "other"):
         choice = found(Net(**tied()), {"rules": [{"pattern": pattern, "style": "whole"}]})

@@ -19,6 +19,7 @@ from lightning_seqpar.cli.main import main
 from tests import write_families
 from tests.helpers import families
 from tests.helpers.processes import memory
+from tests.mutants import sees
 
 SIZE = "40KB"  # so that tiny models make several files
 
@@ -46,6 +47,13 @@ def ties(state: dict[str, Any]) -> list[list[str]]:
     return list(at.values())
 
 
+@sees(
+    "experts left stacked",
+    "HuggingFaceTarget._grouped",
+    "        if not mapping:\n",
+    "        if mapping:\n            self._model._weight_conversions = None\n        if True:\n",
+    case="mixtral",
+)
 @pytest.mark.parametrize("family", list(write_families.FAMILIES))
 def test_the_layout_is_the_librarys_own(tmp_path, family):
     """Names, tensors, files, index and config as ``save_pretrained`` writes them; and back, bitwise."""
@@ -183,6 +191,13 @@ WRONG = {
 }  # fmt: skip
 
 
+@sees(
+    "tensors under the model's prefix that it has not are dropped",
+    "HuggingFaceTarget._check",
+    "        if self._start and (more := ",
+    "        if False and (more := ",
+    case="more than the model",
+)
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_not_this_model_is_refused(tmp_path, what):
     written("llama", tmp_path)
@@ -192,6 +207,12 @@ def test_what_is_not_this_model_is_refused(tmp_path, what):
         HuggingFaceTarget(open_source(tmp_path / "a.ckpt"), tmp_path / "like")
 
 
+@sees(
+    "weights that differ written as tied ones",
+    "HuggingFaceTarget._without_ties",
+    "if identity(written) != identity(left_out) and not torch.equal(",
+    "if identity(written) != identity(left_out) and torch.equal(",
+)
 def test_weights_that_were_trained_apart_are_not_written_as_one(tmp_path):
     """A tied config writes one of two tensors; that is right where both are the same."""
     written("t5", tmp_path)
@@ -258,6 +279,12 @@ def through_every_form(place: Path, note: Any) -> None:
     target.write(place / "out", note)
 
 
+@sees(
+    "all of a shard is held while it is written",
+    "_scratch",
+    "    store = torch.from_file(str(path), shared=True, size=max(size, 1), dtype=torch.uint8)\n",
+    "    path.touch()\n    store = torch.zeros(max(size, 1), dtype=torch.uint8)\n",
+)
 def test_no_more_than_a_tensor_is_held(tmp_path):
     """176 MiB of 4 MiB tensors."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lightning_seqpar
-from tests.mutants import MUTANTS, Mutant, definitions, place_of, stale
+from tests.mutants import Mutant, all_mutants, definitions, place_of, stale
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
 ORDER = [
@@ -204,7 +204,7 @@ def test_faults_that_are_put_in_elsewhere_fit_too():
     for fault in convergence.FAULTS:
         place_of(fault, known)
     unseen = {name for names in WHY_UNSEEN.values() for name in names}
-    assert {*rare(), *unseen} <= {mutant.name for mutant in MUTANTS}
+    assert {*rare(), *unseen} <= {mutant.name for mutant in all_mutants()}
 
 
 def test_a_mutant_that_fits_no_more_says_why():

@@ -32,6 +32,7 @@ from lightning_seqpar.inference.reduction import Reduction
 from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.plan.choice import resolve_plans
 from tests.helpers import models, zoo
+from tests.mutants import sees
 
 IDS = torch.randint(31, (4, 9), generator=torch.Generator().manual_seed(0))
 
@@ -78,6 +79,13 @@ def scrambled(folder: Path) -> Any:
     return module
 
 
+@sees(
+    "head counts never found",
+    "find_edits",
+    "            return [*norms, *_needed(block, groups, tp, edits, chosen)]\n",
+    "            return []\n",
+    case="True-2",
+)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_example_gpt_under_other_names(tmp_path, tp, tied):
@@ -215,6 +223,13 @@ def test_a_rule_that_it_proposes_was_tried_and_works():
     assert "{pattern: h.*.attn.proj, style: row" in infer_plan(model, IDS, 2, own).plan.to_yaml()
 
 
+@sees("a rule is proposed that was not tried", "with_tried_rules", "            attempt(rules)\n", "            pass\n")
+@sees(
+    "rules that are proposed together were tried one by one",
+    "with_tried_rules",
+    "attempt(rules)",
+    "attempt(stopped.rules)",
+)
 def test_rules_that_it_proposes_together_were_tried_together():
     def stop(name: str) -> CantInferError:
         error = CantInferError(f"h.0.{name}: it can't be split", f"h.0.{name}")
@@ -295,6 +310,12 @@ class InLists(nn.Module):
         return x
 
 
+@sees(
+    "feed-forward modules in lists of their own are no blocks",
+    "stacks:_outer_list",
+    "    return name",
+    "    return _parent(name) + name",
+)
 def test_feed_forward_modules_in_lists_of_their_own_are_blocks():
     model = InLists()
     rows = [match.name for match in infer_plan(model, IDS, 2).plan.match(model) if match.rule.style == "row"]
@@ -306,6 +327,12 @@ class Uncopied(zoo.Decoder):
         return self
 
 
+@sees(
+    "a copy that is the model itself is moved",
+    "_refuse_shared",
+    "        if id(parameter) in own:\n",
+    "        if False:\n",
+)
 def test_a_model_that_is_its_own_copy_is_refused_before_its_weights_move():
     model = Uncopied("einsum")
     before = model.wte.weight.clone()
@@ -330,6 +357,12 @@ def test_the_model_is_left_alone():
 # ---- sequence parallelism where it can't be ---------------------------------------------------------------------
 
 
+@sees(
+    "a latent projection that all heads share dealt out",
+    "_FeatureSupport.is_shared",
+    "            owners = owners[owners > 0]\n",
+    "            pass\n",
+)
 def test_what_all_heads_share_stays_whole():
     told = infer_plan(zoo.Zoo("latent").net, IDS, 2).plan
     assert "kv_down" not in told.to_yaml()
@@ -359,12 +392,24 @@ class Halves(nn.Module):
         return self.head(self.second(self.first(self.tokens(ids))))
 
 
+@sees(
+    "owners of blocks taken for blocks",
+    "find_stacks",
+    "len(calls) > 1 and not any(_holds_a_chain(trace, call, listed.values()) for call in calls)",
+    "len(calls) > 1",
+)
 def test_modules_of_one_class_that_own_a_chain_are_no_blocks():
     told = infer_plan(Halves(), IDS, 2).plan.to_yaml()
     assert "{pattern: first.layers.*, style: blocks" in told
     assert "{pattern: second.layers.*, style: blocks" in told
 
 
+@sees(
+    "experts taken for a chain of blocks",
+    "_holds_a_chain",
+    "if before and trace.values[one.args[key]].root == trace.values[before.outputs[0]].root:",
+    "if before:",
+)
 def test_two_blocks_outside_any_list_keep_their_experts():
     class Mixture(nn.Module):
         def __init__(self) -> None:
@@ -430,6 +475,12 @@ class Augmented(Dataset[torch.Tensor]):
         return torch.tensor(drawn)
 
 
+@sees(
+    "a look at the data uses up its generators and counters",
+    "_state_kept",
+    "        for put_back in back:\n",
+    "        for put_back in ():\n",
+)
 def test_a_look_at_the_data_leaves_its_generators_and_counters():
     loader = DataLoader(Augmented(), batch_size=4)
     looks = [peek_batch(lambda: loader, "training").tolist() for _ in range(2)]

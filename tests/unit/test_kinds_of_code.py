@@ -18,6 +18,7 @@ from lightning_seqpar.plan.choice import linears_beside, resolve_plans
 from lightning_seqpar.trial.determinism import KeepFloat64
 from tests.helpers import third_party, zoo
 from tests.helpers.third_party import KINDS
+from tests.mutants import sees
 
 IDS = torch.arange(40).view(4, 10) % 31
 SAYS = {
@@ -137,6 +138,168 @@ def build(kind: str) -> nn.Module:
     return third_party.build(kind)
 
 
+@sees(
+    "the gradient of a norm behind the row is summed",
+    "BlockPlanner._write_gradients",
+    "elif inner and flow.behind_rows(parameter):",
+    "elif False:",
+    case="batch_normed",
+)
+@sees(
+    "batch norms behind columns are not known to be cut with them",
+    "edit_search:_batch_norms",
+    'if block.flow.between(f"{name}.weight", [group.row])',
+    "if False",
+    case="batch_normed",
+)
+@sees(
+    "a parametrized weight is not seen as one",
+    "_BlockReader._parametrized",
+    "if not any(",
+    "if any(",
+    case="parametrized",
+)
+@sees(
+    "a linear over positions hides the columns in front of it",
+    "group_layout",
+    "if support.mixes(name) and",
+    "if False and",
+    case="spatial_gate",
+)
+@sees(
+    "a list of modules taken for a module that is called",
+    "part_around",
+    "and not trace.calls_of(around)",
+    "and False",
+    case="listed",
+)
+@sees("a second activation taken for a memory", "find_streams", "found.append(key)", "pass", case="two_activations")
+@sees(
+    "rows that share columns are planned one by one",
+    "BlockPlanner._rows_beside",
+    "return found[1:]",
+    "return []",
+    case="two_activations",
+)
+@sees(
+    "a column that nothing reads has its row refused",
+    "_FeatureSupport.deal",
+    "if not covered.any():",
+    "if False:",
+    case="two_activations",
+)
+@sees(
+    "an input made inside a module is gathered nowhere",
+    "GatherPoints._gather_sources",
+    "return True",
+    "return False",
+    case="shifted_inside",
+)
+@sees(
+    "one kind of block that can't be planned ends the search",
+    "StackPlanner.plan",
+    "if not failing or not rest:",
+    "if True:",
+    case="value_residual",
+)
+@sees(
+    "a pattern of some blocks of a list matches all of them",
+    "block_planner:pattern_of",
+    " and {*leaves} == {*model.get_submodule(parent)._modules}",
+    "",
+    case="two_activations",
+)
+@sees(
+    "a product with a weight reads the stand-in",
+    "stand_in:_PRODUCTS",
+    "(F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)",
+    "()",
+    case="weight_of_qkv",
+)
+@sees(
+    "a row's joined input taken for one part",
+    "_BlockReader._segments_of",
+    "return sizes if sum(sizes) == self.value(number).shape[-1] else ()",
+    "return ()",
+    case="one_way_out",
+)
+@sees(
+    "what a projection reads in its second call is not copied",
+    "GatherPoints.settle",
+    "(flow.linears[column].reads, *flow.linears[column].also_reads)",
+    "(flow.linears[column].reads,)",
+    case="shared_queries",
+)
+@sees(
+    "the linear behind an attention's way out taken for the row",
+    "_end_rows_at_attention",
+    "if not upstream or ",
+    "if True or ",
+    case="twice_out",
+)
+@sees(
+    "positions that a block is given taken for a weight",
+    "_BlockReader._step",
+    " and not self.upstream_of.get(n)]",
+    "]",
+    case="shared_queries",
+)
+@sees(
+    "a head count divided in one of two modules",
+    "_needed",
+    "if rehearse(block, groups, tp, [*edits, *fewer]) is None:",
+    "if True:",
+    case="einops_heads",
+)
+@sees(
+    "a scale of a row's input is left whole",
+    "summed_rows:_Candidate._ways",
+    '["local"] if len(vector) == self._features else []',
+    "[]",
+    case="biased_row",
+)
+@sees(
+    "a depthwise convolution keeps the groups of all channels",
+    "_depthwise",
+    'for key in ("groups", "in_channels", "out_channels")',
+    'for key in ("in_channels",)',
+    case="mix_ffn",
+)
+@sees(
+    "a batch norm sees a shard of the sequence",
+    "Block.sequence_dim",
+    "return None if all(mixed) else",
+    "return 1 if all(mixed) else",
+    case="conformer",
+)
+@sees(
+    "a gradient that was copied inside is copied again around it",
+    "GatherPoints.settle",
+    "        if fed:\n",
+    "        if False:\n",
+    case="positioned_memory",
+)
+@sees(
+    "what a column reads beside the activation is not copied",
+    "GatherPoints.settle",
+    'self._write(point, "copy", [key for key in sources if call.args[key] not in made])',
+    "pass",
+    case="positioned",
+)
+@sees(
+    "a stand-in for an argument that is copied",
+    "BlockPlanner._write_gathers",
+    'if style == "gather" and any(key in args for key in narrow):',
+    "if narrow:",
+    case="reads_width",
+)
+@sees(
+    "a weight that is read past its linear dealt out by its in-features",
+    "_BlockReader._out_dim",
+    "return turns % 2",
+    "return 1 - turns % 2",
+    case="weight_of_qkv",
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rules_that_are_found(kind):
     plan = infer_plan(build(kind), IDS, 2).plan
@@ -209,6 +372,34 @@ class GrowingByGlobal(nn.Linear):
         return super().forward(x) + SETTINGS["noise"]
 
 
+@sees(
+    "a scaled linear taken for a linear",
+    "_makes",
+    "torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)",
+    "True",
+    case="True-Scaled",
+)
+@sees(
+    "a linear whose noise may grow taken for a linear",
+    "linear_kind",
+    "if settings_of(module) is None:",
+    "if False:",
+    case="True-Growing",
+)
+@sees(
+    "a linear is probed as it stands, not in training",
+    "_try_plainly",
+    "for training in (True, False)",
+    "for training in (module.training,)",
+    case="False-NoisyInTraining",
+)
+@sees(
+    "a linear that casts its weight taken for one that does not",
+    "_try_plainly",
+    "return None if _output(module, x.to(other), module.training) is not None else kind",
+    "return kind",
+    case="True-Casting",
+)
 @pytest.mark.parametrize(
     "kind", [Scaled, Rounded, Casting, NoisyInTraining, Masked, Growing, GrowingByClass, GrowingByGlobal]
 )
@@ -221,6 +412,12 @@ def test_what_computes_something_else_is_no_linear(kind, training):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@sees(
+    "a setting that a linear reads may change unseen",
+    "LinearSettings.check",
+    "if now is not value and now != value:",
+    "if False:",
+)
 def test_settings_that_are_off_are_watched():
     module = third_party.SettingLinear(8, 6)
     assert linear_kind(third_party.SettingLinear(8, 6, precision=torch.float32)) is None
@@ -233,6 +430,13 @@ def test_settings_that_are_off_are_watched():
         settings.check(module, "blocks.0.attn.q")
 
 
+@sees(
+    "verify: casts that are turned down make linears of one type unknown",
+    "linear_kind:_try",
+    "    with _disable_current_modes():\n",
+    "    if True:\n",
+    case="OwnLinear",
+)
 @pytest.mark.parametrize("kind", [nn.Linear, third_party.OwnLinear, third_party.SettingLinear, zoo.Conv1D])
 def test_what_computes_a_product_is_a_linear(kind):
     module = kind(8, 6)
@@ -327,6 +531,41 @@ NO_ROWS = [
 ]  # fmt: skip
 
 
+@sees(
+    "a module with a nonlinearity is taken for a row",
+    "summed_rows:_Candidate._sums_up",
+    "if not float((total - whole).abs().max())",
+    "if not 0.0 * float((total - whole).abs().max())",
+    case="BentLinear",
+)
+@sees(
+    "what saturates is tried in small numbers alone",
+    "summed_rows:_Candidate._inputs",
+    "noise * scale",
+    "noise * 1e-3",
+    case="Saturating",
+)
+@sees(
+    "a row that is linear in evaluation alone",
+    "summed_rows:_Candidate._sums_up",
+    "product((True, False), self._inputs())",
+    "product((False,), self._inputs())",
+    case="BentInTraining",
+)
+@sees(
+    "a row is scaled by what another module computes",
+    "summed_rows:_is_closed",
+    "return all(",
+    "return True or all(",
+    case="Scaling",
+)
+@sees(
+    "an adapter that drops out of its output is a row",
+    "summed_rows:_Candidate._draws_for_features",
+    "draw.shape != x.shape",
+    "False",
+    case="DroppingOutputs",
+)
 @pytest.mark.parametrize("linear", [*ROWS, *NO_ROWS])
 def test_a_sum_of_products_is_a_row_if_it_is_linear_in_its_input(linear, monkeypatch):
     attention = lambda: third_party.LowRankProjections(linear, "o")  # noqa: E731
@@ -376,6 +615,12 @@ def test_an_error_of_the_models_own_code_is_told_as_a_reason(monkeypatch):
     assert any("h.0.attn.wo" in reason and "LookupError: no such width" in reason for reason in found.reasons)
 
 
+@sees(
+    "what one stack's code raises ends inference for the others",
+    "infer:_infer",
+    'if "use_reentrant" in str(caught):',
+    "if not isinstance(caught, CantInferError):",
+)
 def test_an_error_without_a_message_is_told_with_its_place_and_the_other_blocks_are_planned():
     class Silent(zoo.PreNorm):
         def forward(self, x: Tensor) -> Tensor:
@@ -404,6 +649,7 @@ def test_an_error_without_a_message_is_told_with_its_place_and_the_other_blocks_
     assert said in found.reasons[0]
 
 
+@sees("a model of convolutions is asked to name its blocks", "only_convolutions", "if not sizes:", "if True:", case="1")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_model_of_convolutions_is_told_that_nothing_can_be_split(depth):
     class Pooled(nn.Module):
@@ -457,6 +703,18 @@ def test_what_raises_while_it_is_recorded_is_told_with_the_line():
 # ---- beside a shipped plan ---------------------------------------------------------------------------------------
 
 
+@sees(
+    "what a shipped plan covers is inferred again",
+    "infer:_infer",
+    "if not any(inside(name, call.name) or inside(call.name, name) for call in calls for name in planned if name)",
+    "if True",
+)
+@sees(
+    "behind a shipped plan nothing is inferred",
+    "_resolve_base",
+    "infer_rest(search.plans) if infer_rest and linears_beside(model, search.plans) else None",
+    "None",
+)
 def test_the_rest_is_inferred_behind_a_shipped_plan():
     model = build("described")
     asked = []

@@ -19,6 +19,7 @@ from lightning_seqpar.inference.model_copy import default_dtype
 from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
 from tests.helpers.families import build, save_pretrained
+from tests.mutants import sees
 
 
 def replayed(make: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -58,6 +59,13 @@ class Awkward(nn.Module):
         self.register_buffer("noise", torch.randn(3))
 
 
+@sees(
+    "draws of weights that are overwritten left out",
+    "DeferredInit.replay",
+    "                        if op.is_random:\n",
+    "                        if op.is_random and not at:\n",
+    case="<lambda>0",
+)
 @pytest.mark.parametrize(
     "make",
     [
@@ -85,6 +93,12 @@ class Plain(nn.Module):
         self.b = nn.Parameter(torch.full((4,), 0.1) * torch.rand(4))
 
 
+@sees(
+    "late weights drawn in another type",
+    "deferred:_run",
+    "    with default_dtype(op.dtype):\n",
+    "    with default_dtype(None):\n",
+)
 def test_a_replay_draws_in_the_type_that_was_the_default_then():
     torch.manual_seed(3)
     with default_dtype(torch.float64):
@@ -178,6 +192,13 @@ class Halves(nn.Module):
         self.a, self.b = nn.Parameter(both[:2]), nn.Parameter(both[2:])
 
 
+@sees(
+    "a seed set while a late model is made forgotten",
+    "DeferredInit._note_stream",
+    "            op.state = len(self._states)\n",
+    "            op.state = len(self._states) if not self._states else -1\n",
+    case="Given",
+)
 @pytest.mark.parametrize("make", [Given, Halves])
 def test_what_the_meta_device_forgets_is_remembered(make):
     torch.manual_seed(3)
@@ -298,6 +319,12 @@ def test_a_part_with_numbers_is_filled_at_once(folder):
     assert weights_from(model, folder).lm_head.weight.any()
 
 
+@sees(
+    "layers that were wrapped after weights_from are drawn",
+    "LateWeights._source_of",
+    "known if known or isinstance(tensor, nn.Parameter) else [inner]",
+    "[inner]",
+)
 def test_adapters_around_layers_that_files_fill(folder):
     """PEFT gives layers other names after ``weights_from``; they are filled by those they had."""
     model, late = late_llama(folder, then=lora)
@@ -310,6 +337,13 @@ def test_adapters_around_layers_that_files_fill(folder):
     assert all(bool(p.any()) == ("lora_A" in name) for name, p in found.items())
 
 
+@sees(
+    "copies of what files fill have numbers of the initialisation",
+    "DeferredInit.check",
+    "if taken := {key for key in taken if at >= elsewhere[key][1]}:",
+    "if taken := set():",
+    case="True-<lambda>-lm_head.*weights_from gives its numbers, and \\\\w+ has made",
+)
 @pytest.mark.parametrize(
     ("weights", "then", "says"),
     [

@@ -21,6 +21,7 @@ from lightning_seqpar.activations.elementwise_spans import ElementwiseSpans
 from lightning_seqpar.activations.norm_recompute import is_norm, is_repeatable, make_recomputing, norm_of
 from lightning_seqpar.distributed.autograd import saved_tensor_hooks
 from lightning_seqpar.distributed.counters import SavedBytes
+from tests.mutants import sees
 
 
 class RMSNorm(nn.Module):
@@ -69,6 +70,12 @@ class ProductNorm(RMSNorm):
         return self.weight * x * torch.rsqrt((x * x) @ torch.full((16, 1), 1 / 16) + 1e-6)
 
 
+@sees(
+    "a norm run again outside its autocast",
+    "NormCall._run",
+    "        with self._autocast.again():\n            leaf, leaves, out =",
+    "        if True:\n            leaf, leaves, out =",
+)
 def test_a_lean_norm_under_autocast_runs_again_under_autocast():
     torch.manual_seed(0)
     plain = ProductNorm(16)
@@ -99,6 +106,13 @@ class Counting(RMSNorm):
         return super().forward(x) / self.calls
 
 
+@sees(
+    "a norm that draws run again",
+    "norm_recompute:_try",
+    "if not same or drawn or noted or first.data_ptr() == x.data_ptr():",
+    "if type(first) is not Tensor:",
+    case="Noisy",
+)
 @pytest.mark.parametrize("kind", [Noisy, Counting])
 def test_a_norm_that_is_no_function_of_its_input_stays_as_it_is(kind):
     torch.manual_seed(0)
@@ -126,6 +140,12 @@ def test_a_hook_of_a_norms_parameter_fires_once():
     assert torch.equal(norm.weight.grad, seen[0] * 2)
 
 
+@sees(
+    "a norm's changed output made again unchanged",
+    "norm_recompute:norm_of",
+    "return call if call is not None and x._version == call.version else None",
+    "return call",
+)
 def test_an_output_that_was_changed_is_not_made_again():
     norm = RMSNorm(16)
     make_recomputing(norm)
@@ -136,6 +156,12 @@ def test_an_output_that_was_changed_is_not_made_again():
     assert norm_of(out) is None
 
 
+@sees(
+    "a norm's input changed before its output is used",
+    "NormCall.source",
+    "x._version == self._read and is_same_keeper",
+    "is_same_keeper",
+)
 def test_a_changed_input_is_not_what_the_norm_read():
     norm = RMSNorm(16)
     make_recomputing(norm)
@@ -161,6 +187,12 @@ class Gained(RMSNorm):
         return super().forward(x) * self.held[0]
 
 
+@sees(
+    "another tensor's gradient lost in a norm",
+    "norm_recompute:_try",
+    "    return not _reads_others(out, [leaf, *leaves])\n",
+    "    return bool(leaves) and leaf is not out\n",
+)
 def test_a_norm_that_reads_another_tensor_with_a_gradient():
     x = torch.randn(2, 8, 16)
     norm = Gained(16)
@@ -324,6 +356,20 @@ def through(body, lean: bool, dtype: torch.dtype = torch.float64, hooks: Any = S
     return [p.grad for p in (x, row, *weights) if p.grad is not None], getattr(saved, "total", 0), gained
 
 
+@sees(
+    "hooks of others see what is not kept",
+    "ElementwiseRecompute._pack",
+    "elif self.outer_hooks is not None:",
+    "if self.outer_hooks is not None:",
+    case="swiglu-dtype0",
+)
+@sees(
+    "hooks of others stay behind when their context is left",
+    "ElementwiseRecompute.open",
+    "        if outer is not None:\n            pop_saved_tensor_hooks()\n",
+    "",
+    case="swiglu-dtype0",
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("body", [swiglu, gelu_by_hand, fused, dropped, scaled], ids=lambda f: f.__name__)
 def test_a_stretch_keeps_what_the_columns_made(body, dtype):
@@ -345,6 +391,20 @@ def spread(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate * table) * (up * one).tanh() * F.silu(gate.movedim(0, 1)).movedim(0, 1)
 
 
+@sees(
+    "hooks of others get nothing to keep",
+    "_SavedTensor.hand_over",
+    "if tensor is not None and tensor._version == self._version:",
+    "if False:",
+    case="swiglu-copied",
+)
+@sees(
+    "what others moved is read as if it lay as before",
+    "HandedOverSource.take",
+    "if lies and tensor.storage_offset() == 0:",
+    "if True:",
+    case="spread-copied",
+)
 @pytest.mark.parametrize("how", ["themselves", "copied", "in a larger one"])
 @pytest.mark.parametrize("body", [swiglu, gelu_by_hand, fused, dropped, scaled, spread], ids=lambda f: f.__name__)
 def test_a_stretch_keeps_as_little_under_hooks_of_others(body, how):
@@ -420,6 +480,13 @@ def test_hooks_of_others_end_where_they_end(who):
     assert torch.equal(found, weight.grad)
 
 
+@sees(
+    "who looked once decides for good",
+    "ElementwiseSpans._end",
+    "for column in self._columns if not span.was_disturbed else ():",
+    "for column in self._columns:",
+    case="around the column",
+)
 @pytest.mark.parametrize("where", ["around the column", "around the row", "nowhere"])
 def test_who_looked_once_changes_nothing_later(where):
     spans, column = ElementwiseSpans(lambda _: True), SimpleNamespace(recomputes_elementwise=True)
@@ -503,6 +570,34 @@ def changed_arguments(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+@sees(
+    "a stretch that was changed in place made again",
+    "ElementwiseRecompute.close",
+    "gained = done and alone and not self._spoiled and self._is_intact() and self._settle()",
+    "gained = done and alone and self._settle()",
+    case="changed_inside-",
+)
+@sees(
+    "what is drawn in a stretch drawn again",
+    "REPLAYED",
+    "REPLAYED = frozenset((*_ARITHMETIC, *_ACTIVATIONS, *_SHAPES))",
+    'REPLAYED = frozenset((*_ARITHMETIC, *_ACTIVATIONS, *_SHAPES, "rand_like"))',
+    case="drawn-",
+)
+@sees(
+    "a stretch read as another type made again as its own",
+    "ElementwiseRecompute._settle",
+    "        self._keep_odd_views()\n",
+    "",
+    case="as_complex-",
+)
+@sees(
+    "arguments that change later replayed",
+    "ElementwiseRecompute._note",
+    "if not all(isinstance(value, Tensor) or is_constant(value) for value in (*args, *kwargs.values())):",
+    "if False:",
+    case="changed_arguments-",
+)
 @pytest.mark.parametrize(
     ("body", "gains"),
     [
@@ -541,6 +636,12 @@ def test_what_a_stretch_keeps_may_not_change_either():
         out.sum().backward()
 
 
+@sees(
+    "a column changed behind its row not seen",
+    "ElementwiseRecompute._replay",
+    "if tensor._version != self._versions[at]:",
+    "if False:",
+)
 def test_a_column_changed_behind_its_row_is_told():
     weight = nn.Parameter(torch.randn(16, 8))
     column = F.linear(torch.randn(2, 4, 8), weight)
@@ -556,6 +657,18 @@ def test_a_column_changed_behind_its_row_is_told():
         out.sum().backward()
 
 
+@sees(
+    "a stretch under activation checkpointing",
+    "ElementwiseRecompute.open",
+    "if is_of_checkpoint(outer) or not saved_tensor_hooks_allowed():",
+    "if False:",
+)
+@sees(
+    "a stretch under a mode that changes results",
+    "ElementwiseRecompute.open",
+    "        if function_mode() is not None:\n",
+    "        if False:\n",
+)
 def test_a_stretch_leaves_what_others_keep_alone():
     def opened(x: Tensor) -> Tensor:
         opens.append(ElementwiseRecompute.open())

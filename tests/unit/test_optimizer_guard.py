@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy
 from lightning_seqpar.verify.guards.optimizer import ELEMENTWISE_OPTIMIZERS, OptimizerGuard
 from tests.helpers.optimizers import Lion
+from tests.mutants import sees
 
 
 class Plain(Optimizer):
@@ -156,6 +157,13 @@ def test_what_updates_each_element_by_itself_passes_and_is_left_as_it_was(case):
     return None
 
 
+@sees(
+    "an optimizer that is vouched for is not tried",
+    "OptimizerGuard._passes",
+    "            _check_elementwise(optimizer)\n",
+    "",
+    case="by row",
+)
 @pytest.mark.parametrize("case", MIXES)
 def test_what_mixes_elements_is_refused_though_somebody_vouches_for_it(case):
     optimizer = MIXES[case]()
@@ -167,6 +175,13 @@ def test_what_mixes_elements_is_refused_though_somebody_vouches_for_it(case):
         OptimizerGuard().refuse_mixing([optimizer], 2)
 
 
+@sees(
+    "a subclass with a step of its own passes for its parent",
+    "_leaves_alone",
+    "own(kind, name) is own(base, name)",
+    "True",
+    case="OwnStep",
+)
 @pytest.mark.parametrize("kind", [OwnStep, OwnStates, Plain], ids=lambda kind: kind.__name__)
 def test_what_nobody_vouches_for_is_refused_with_how_to(kind):
     optimizer = kind(params(), lr=0.1)

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from lightning_seqpar.distributed.phases import Phases
+from tests.mutants import sees
 
 
 class Lines(list):
@@ -39,6 +40,7 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
+@sees("a thread stays behind a phase", "Phases.phase", "            timer.cancel()\n            timer.join()\n", "")
 def test_a_short_phase_is_silent():
     lines = Lines()
     before = threading.active_count()
@@ -58,6 +60,7 @@ def test_a_long_phase_is_told_while_it_runs_and_when_it_is_done():
     assert lines[1].startswith("lightning_seqpar: cutting the model took ")
 
 
+@sees("a phase is told on every rank", "Phases.phase", "if not self._shows:", "if False:", case="{'shows': False}")
 @pytest.mark.parametrize("options", [{"shows": False}, {"shows": False, "bars": True}], ids=str)
 def test_other_ranks_say_nothing_and_start_no_thread(options):
     lines = Lines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_seqpar.pipeline.schedule import Part, interleave, warm_up
+from tests.mutants import sees
 
 FORWARD, BACKWARD = 1.0, 2.0
 
@@ -41,6 +42,13 @@ def ends(stages: int, chunks: int, micro: int) -> tuple[float, int]:
     return max(clock), most
 
 
+@sees(
+    "turns: a short round at the end",
+    "_rounds",
+    "    return [size + (at < more) for at in range(count)]",
+    "    return [*[stages] * (micro_batches // stages), *[micro_batches % stages] * (micro_batches % stages > 0)]",
+    case="2",
+)
 @pytest.mark.parametrize("stages", range(2, 9))
 def test_no_stage_waits_for_ever_and_steps_take_what_the_formula_says(stages):
     for chunks in (2, 3, 4):

@@ -14,6 +14,7 @@ from lightning_seqpar.activations.policy import SavePolicy
 from lightning_seqpar.distributed.counters import SavedBytes
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.recompute import RecomputedForward, RecomputeNotes
+from tests.mutants import sees
 
 
 class Inner(nn.Module):
@@ -59,6 +60,12 @@ def test_its_input_is_kept_and_nothing_else():
     assert inspect.signature(again.forward) == inspect.signature(plain.forward)
 
 
+@sees(
+    "recompute: a buffer is changed twice",
+    "RecomputedForward._check_buffers",
+    "if buffer._version != version:",
+    "if False:",
+)
 def test_a_buffer_that_the_forward_changes_is_refused():
     with pytest.raises(
         ValueError, match=r"recompute='full': blocks.0.norm.num_batches_tracked: the forward changes this buffer"
@@ -68,6 +75,12 @@ def test_a_buffer_that_the_forward_changes_is_refused():
     recomputed("grows")(torch.randn(6, 4)).sum().backward()  # a table is made anew, and is no state
 
 
+@sees(
+    "recompute: a list is added to twice",
+    "recompute:_sizes",
+    "[len(value) for value in values if type(value) in (list, set, dict)]",
+    "[]",
+)
 def test_a_list_that_the_forward_adds_to_is_refused():
     with pytest.raises(ValueError, match=r"recompute='full': blocks.0 adds to a list, set or dict that it is given"):
         recomputed("appends")(torch.randn(6, 4), seen=[])
@@ -85,6 +98,18 @@ class Cache:
         self.updates += 1
 
 
+@sees(
+    "recompute: without gradients too",
+    "RecomputedForward.__call__",
+    "if not torch.is_grad_enabled() or not saved_tensor_hooks_allowed():",
+    "if False:",
+)
+@sees(
+    "recompute: a cache is filled twice",
+    "RecomputedForward._without_cache",
+    'if length is None or not hasattr(value, "update")',
+    'if True or not hasattr(value, "update")',
+)
 def test_a_cache_is_not_filled_twice():
     cache = Cache(0)
     module = recomputed()
@@ -102,6 +127,12 @@ def test_a_cache_is_not_filled_twice():
     assert cache.updates == 1
 
 
+@sees(
+    "recompute: a checkpoint's gathers are made twice",
+    "SavePolicy.remakes",
+    " and not is_of_checkpoint(hooks_in_force())",
+    "",
+)
 def test_under_a_checkpoint_auto_makes_nothing_a_second_time():
     policy = {kind: SavePolicy(kind, 2, True) for kind in ("auto", True, False)}
     asked: list[tuple[bool, ...]] = []

@@ -17,6 +17,7 @@ from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import detached_copy
 from lightning_seqpar.inference.reduction import LARGE, Reduction
 from tests.helpers import zoo
+from tests.mutants import sees
 
 CPU = torch.device("cpu")
 ROWS, KEPT = 31, 7
@@ -116,12 +117,30 @@ def test_a_small_model_is_copied_as_it_is():
     assert Reduction.variants(zoo.Zoo("gqa"), 2, 256, 256) == [Reduction()]
 
 
+@sees(
+    "cp: long sequences of small models are proved whole",
+    "Reduction.variants",
+    "            return [Reduction()] if kept is None else [Reduction(lengths=(length or 0, kept)), Reduction()]\n",
+    "            return [Reduction()]\n",
+)
 def test_of_a_small_model_long_sequences_are_cut_and_nothing_else():
     short, whole = Reduction.variants(zoo.Zoo("gqa"), 2, 8191, 8191)
     assert short == Reduction(lengths=(8191, 35))
     assert whole == Reduction()
 
 
+@sees(
+    "the self-check skips a kind of block",
+    "share_equal_blocks",
+    "            kind = kind_of(block, decisive), told, bool(rules) and name == last\n",
+    "            kind = type(block), told, bool(rules) and name == last\n",
+)
+@sees(
+    "behind each block of a reduced copy activations may become whole",
+    "share_equal_blocks",
+    ", told, bool(rules) and name == last\n",
+    ", told\n",
+)
 def test_blocks_of_each_kind_are_there_once():
     blocks = tower({}, {"window": 4}, {}, {"window": 4}, {}, {"width": 12}, {"index": 9}, {})
     copied = detached_copy(blocks, CPU, torch.float64, reduced(), {"head": "vocab"})
@@ -132,6 +151,12 @@ def test_blocks_of_each_kind_are_there_once():
     assert reduced().numel(blocks) == sum(parameter.numel() for parameter in copied.parameters())
 
 
+@sees(
+    "blocks that decide by their index pass for equal ones",
+    "_names_decided_by",
+    "method.args.args[0].arg and _decides(node, around)",
+    "method.args.args[0].arg and False",
+)
 def test_blocks_that_decide_by_their_index_are_kinds_of_their_own():
     found = [kind_of(Indexed(index=at)) == kind_of(Indexed(index=0)) for at in range(3)]
     assert found == [True, False, False]
@@ -170,6 +195,20 @@ UNLIKE: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
 }
 
 
+@sees(
+    "blocks that differ in a function, a tuple or a config pass for equal ones",
+    "kind_of",
+    "(key, _setting(value))",
+    "(key, value if isinstance(value, bool | int | float | str) else None)",
+    case="a function",
+)
+@sees(
+    "frozen blocks pass for equal to those that train",
+    "kind_of",
+    "(n, tuple(t.shape), t.requires_grad)",
+    "(n, tuple(t.shape))",
+    case="what trains",
+)
 @pytest.mark.parametrize("case", UNLIKE)
 def test_blocks_that_may_do_different_things_are_kinds_of_their_own(case):
     one, other = UNLIKE[case]
@@ -193,6 +232,21 @@ class Told(Tower):
         return self.head(x)
 
 
+@sees(
+    "calls that tell a block to do something else are skipped",
+    "_Repeat.__call__",
+    "        form = _form((args, kwargs))\n",
+    "        form = None\n",
+)
+@sees(
+    "parts of a block that is computed are skipped", "Repeats._find", "if id(module) not in inner and len(", "if len("
+)
+@sees(
+    "what stands between blocks gets no gradient in the self-check",
+    "_passed_through",
+    "    return passed if first is out else type(out)((passed, *out[1:]))\n",
+    "    return out\n",
+)
 def test_each_form_of_call_is_computed_with_all_that_is_in_the_block():
     copied = detached_copy(Told([Switched() for _ in range(8)]), CPU, torch.float64, reduced())
     ids = torch.zeros(1, 5, dtype=torch.long)
@@ -204,12 +258,19 @@ def test_each_form_of_call_is_computed_with_all_that_is_in_the_block():
     assert float(copied.between.weight.grad.abs().max()) > 0
 
 
+@sees(
+    "the self-check skips blocks that the plan treats in another way",
+    "share_equal_blocks",
+    "            kind = kind_of(block, decisive), told, bool(rules) and name == last\n",
+    "            kind = kind_of(block, decisive), name == last\n",
+)
 def test_blocks_that_a_plan_treats_differently_are_kinds_of_their_own():
     copied = detached_copy(tower({}, {}, {}, {}, {}), CPU, torch.float64, reduced(), {"layers.2.up": "column"})
     at = list(copied.layers)
     assert [at.index(block) for block in at] == [0, 0, 2, 0, 4]
 
 
+@sees("experts share the weights of one", "stacks", "if kinds.count(type(block)) > 1:", "if False:")
 def test_experts_are_no_stack():
     for depth in (2, 4):
         model = nn.ModuleList(zoo.ListMoE(8, 8) for _ in range(depth))
@@ -217,6 +278,12 @@ def test_experts_are_no_stack():
         assert len(set(experts)) == 4
 
 
+@sees(
+    "the self-check computes equal blocks for the first input alone",
+    "_begin_again",
+    "        repeat.calls.clear()\n",
+    "        repeat.calls.copy()\n",
+)
 def test_equal_blocks_are_computed_twice_for_each_input():
     copied = detached_copy(tower({}, {}, {}, {}, {}, {}), CPU, torch.float64, reduced(), {"head": "vocab"})
     example = Example("the test", "forward", (torch.zeros(1, 5, dtype=torch.long),), {}, reduction=reduced())
@@ -306,6 +373,7 @@ def large(**options: Any) -> Large:
     return model
 
 
+@sees("a short vocabulary has another remainder", "_short_vocabularies", "* tp + rows % tp", "* tp")
 def test_what_is_left_has_the_remainders_of_what_was():
     for tp in (2, 3, 4, 8):
         smallest = variants(large(), tp)[0]

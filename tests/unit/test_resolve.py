@@ -23,6 +23,7 @@ from lightning_seqpar.styles import style
 from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.verify.guards.heads import context_method, refuse_uneven_heads
 from tests.helpers import models
+from tests.mutants import sees
 
 ROOT = Path(inspect.getfile(ShardingPlan)).resolve().parents[2]
 
@@ -36,6 +37,12 @@ def held(plan: ResolvedPlan, name: str, *styles: str) -> list[style.Rule]:
     return [match.rule for match in plan.decided if match.name == name and match.rule.style in styles]
 
 
+@sees(
+    "an earlier rule wins over a later one",
+    "PlannedModel._decide",
+    "                last[rule.slot or rule.style, match.name, at if rule.accumulates else -1] = match\n",
+    ("                last.setdefault((rule.slot or rule.style, match.name, at if rule.accumulates else -1), match)\n"),
+)
 def test_of_the_rules_for_a_linear_the_last_holds():
     plan = resolved(models.GPT(), {"pattern": "model.blocks.0.mlp.up", "style": "column", "units": 8})
     assert [rule.units for rule in held(plan, "model.blocks.0.mlp.up", "column")] == [8]
@@ -75,6 +82,13 @@ def test_heads_that_do_not_divide_are_told_with_a_rule_that_helps(make, size, ru
     resolved(make(), rule, size=size)
 
 
+@sees(
+    "a tower of which tp divides no heads is refused beside one of which it does",
+    "refuse_uneven_heads",
+    "not all(heads % config.tp for *_, heads in found)",
+    "not any(heads % config.tp for *_, heads in found)",
+    case="one tower of two",
+)
 @pytest.mark.parametrize(
     ("make", "tp", "says"),
     [
@@ -108,6 +122,12 @@ def test_the_method_of_context_parallel_attention_is_named():
     )
 
 
+@sees(
+    "a rule is proposed with which heads still do not divide",
+    "ResolvedPlan._that_help",
+    "                error = following\n",
+    "                return rules\n",
+)
 def test_no_rule_is_proposed_with_which_it_still_does_not_divide():
     assert refusal(models.GPT(), size=3).endswith("do not divide by tp=3; use tp=2 or 4")
     rows = [
@@ -156,6 +176,12 @@ TWO_STACKS: list[dict[str, Any]] = [
 ]
 
 
+@sees(
+    "of several rules that set attributes the last alone holds",
+    "PlannedModel._decide",
+    "at if rule.accumulates else -1",
+    "-1",
+)
 def test_one_module_may_end_several_stacks():
     exits = [{"pattern": "", "style": "exit", "blocks": f"{name}.*"} for name in ("first", "second")]
     plan = resolved(TwoStacks(), *TWO_STACKS, *exits, base=False)
@@ -173,6 +199,12 @@ def test_the_last_rule_says_which_argument_of_the_blocks_is_scattered():
     assert [stack.arg for stack in plan.stacks] == ["x", 0]
 
 
+@sees(
+    "a column with one unit gets the style of an earlier rule",
+    "PlannedModel.drop",
+    "        self._dropped.add((rule.slot or rule.style, name))\n",
+    "",
+)
 def test_a_column_with_one_unit_stays_whole_whatever_an_earlier_rule_said():
     model = TwoStacks()
     model.n_kv = 1
@@ -226,6 +258,12 @@ EXPERTS: list[dict[str, Any]] = [
 ]
 
 
+@sees(
+    "a row that its module multiplies itself is never reduced",
+    "RowRule.place",
+    "        if name not in plan.modules:\n",
+    "        if False:\n",
+)
 def test_a_row_that_a_module_multiplies_itself_implies_that_its_output_is_reduced():
     plan = resolved(Stack(), *EXPERTS, base=False)
     assert list(plan.named("reduce")) == ["layers.0", "layers.1"]
@@ -269,6 +307,12 @@ class CountsItsTensors(nn.Module):
         return self.kv_slopes.shape[0]
 
 
+@sees(
+    "counts of heads read off tensors that are cut already",
+    "_Swap.apply",
+    "sorted(plan.decided, key=lambda match: match.of_tensor)",
+    "sorted(plan.decided, key=lambda match: not match.of_tensor)",
+)
 def test_counts_that_are_read_off_tensors_are_those_of_the_whole_model():
     model = nn.ModuleDict({"layers": nn.ModuleList(nn.ModuleDict({"attn": CountsItsTensors()}) for _ in range(2))})
     rules = [

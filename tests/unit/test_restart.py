@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import lightning as L
 
 from lightning_seqpar.strategy import restart
+from tests.mutants import sees
 
 
+@sees("trainings of a script share their checkpoints", "RestartList.count_training", " + 1)", " + 0)")
 def test_each_training_of_a_script_goes_on_from_its_own_checkpoints(tmp_path, monkeypatch):
     trainer, module = SimpleNamespace(default_root_dir=tmp_path, max_epochs=1, max_steps=-1), L.LightningModule()
     monkeypatch.setenv(restart.TRAININGS, "0")

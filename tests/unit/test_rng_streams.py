@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_seqpar.distributed.rng import STILL, DrawWatch, RankStreams
+from tests.mutants import sees
 
 
 def test_an_unused_stream_leaves_no_trace():
@@ -36,6 +37,7 @@ def draws(rank: int, seed: int = 1) -> list[Tensor]:
     return out
 
 
+@sees("every rank draws the same masks", "_reseed", 'salt=rank.to_bytes(4, "little")', 'salt=b"0"')
 def test_own_draws_differ_and_replicated_ones_do_not():
     one, two = draws(0), draws(1)
     for at, (a, b) in enumerate(zip(one, two, strict=True)):
@@ -44,6 +46,12 @@ def test_own_draws_differ_and_replicated_ones_do_not():
     assert len(flat.flatten().unique()) == flat.numel()  # nothing is drawn twice
 
 
+@sees(
+    "every step draws the same masks",
+    "RankStreams._end",
+    "        _advance(used)\n        self._behind",
+    "        self._behind",
+)
 def test_no_two_blocks_draw_the_same():
     """Also where nothing is drawn between them."""
     torch.manual_seed(1)
@@ -67,6 +75,12 @@ def in_backward(act: Any) -> None:
     y.backward()
 
 
+@sees(
+    "a recompute that begins behind a pause goes on with its stream",
+    "RankStreams._resume",
+    '        if moved or where != "end":\n',
+    "        if False:\n",
+)
 def test_a_recompute_draws_what_the_forward_drew():
     """Checkpointing gives back the state at its start; what is paused then is found again by it."""
     torch.manual_seed(1)
@@ -89,6 +103,12 @@ def test_a_recompute_draws_what_the_forward_drew():
     in_backward(again)
 
 
+@sees(
+    "two pauses of one block share a state",
+    "RankStreams._resume",
+    "            _advance([True] * len(now))  # the next pause begins at a state of its own\n",
+    "",
+)
 def test_a_recompute_finds_every_pause_though_nothing_of_its_own_is_drawn_between():
     """As where adapters drop out one whole activation each."""
     torch.manual_seed(1)
@@ -205,6 +225,12 @@ def test_a_generator_is_seen_wherever_it_is_given(draw):
     assert [(one.shape, one.seeded) for one in drawn] == [((3,), draw != "own")]
 
 
+@sees(
+    "an unexpected draw not seen",
+    "RankStreams._end",
+    "            self.draws = any(used)\n",
+    "            self.draws = False\n",
+)
 def test_where_no_draws_are_expected_nothing_is_switched_until_one_is_seen():
     torch.manual_seed(1)
     alike = torch.rand(2, 4)
@@ -230,6 +256,7 @@ def test_where_no_draws_are_expected_nothing_is_switched_until_one_is_seen():
     assert streams.draws
 
 
+@sees("ranks go on apart behind an unexpected draw", "RankStreams._end", "                _restore(self._begun)\n", "")
 def test_ranks_go_on_alike_behind_an_unexpected_draw_of_different_lengths():
     behind = []
     for rank, count in ((0, 3), (1, 700)):

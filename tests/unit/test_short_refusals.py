@@ -24,6 +24,7 @@ from lightning_seqpar.strategy.missing_ranks import Wait, tell_waits
 from lightning_seqpar.strategy.refusals import is_refusal, shorten_traceback, shortens_refusals
 from lightning_seqpar.strategy.tracebacks import UsersCall, users_call
 from lightning_seqpar.user_input import name_error
+from tests.mutants import sees
 
 THIS = Path(__file__).name
 
@@ -64,6 +65,12 @@ def uncaught(error: BaseException) -> None:
     sys.excepthook(type(error), error, error.__traceback__)
 
 
+@sees(
+    "a refusal is shown with all frames inside the package",
+    "shorten_traceback",
+    "    _linked([first, *_users(inner)])\n",
+    "",
+)
 def test_the_users_frames_stay_and_no_other(printed):
     error = raised(refuses)
     assert frames(error.__traceback__)[2:] != []
@@ -75,6 +82,12 @@ def test_the_users_frames_stay_and_no_other(printed):
     assert printed == [(error, [THIS, THIS])]
 
 
+@sees(
+    "a refusal that nothing catches is printed with Lightning's frames",
+    "_WithUsersFrames.__call__",
+    "trace = _linked(_users(frames_of(trace)))",
+    "pass",
+)
 def test_frames_between_those_of_the_user_are_left_out(printed):
     error = raised(shortens_refusals(refuses))
     assert frames(error.__traceback__) == [THIS, "refusals.py", THIS], "caught in the package"
@@ -82,6 +95,13 @@ def test_frames_between_those_of_the_user_are_left_out(printed):
     assert printed == [(error, [THIS, THIS])]
 
 
+@sees(
+    "what the interpreter raises inside the package is taken for a refusal",
+    "is_refusal",
+    "return isinstance(error, ValidationError) or is_at_raise(frames[-1])",
+    "return True",
+    case="strict_zip",
+)
 @pytest.mark.parametrize("call", [users_own, strict_zip])
 def test_an_error_that_is_no_refusal_keeps_all_its_frames(printed, call):
     error = raised(call)
@@ -159,6 +179,7 @@ def raised_by(text: str, error: str) -> RuntimeError:
     raise AssertionError("it raises")
 
 
+@sees("a user's own words are those of a lost rank", "is_lost_peer", "or not is_at_raise(frames[-1]):", "or True:")
 def test_an_error_of_the_users_own_says_nothing_of_another_rank():
     assert not is_lost_peer(raised_by("raise error", "request to the data base timed out"))
     assert not is_lost_peer(raised_by("raise error", "no rank is meant"))
@@ -216,6 +237,12 @@ def call_of(hook: Any) -> UsersCall:
     return users_call(trace)
 
 
+@sees(
+    "a module that a hook calls is taken for the hook's own line",
+    "users_call",
+    "    last = ends[0] if ends else len(frames)\n",
+    "    last = len(frames)\n",
+)
 def test_the_call_of_the_users_hook_and_its_lines():
     sampled = call_of(hook_that_samples)
     assert (sampled.name, sampled.caller) == ("Toy.forward", "hook_that_samples")
@@ -234,6 +261,12 @@ FIT = Wait("all_reduce of all ranks (ranks 0, 1, 2, 3), at batch 2", "Trainer.fi
 STEP = Wait("all_reduce of tp (ranks 0, 1), at batch 3", "LM.forward", "training_step", ["step", "inner"])
 
 
+@sees(
+    "a call that some ranks did not make is not told",
+    "tell_waits",
+    "    if len(alike) > 1 or missing:\n",
+    "    if False:\n",
+)
 def test_waits_of_ranks_that_ran_apart_name_the_call():
     told = tell_waits({0: SAVE, 1: FIT, 2: FIT, 3: FIT}, [])
     assert told.startswith(
@@ -256,6 +289,12 @@ def test_waits_of_ranks_that_ran_apart_name_the_call():
     assert len(tell_waits(many, []).splitlines()) <= 25
 
 
+@sees(
+    "the frames of python -m stay in a refusal",
+    "_WithUsersFrames.__call__",
+    "            value.__traceback__ = trace  # Python's own hook prints this one\n",
+    "",
+)
 def test_the_usual_hook_prints_the_users_frames_alone(capsys, monkeypatch):
     """Python's own prints the traceback that the error holds, whatever it is given."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lightning_seqpar.distributed.autograd import dispatch_modes, saved_tensor_hooks
 from lightning_seqpar.measure import StepMeter
 from tests.helpers.fit import quiet_trainer
+from tests.mutants import sees
 
 FIGURES = ("saved_bytes", "calls", "bytes", "backend_calls", "backend_bytes")
 ROWS, FEATURES = 2, 4
@@ -45,6 +46,13 @@ def fit(meter: StepMeter, module: L.LightningModule, batches: int, epochs: int =
     quiet_trainer(devices=1, max_epochs=epochs, precision="32-true", callbacks=[meter]).fit(module, data)
 
 
+@sees(
+    "figures of a batch that never came are zeros",
+    "StepMeter._read",
+    "        raise RuntimeError(\n",
+    "        return _StepFigures(0, {}, {}, {}, {})\n        raise RuntimeError(\n",
+    case="saved_bytes",
+)
 @pytest.mark.parametrize("figure", FIGURES)
 def test_a_figure_before_any_batch_says_what_to_do(figure):
     meter = StepMeter(batch=3)
@@ -87,12 +95,25 @@ class Selective(Small):
         return checkpoint(lambda x: self.layer(x).square(), batch, use_reentrant=False, context_fn=saves).mean()
 
 
+@sees(
+    "recompute: what a selective checkpoint caches is not counted",
+    "SavedBytes.keep_caches",
+    "            self.keep(tensor)\n",
+    "            pass\n",
+)
 def test_what_a_selective_checkpoint_caches_counts():
     meter = StepMeter(batch=1)
     fit(meter, Selective(), batches=2)
     assert meter.saved_bytes == 4 * (ROWS * FEATURES + ROWS)  # its input, and what is cached
 
 
+@sees(
+    "an error in the measured batch leaves the counters on",
+    "StepMeter.on_exception",
+    "        self._stop()\n",
+    "        pass\n",
+    case="raise",
+)
 @pytest.mark.parametrize("what", ["raise", "skip", "no loss"])
 def test_counting_stops_however_the_batch_ends(what):
     module, meter = Small(what, at=1), StepMeter(batch=1)

@@ -10,6 +10,7 @@ from lightning_seqpar import ParallelConfig, ProcessTopology, ShardingPlan
 from lightning_seqpar.strategy.summary import LINES, draw, groups_of, summarize, summarize_briefly
 from lightning_seqpar.verify.coverage import Coverage, WholeSequences
 from lightning_seqpar.verify.plan_file import write_plan
+from tests.mutants import sees
 
 
 def summary(world: int, per_node: int, coverage: Coverage | None = None, **fields) -> str:
@@ -62,6 +63,12 @@ def test_tp_outermost_and_across_nodes():
     assert wide[-1].endswith("nodes 0, 1")
 
 
+@sees(
+    "coverage: whole sequences everywhere are listed as sequence parallelism",
+    "switches",
+    " and (coverage is None or coverage.sp)",
+    "",
+)
 def test_sequence_parallelism_that_is_off_in_every_block_is_off():
     windows = WholeSequences(("stages.*.*",), "its activation [b, h, w, c] has positions in 2 dims", False)
     told = summary(2, 2, Coverage(4, 4, 8, 8, no_sp=(windows,), sp=False), tp=2).splitlines()
@@ -71,6 +78,12 @@ def test_sequence_parallelism_that_is_off_in_every_block_is_off():
     )
 
 
+@sees(
+    "coverage: blocks without sequence parallelism are not named beside those with it",
+    "switches",
+    "f\"sequence parallelism{f'; not in {sp_off}' if sp_off else ''}\"",
+    '"sequence parallelism"',
+)
 def test_sequence_parallelism_that_is_on_in_some_blocks_says_where_not():
     decoder = WholeSequences(("decoder.*",), "mixing counts tokens (cumsum)", False)
     told = summary(2, 2, Coverage(4, 4, 8, 8, no_sp=(decoder,), sp=True), tp=2).splitlines()

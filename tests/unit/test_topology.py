@@ -11,8 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology
+from tests.mutants import sees
 
 
+@sees(
+    "row-major strides in the wrong direction",
+    "ProcessTopology._strides",
+    "math.prod(self.dims[i + 1 :]) for i",
+    "math.prod(self.dims[:i]) for i",
+)
 def test_the_sixteen_rank_example_of_the_field():
     topology = ProcessTopology(["pp", "dp", "tp"], [4, 2, 2])
     assert topology.get_axis_comm_lists("tp") == [[2 * i, 2 * i + 1] for i in range(8)]
@@ -68,6 +75,34 @@ def brute_force(order: tuple[str, ...], sizes: dict[str, int]) -> dict[tuple[int
     return found
 
 
+@sees(
+    "order of the axes reversed",
+    "ProcessTopology.from_config",
+    'names = config.order.split("-")',
+    'names = config.order.split("-")[::-1]',
+    case="pp-dp-cp-tp",
+)
+@sees(
+    "hop does not wrap around",
+    "ProcessTopology.next_stage",
+    "(self.get_stage(rank) + 1) % self.pipeline_size",
+    "min(self.get_stage(rank) + 1, self.pipeline_size - 1)",
+    case="pp-dp-cp-tp",
+)
+@sees(
+    "embedding group without its split rank",
+    "ProcessTopology.embedding_ranks",
+    "stages = {0, self.pipeline_size - 1} | ({split_rank} if split_rank is not None else set())",
+    "stages = {0, self.pipeline_size - 1}",
+    case="pp-dp-cp-tp",
+)
+@sees(
+    "interleaved layers in one piece",
+    "ProcessTopology.stage_layers",
+    "range((turn * stages + stage) * size, (turn * stages + stage + 1) * size)",
+    "range((stage * rounds + turn) * size, (stage * rounds + turn + 1) * size)",
+    case="pp-dp-cp-tp",
+)
 @pytest.mark.parametrize("order", list(itertools.permutations(AXES)), ids="-".join)
 def test_every_order_of_the_axes_against_brute_force(order):
     """1,944 topologies: sizes 1 to 3 on four axes in all 24 orders; groups, pipelines, embeddings."""

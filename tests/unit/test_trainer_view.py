@@ -31,6 +31,7 @@ from lightning_seqpar.inference.trainer_view import (
     attach_view,
     describe_failure,
 )
+from tests.mutants import sees
 
 
 class Recording(Logger):
@@ -224,6 +225,24 @@ def state_of(trainer: Any) -> Any:
 EXAMPLE = Example("a batch", "training_step", ([torch.ones(2, 2)], 0), {})
 
 
+@sees(
+    "a step before training writes to the user's own objects",
+    "LazyCopies._copy",
+    "        if isinstance(value, dict | list",
+    "        if isinstance(value, list):\n            return value\n        if isinstance(value, dict | list",
+)
+@sees(
+    "a step before training grows a list of the user's class",
+    "own_containers",
+    "module.__dict__.setdefault(name, copy.copy(value))",
+    "pass",
+)
+@sees(
+    "a step before training logs",
+    "_view.changes",
+    'return {**dict.fromkeys(names, _nothing), "experiment": experiment}',
+    "return {}",
+)
 def test_a_step_uses_all_that_its_trainer_has_without_any_effect(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     module = Using()
@@ -257,6 +276,12 @@ def test_a_step_uses_all_that_its_trainer_has_without_any_effect(tmp_path, monke
     }
 
 
+@sees(
+    "what replicas gather is one entry before training",
+    "_of_strategy.all_gather",
+    "torch.stack([tensor] * size)",
+    "tensor.unsqueeze(0)",
+)
 def test_what_replicas_gather_has_an_entry_of_each():
     class Gathering(L.LightningModule):
         def __init__(self) -> None:
@@ -358,6 +383,12 @@ def test_what_cannot_be_given_is_named_with_the_line():
         EXAMPLE.run(step_that(lambda self: self.trainer.fit(self)))
 
 
+@sees(
+    "an example waits for ranks that are not there",
+    "OneRankOnly.__torch_dispatch__",
+    'if func.namespace in ("c10d", "_c10d_functional"):',
+    "if False:",
+)
 def test_a_collective_that_one_rank_would_wait_in_is_named(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)
@@ -429,6 +460,7 @@ def test_a_copy_reads_like_its_object_and_keeps_what_is_written():
     assert Registered.known == [Holder]
 
 
+@sees("what a step does to its batch is done to all later runs", "own_tensors", "tensor.clone()", "tensor")
 def test_a_step_may_change_its_batch_in_place():
     class Shifting(L.LightningModule):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -484,6 +516,12 @@ class Roundabout(nn.Module):
         return self.project(self.embed(x) @ self.proxy.body.weight)
 
 
+@sees(
+    "weak references and closures of a copy lead to the model itself",
+    "detached_copy",
+    "    point_to_copy(copied, memo)\n",
+    "",
+)
 def test_a_copy_that_reaches_its_parts_in_roundabout_ways_is_the_one_that_runs():
     model = Roundabout()
     copied = detached_copy(model, torch.device("cpu"))
@@ -535,6 +573,13 @@ class Keeps(nn.Module):
         return self.head(self.read())
 
 
+@sees(
+    "hooks of a copy lead to the model itself",
+    "_Leads._function",
+    "cell.cell_contents = self._held(content)",
+    "cell.cell_contents = content",
+    case="lambda-False",
+)
 @pytest.mark.parametrize("ran", [False, True])
 @pytest.mark.parametrize(
     "how",

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import ROOT
-from tests.mutants import Mutant, arguments_of
 
 TESTS = ROOT / "tests"
 FOLDERS = ("unit", "distributed", "end_to_end", "ways_in")
@@ -75,22 +74,3 @@ def test_the_documentation_names_files_that_exist():
     for page in pages:
         for name in re.findall(r"\btests/[\w/]+\.py", page.read_text()):
             assert (ROOT / name).is_file(), f"{page.name} names {name}"
-
-
-@pytest.mark.parametrize(
-    ("tests", "says"),
-    [
-        ("tests/test_gone.py -k one", "there is no file test_gone.py below tests"),
-        ("tests/test_twice.py", "tests/test_twice.py is several files: tests/a/test_twice.py, tests/b/test_twice.py"),
-        ("tests/test_once.py::test_gone", "there is no test_gone in test_once.py"),
-    ],
-)
-def test_a_fault_whose_tests_are_gone_says_so(tmp_path, tests, says):
-    for file in ("a/test_twice.py", "b/test_twice.py", "b/test_once.py"):
-        path = tmp_path / "tests" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("def test_it():\n    pass\n")
-    with pytest.raises(ValueError, match=re.escape(says)):
-        arguments_of(Mutant("a fault", "GradSync", "x", "", tests), tmp_path)
-    found = arguments_of(Mutant("a fault", "GradSync", "x", "", "tests/test_once.py::test_it[2] -k tests"), tmp_path)
-    assert found == ["tests/b/test_once.py::test_it[2]", "-k", "tests"]

@@ -15,6 +15,7 @@ from lightning_seqpar.trial.hints import Wrong, describe_difference, describe_ra
 from lightning_seqpar.trial.training import Digest
 from lightning_seqpar.trial.verify import verify_parity
 from lightning_seqpar.verify.parity import Trace, compare, largest_gap
+from tests.mutants import sees
 
 SIZES = {"tp": 2, "dp": 4}
 RIGHT = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -105,6 +106,12 @@ def test_a_batch_is_dealt_out_by_its_samples():
         split_samples([torch.zeros(4, 2), torch.zeros(3)], 2)
 
 
+@sees(
+    "verify: the second batch is as long as the first",
+    "shorten",
+    "tensor = tensor.narrow(dim, 0, short)",
+    "tensor = tensor.narrow(dim, 0, length)",
+)
 def test_sequences_are_cut_to_an_odd_length_with_their_masks():
     batch = shorten((torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 1, 16, 16), torch.zeros(2, 16, 3)))
     assert [list(tensor.shape) for tensor in batch] == [[2, 11], [2, 1, 11, 11], [2, 11, 3]]
@@ -114,6 +121,12 @@ def test_sequences_are_cut_to_an_odd_length_with_their_masks():
     assert shorten(torch.zeros(2, 4, 3), 4) is None
 
 
+@sees(
+    "verify: dropout stays",
+    "switch_off_dropout",
+    "                setattr(holder, name, 0.0)\n",
+    "                pass\n",
+)
 def test_dropout_is_switched_off_wherever_it_is_set():
     class Config:
         hidden_dropout = 0.1
@@ -129,6 +142,12 @@ def test_dropout_is_switched_off_wherever_it_is_set():
     assert torch.equal(model(x), model(x))
 
 
+@sees(
+    "verify: casts to narrower types are made",
+    "KeepFloat64.__torch_dispatch__",
+    '            kwargs["dtype"] = torch.float64\n',
+    "            pass\n",
+)
 def test_casts_of_float64_to_narrower_types_are_turned_down():
     x = torch.full((2, 3), 1 / 3, dtype=torch.float64)
     with KeepFloat64() as mode:
@@ -138,6 +157,9 @@ def test_casts_of_float64_to_narrower_types_are_turned_down():
     assert mode.casts == 2
 
 
+@sees(
+    "verify: small heads are not small", "_shrink_width", "scale = min(1.0, HEAD_DIM / max(1, per_head))", "scale = 1.0"
+)
 def test_a_configuration_is_made_small_with_its_heads_kept():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(num_key_value_heads=8)

@@ -15,6 +15,7 @@ from lightning_seqpar.cli import SeqParallelCLI, SeqParallelParser
 from lightning_seqpar.cli.main import OWN, main
 from tests.helpers.models import GPT
 from tests.helpers.processes import PYTHON, ROOT, run
+from tests.mutants import sees
 
 CONFIG = ("-c", str(ROOT / "conf" / "cli.yaml"))
 
@@ -208,6 +209,7 @@ def without_extra(tmp_path_factory):
     return dict(zip([*lines, "SeqParallelCLI()"], json.loads(output.splitlines()[-1]), strict=True))
 
 
+@sees("a command line without its extra goes on", "main:_train", "    if not has_cli():\n", "    if False:\n")
 def test_help_without_the_extra_lists_what_works_and_names_the_extra(without_extra):
     code, told, errors = without_extra["--help"]
     assert (code, errors) == (0, "")

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.helpers.processes import PYTHON, environment, free_port, run_all, start, survivors
+from tests.mutants import sees
 
 pytestmark = pytest.mark.launch
 
@@ -157,6 +158,12 @@ def test_a_bad_end_names_the_rank_and_leaves_nobody(script, bad, world, says):
     assert re.search(says, done.stderr), done.stderr[-3000:]
 
 
+@sees(
+    "a rank that leaves is a failure",
+    "ChildWatch._at_exit",
+    "if not any(codes) or codes == {self._left_with}:",
+    "if not any(codes):",
+)
 def test_ranks_that_all_leave_keep_their_status(script):
     done = script(BAD="exit:every")
     assert done.returncode == 3, done.stderr
@@ -170,12 +177,24 @@ def test_a_rank_that_leaves_alone_ends_the_run_with_its_status(script):
     assert "the run failed: rank 1 raised SystemExit: 3" in done.stderr
 
 
+@sees(
+    "a main process that ends last speaks to nobody",
+    "ChildWatch._at_exit",
+    "contextlib.suppress(BrokenPipeError):  # all",
+    "contextlib.nullcontext():  # all",
+)
 def test_a_main_process_that_ends_last_ends_well(script):
     done = script(LATE="yes")
     assert done.returncode == 0, done.stderr
     assert "Exception ignored" not in done.stderr
 
 
+@sees(
+    "a rank that waits names nobody",
+    "LastWords.exchange",
+    "missing = [rank for rank in range(self._size) if rank not in self._heard]",
+    "missing = []",
+)
 def test_a_rank_that_hangs_ends_the_run_after_the_timeout(script):
     done = script(BAD="hang:1", TIMEOUT="15")
     assert done.returncode != 0
@@ -204,6 +223,12 @@ def test_torchrun_with_a_rank_that_hangs_names_it_and_the_collective(script):
     assert re.search(r"lightning_seqpar: rank 1 is missing: rank 0 waited in \w+ of .*at batch 2", done.stderr)
 
 
+@sees(
+    "a main process that is stopped keeps its children",
+    "end_stopped_parent",
+    "    if not is_stopped(parent):\n",
+    "    if True:\n",
+)
 @pytest.mark.matrix
 def test_a_main_process_that_is_stopped_is_ended_by_its_children(script):
     done = script(BAD="STOP:0", TIMEOUT="15")
@@ -217,6 +242,7 @@ def weights_of(done: subprocess.CompletedProcess[str]) -> dict[str, float]:
     return {key: float(total) for key, total in re.findall(r"WEIGHTS (\S+) (\S+)", done.stdout)}
 
 
+@sees("SIGTERM is acted on where a rank is", "Ending.note", "if not self.listens or self._signum:", "if True:")
 @pytest.mark.parametrize(
     ("rank", "setup", "step"),
     [
@@ -235,6 +261,13 @@ def test_sigterm_to_any_rank_ends_all_between_two_steps_with_a_checkpoint(script
     assert weights_of(script(RESUME=saved, **setup)) == pytest.approx(weights_of(script(**setup)), rel=1e-9)
 
 
+@sees(
+    "an exception saves on ranks at different places",
+    "SavingStrategy._is_apart",
+    "        return self._apart\n",
+    "        return False\n",
+    case="1",
+)
 @pytest.mark.parametrize(
     "rank", [pytest.param("0", marks=pytest.mark.matrix), "1", pytest.param("every", marks=pytest.mark.matrix)]
 )
@@ -246,6 +279,19 @@ def test_an_exception_saves_only_where_every_rank_raised_it(script, tmp_path, ra
     assert left == (["epoch=0-step=2.ckpt"] if rank == "every" else [])
 
 
+@sees("a restart begins anew", "RestartList.newest", "                return str(path)\n", "                pass\n")
+@sees(
+    "a restart looks for ranks where dead ones were",
+    "TopologyStrategy._store_of_attempt",
+    'return {"store": PrefixStore(f"attempt {attempt}", store)}',
+    "return {}",
+)
+@sees(
+    "a training is named by limits that Lightning fills in later",
+    "SavingStrategy.save_checkpoint",
+    "            restarts.add(filepath)\n",
+    "            type(restarts)(self._trainer, self._module).add(filepath)\n",
+)
 def test_what_torchrun_starts_again_goes_on_from_the_last_checkpoint(script, tmp_path):
     """Two trainings of one script, the second of which loses a rank: each goes on from its own."""
     setup = {"STEPS": "9", "EVERY": "2", "TRAININGS": "2"}
@@ -260,6 +306,12 @@ def test_what_torchrun_starts_again_goes_on_from_the_last_checkpoint(script, tmp
     assert len(weights_of(whole)) == 4
 
 
+@sees(
+    "SLURM's signal saves where a rank is",
+    "Ending.take_requeue_signal",
+    "            signal.signal(environment.requeue_signal, self.note_requeue)\n",
+    "            pass\n",
+)
 def test_slurms_requeue_signal_saves_on_all_ranks_at_one_place(script, tmp_path):
     """``scontrol`` is a script here, which notes that it was called."""
     called = tmp_path / "called"
@@ -312,6 +364,19 @@ def test_torchrun_with_a_rank_that_raises(script):
     assert "ValueError: on purpose" in summary, "torchrun's own summary reads the error file"
 
 
+@sees(
+    "the watch over the children tells a refusal once more",
+    "ChildWatch._at_exit",
+    "uncaught is not None and uncaught is self._expected",
+    "False",
+)
+@sees(
+    "a refusal of a later step is told by each rank",
+    "SeqParallelStrategy.on_exception",
+    "not self._schedule.has_begun or is_refusal(exception)",
+    "not self._schedule.has_begun",
+    case="in a later step",
+)
 @pytest.mark.parametrize(
     ("refused", "users"),
     [({"REFUSED": "1"}, ["<module>"]), ({"BAD": "refused:every"}, ["<module>", "on_train_batch_start"])],
@@ -341,6 +406,12 @@ def test_a_refusal_is_told_with_all_frames_if_that_is_asked_for(script):
     assert told.count("lightning/pytorch/") > 2
 
 
+@sees(
+    "under torchrun each rank tells what the strategy's constructor refuses",
+    "shortens_refusals",
+    "Refusals.of_torchrun() if is_refusal(error) else None",
+    "None",
+)
 def test_torchrun_tells_a_refusal_before_the_ranks_are_connected_once(script):
     done = script(*TORCHRUN, TP="0")
     assert done.returncode == 1
@@ -400,6 +471,12 @@ def read_until(proc, word: str) -> str:
     return told
 
 
+@sees(
+    "SIGTERM not heard in a collective",
+    "SeqParallelLauncher._hear_signals",
+    "        self.watch.hear_signals(taken)\n",
+    "",
+)
 @pytest.mark.matrix
 def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
     """Its main thread sits in a collective, where no Python handler runs."""
@@ -411,6 +488,15 @@ def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
     assert "the run failed: rank 0 got SIGTERM" in told
 
 
+@sees(
+    "SIGTERM not heard while a model is set up", "SeqParallelLauncher.launch", "            self._hear_signals()\n", ""
+)
+@sees(
+    "a later training does not know the ranks that were started",
+    "SeqParallelLauncher.launch",
+    "            self.watch = ChildWatch.of_this_process\n",
+    "",
+)
 def test_sigterm_while_the_model_is_set_up(script):
     """The second one in a process whose first training started the ranks."""
     env = {"SEQPAR_TAG": script.tag, "BAD": "setup:0", "TIMEOUT": "300", "TRAININGS": "2", "STEPS": "1"}
@@ -422,6 +508,12 @@ def test_sigterm_while_the_model_is_set_up(script):
     assert told.rstrip().endswith("lightning_seqpar: the run failed: rank 0 got SIGTERM"), told
 
 
+@sees(
+    "signals of forked processes taken for the run's",
+    "ChildWatch.hear_signals",
+    "        os.register_at_fork(after_in_child=self._forget_signals)\n",
+    "",
+)
 @pytest.mark.matrix
 def test_signals_to_forked_processes_are_not_the_runs(script):
     done = script(BAD="fork:0", GRACE="0.02", STEPS="50")

@@ -11,6 +11,7 @@ import pytest
 from lightning_seqpar import SeqParallelStrategy
 from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.processes import PYTHON, ROOT, TORCHRUN, environment, free_port, run, run_all
+from tests.mutants import sees
 
 SCRIPT = """
 import os, warnings
@@ -183,6 +184,12 @@ def test_hydra_composes_experiments(tmp_path):
     assert "4 ranks on 1 node, dp 2 × tp 2" in told
 
 
+@sees(
+    "a sweep starts ranks",
+    "TopologyStrategy._configure_launcher",
+    "                refuse_sweep(self.num_nodes * self.num_processes)\n",
+    "                pass\n",
+)
 @pytest.mark.launch
 @pytest.mark.matrix
 def test_hydra_sweeps_over_single_processes_alone(tmp_path):
