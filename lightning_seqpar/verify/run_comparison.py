@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from lightning_seqpar.distributed.collectives import split
 from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.layout.module_names import in_all_layers, inside
+from lightning_seqpar.layout.param_layout import ModelLayout
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.observed_run import ObservedEvaluation, ObservedRun, RandomDraw
-from lightning_seqpar.verify.parity import each_gradient, norm_of
+from lightning_seqpar.verify.parity import norm_of
 
 LIMIT = 1e-8
 """Largest error in float64: of the loss, relative to itself; of a gradient, relative to the global gradient norm."""
@@ -72,7 +73,9 @@ def compare_runs(
     ran = {name for name, _ in dense.outputs}
     verdict.idle = [name for name in names if name not in ran and not any(inside(one, name) for one in ran)]
     error = abs(dense.loss - sharded.loss) / max(abs(dense.loss), 1e-12)
-    worst = worst_gradient(dense.grads, each_gradient(record.model), narrow=dense.narrow)
+    # Each rank compares its own part: nothing is gathered, and all of them hear of the first that is wrong.
+    own = ((name, parameter.grad) for name, parameter in record.model.named_parameters())
+    worst = worst_gradient(dense.grads, own, narrow=dense.narrow, layouts=record.layout, rank=groups.rank("tp"))
     verdict.wrong += _unproved_modules(dense, record)
     shared = any(layout.shard is not None and layout.shard.has_shared for layout in record.layout.values())
     drawn_wrong = _wrong_draws(dense.drawn, sharded.drawn, groups.size("tp") if shared else 0) if draws else []
@@ -108,7 +111,12 @@ class WrongGradient(NamedTuple):
 
 
 def worst_gradient(
-    whole: Mapping[str, Tensor | None], sharded: Iterable[tuple[str, Tensor | None]], *, narrow: bool
+    whole: Mapping[str, Tensor | None],
+    sharded: Iterable[tuple[str, Tensor | None]],
+    *,
+    narrow: bool,
+    layouts: ModelLayout | None = None,
+    rank: int = 0,
 ) -> WrongGradient | None:
     """The wrong gradient with the largest error relative to the global norm; None if all are right.
 
@@ -117,8 +125,10 @@ def worst_gradient(
 
     Args:
         whole: gradients of the whole model, by parameter name.
-        sharded: names and gathered gradients of the sharded one, one by one: only one of them need be in memory.
+        sharded: names and gradients of the sharded one, one by one: only one of them need be in memory.
         narrow: whether something was computed in less than float64.
+        layouts: of which rank's parts the gradients of the sharded one are; None if they are gathered.
+        rank: that rank of tp.
     """
     limit = NARROW_LIMIT if narrow else LIMIT
     norm = max(norm_of(whole), 1e-300)
@@ -127,10 +137,21 @@ def worst_gradient(
         grad = whole.get(name)
         if grad is None and other is None:
             continue
-        a = (grad if grad is not None else torch.zeros_like(other)).to_dense().cpu()  # type: ignore[arg-type]
-        b = (other if other is not None else torch.zeros_like(a)).to_dense()
+        shard = None if layouts is None else layouts[name].shard
+        b = None if other is None else other.to_dense().cpu()
+        if b is not None and shard is not None:  # without padding
+            b = b.narrow(shard.dim, 0, len(shard.indices(rank)))
+        largest, a = 1e-300, None
+        if grad is not None:
+            a = grad.to_dense().cpu()
+            largest = max(float(a.abs().max()), largest) if a.numel() else largest
+            a = a if shard is None else shard.take(a, rank).narrow(shard.dim, 0, len(shard.indices(rank)))
+        a = torch.zeros_like(b) if a is None and b is not None else a
+        b = torch.zeros_like(a) if b is None and a is not None else b
+        assert a is not None
+        assert b is not None
         gap = float((a.double() - b.double()).abs().max()) / norm if a.numel() else 0.0
-        own = gap * norm / max(float(a.abs().max()), 1e-300) if a.numel() else 0.0
+        own = gap * norm / largest
         wrong = not gap <= limit or (own > OWN_LIMIT and gap > NOISE[narrow])
         if wrong and (worst is None or not gap <= worst.error):
             worst = WrongGradient(gap, name, norm_of({"": b}) / max(norm_of({"": a}), 1e-300))

@@ -604,7 +604,7 @@ class Counted(TensorDataset):
         return super().__getitem__(index)
 
 
-def test_a_batch_is_peeked_on_the_first_rank_and_leaves_the_streams(cache):
+def test_a_batch_is_peeked_on_the_first_rank_and_leaves_the_streams():
     (first, drawn), (other, same) = run_distributed(fit_counted, 2)
     assert (first, other) == (8, 4)
     assert torch.equal(drawn, same)
