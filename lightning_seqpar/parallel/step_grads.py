@@ -148,3 +148,5 @@ def step_gradients(record: ShardedModel, settle: Callable[[], None]) -> Iterator
             elif isinstance(parameter.grad, StepGrad):  # one that the step made of it
                 with without_subclasses():
                     parameter.grad = parameter.grad.as_subclass(Tensor)
+        # They refer to the window, which would keep them, and their memory, until the next garbage collection.
+        window.shown, window.plain = {}, {}

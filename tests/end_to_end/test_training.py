@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_seqpar import SeqParallelStrategy
@@ -387,3 +390,40 @@ def test_a_raw_backward_behind_a_toggled_optimizer():
     expected = fit_raw(True)
     for found in run_distributed(fit_raw, 2, False):
         compare(expected, found).raise_if_failed()
+
+
+class LastGradients(Callback):
+    """Counts gradients of the last step that are still in memory where those of the next one have been made."""
+
+    def __init__(self) -> None:
+        self.refs: list[weakref.ref[Tensor]] = []
+        self.left: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.refs = [weakref.ref(p.grad) for p in module.parameters() if p.grad is not None]
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.left.append(sum(ref() is not None for ref in self.refs))
+
+
+def left_in_memory() -> list[int]:
+    seen = LastGradients()
+    trainer = quiet_trainer(
+        devices=2, strategy=SeqParallelStrategy(tp=2, self_check=False), max_steps=3, callbacks=[seen]
+    )
+    gc.disable()
+    try:
+        trainer.fit(models.GPT(), models.loader(4, count=16))
+    finally:
+        gc.enable()
+    return seen.left
+
+
+@sees(
+    "gradients that a step might read stay in memory behind it",
+    "step_gradients",
+    "window.shown, window.plain = {}, {}",
+    "pass",
+)
+def test_gradients_of_the_last_step_are_gone_when_those_of_the_next_are_made():
+    assert run_distributed(left_in_memory, 2) == [[0, 0, 0]] * 2
