@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -22,7 +23,7 @@ def _plan_parser() -> argparse.ArgumentParser:
         epilog="examples:\n"
         "  seqpar plan conf/cli.yaml\n"
         "  seqpar plan llama-folder tp=8 --world-size 1024 --length 4096\n"
-        "  seqpar plan my_package.models:make tp=4 --batch my_package.models:batch --yaml > my_plan.yaml",
+        "  seqpar plan my_package.models:make tp=4 --batch my_package.models:batch --out my_plan.yaml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_arguments(parser)
@@ -41,6 +42,7 @@ def _plan_parser() -> argparse.ArgumentParser:
     form.add_argument(
         "--yaml", action="store_true", help="print the plan alone, to be edited and given back by plan=FILE"
     )
+    form.add_argument("--out", type=Path, metavar="FILE", help="write the plan into a file, which plan=FILE takes")
     return parser
 
 
@@ -69,9 +71,12 @@ def print_plan(args: Sequence[str]) -> None:
             json.dumps(described.to_dict(), indent=2)
             if given.json
             else described.plan
-            if given.yaml
+            if given.yaml or given.out
             else render(described)
         )
-    except (ValueError, ImportError) as error:
+        if given.out:
+            given.out.write_text(text)
+            text = f"{given.out}: the plan; train with plan={given.out}"
+    except (OSError, ValueError, ImportError) as error:
         parser.exit(2, f"error: {cause_of(str(error))}\ntip: seqpar plan --help\n")
     print(text.rstrip())  # noqa: T201

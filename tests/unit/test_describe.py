@@ -305,8 +305,9 @@ def test_json_says_all_of_it(folder, capsys):
 
 
 def test_the_plan_can_be_edited_and_fed_back(tmp_path, capsys):
-    text = run(capsys, LLAMA, "tp=2", "--yaml")
-    file = tmp_path / "plan.yaml"
+    text, file = run(capsys, LLAMA, "tp=2", "--yaml"), tmp_path / "plan.yaml"
+    assert "train with plan=" in run(capsys, LLAMA, "tp=2", "--out", str(file))
+    assert file.read_text().rstrip() == text.rstrip()
     file.write_text(text.replace("down_proj, style: row", "down_proj, style: row, units: 2"))
     said = describe(build("llama"), ParallelConfig(tp=2, plan=str(file)))
     same = describe(build("llama"), ParallelConfig(tp=2))
