@@ -12,12 +12,12 @@ import dis
 import math
 import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -39,6 +39,17 @@ _OTHER_HOOKS = (
     "configure_callbacks",
 )
 """Ends of the names of hooks that see data, or the model as it is made."""
+_READ_NO_WEIGHTS = (
+    "lightning_seqpar.",
+    *(
+        f"lightning.pytorch.callbacks.{name}"
+        for name in (
+            *("progress.", "model_checkpoint", "early_stopping", "on_exception_checkpoint", "lr_monitor", "timer"),
+            *("model_summary", "rich_model_summary", "device_stats_monitor", "throughput_monitor"),
+        )
+    ),
+)
+"""Beginnings of the modules whose hooks show, log or save, and leave weights alone."""
 _COPIES = {
     *("copy_", "_to_copy", "fill_", "zero_", "masked_fill", "masked_fill_", "lift_fresh", "_unsafe_view"),
     *("empty_like", "zeros_like", "ones_like", "full_like"),
@@ -98,6 +109,26 @@ class _Local(NamedTuple):
 _Mark = _Part | _Local
 
 
+def _has_code(action: str, trainer: Trainer) -> bool:
+    """Whether an action that Lightning profiles is a hook that may touch weights, and that somebody has written."""
+    kind, _, rest = action.partition("]")
+    owner, _, hook = rest.rpartition(".")
+    if kind not in ("[Callback", "[LightningModule") or action.endswith(_OTHER_HOOKS):
+        return False
+    base: type = LightningModule if kind == "[LightningModule" else Callback
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    owners = [trainer.lightning_module] if base is LightningModule else [c for c in callbacks if c.state_key == owner]
+    default = getattr(base, hook, None)
+    return not owners or any(
+        hook in vars(one)
+        or (
+            (own := getattr(type(one), hook, None)) is not default
+            and not str(own.__module__).startswith(_READ_NO_WEIGHTS)
+        )
+        for one in owners
+    )
+
+
 class WeightWatch:
     """Watches what the user's hooks and steps do with the parts of a sharded model.
 
@@ -115,14 +146,20 @@ class WeightWatch:
 
     # ---- where it watches --------------------------------------------------------------------------------------
 
-    def begin(self, profiler: Profiler) -> None:
-        """Watch each hook, around which Lightning calls its profiler, until :meth:`end`."""
-        usual = profiler.profile
+    def begin(self, trainer: Trainer) -> None:
+        """Watch each hook that has code in it, around which Lightning calls its profiler, until :meth:`end`."""
+        profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+        usual, known = profiler.profile, dict[str, bool]()
 
         @contextmanager
-        def profile(action_name: str) -> Generator[Any, None, None]:
-            with usual(action_name) as name, self._hook(action_name):
+        def watching(action_name: str) -> Generator[Any, None, None]:
+            with usual(action_name) as name, self.watched(decides=action_name.endswith(".optimizer_step")):
                 yield name
+
+        def profile(action_name: str) -> AbstractContextManager[Any]:
+            if (has_code := known.get(action_name)) is None:
+                has_code = known[action_name] = _has_code(action_name, trainer)
+            return watching(action_name) if has_code else usual(action_name)
 
         self._profiler, vars(profiler)["profile"] = profiler, profile
 
@@ -131,12 +168,6 @@ class WeightWatch:
         if self._profiler is not None:
             vars(self._profiler).pop("profile", None)
             self._profiler = None
-
-    def _hook(self, action: str) -> AbstractContextManager[Any]:
-        """A context manager for an action that Lightning profiles."""
-        if not action.startswith(("[Callback]", "[LightningModule]")) or action.endswith(_OTHER_HOOKS):
-            return nullcontext()
-        return self.watched(decides=action.endswith(".optimizer_step"))
 
     @contextmanager
     def watched(self, *, decides: bool, is_step: bool = False) -> Generator[None, None, None]:
@@ -252,6 +283,7 @@ class _Watched(TorchDispatchMode):
         self._watch, self._decides, self._is_step = watch, decides, is_step
         # By the storages that hold parameters and their gradients: of each the bytes behind its end, its name and its part.
         self._homes: dict[int, list[tuple[int, str, _Part | None]]] = {}
+        self._kept: list[StorageWeakRef] = []
         self._known: int | None = None
         self._rows: dict[str, int] = {}  # of parameters that replicas split, the storages that they show
         self._numbers: list[tuple[Tensor, _Local]] = []
@@ -289,13 +321,15 @@ class _Watched(TorchDispatchMode):
         for name in record.summoned:
             whole = record.model.get_parameter(name)
             self._watch.forget(x for x in (whole, whole.grad) if x is not None)
-        self._homes = {}
+        # A gradient may be replaced: a weak reference keeps another storage from getting the same number.
+        self._homes, self._kept = {}, []
         parameters = {name: layout.parameter(name) for name in layout if name not in record.summoned}
         self._rows = {name: storage_id(x) for name, x in parameters.items() if is_split(x)}
         for name, x in self._watch.held():
             rows, shard = local_rows(x), layout[name].shard
             end = int((rows.storage_offset() + rows.numel()) * rows.element_size())
             part = None if shard is None else _Part(name, x.stride(shard.dim), x.shape[shard.dim])
+            self._kept.append(StorageWeakRef(rows.untyped_storage()))
             self._homes.setdefault(storage_id(rows), []).append((end, name, part))
         for homes in self._homes.values():
             homes.sort(key=lambda home: home[0])
