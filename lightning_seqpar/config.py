@@ -308,7 +308,7 @@ class ParallelConfig(FrozenModel):
     compile_options: dict[str, Any] = Field(default_factory=dict)
     """Options passed on to ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``."""
     self_check: bool = True
-    """Prove the plan before training, on a copy whole against sharded; and compare blocks of the first step with whole ones."""
+    """Check the plan before training, on a copy, whole against sharded."""
     check_every: int = 0
     """Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ..."""
     elementwise_optimizers: list[str] = Field(default_factory=list)

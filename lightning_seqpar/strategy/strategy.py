@@ -161,7 +161,7 @@ class SeqParallelStrategy(TuningStrategy):
             what an MLP needs does not grow with the sequence. None computes all at once.
         compile: Compile each block by ``torch.compile`` after it was sharded, one graph for each kind of block.
         compile_options: Options passed on to ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``.
-        self_check: Prove the plan before training, on a copy whole against sharded.
+        self_check: Check the plan before training, on a copy, whole against sharded.
         check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ...
         elementwise_optimizers: Classes of optimizers of yours that update each element by itself, as import paths (in Python also
             the classes); each is tried on small tensors, whole and in halves, before training.

@@ -440,7 +440,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 )
 @pytest.mark.parametrize("topology", PLACES)
 def test_weights_that_are_changed_by_hand(topology, alone, tmp_path):
-    for found in run_distributed(run_all, TOPOLOGIES[topology][0], topology, str(tmp_path)):
+    for found in run_distributed(run_all, TOPOLOGIES[topology][0], topology, str(tmp_path), timeout=280):
         wrong = {}
         for name, out in found.items():
             if name.endswith("on parts"):
