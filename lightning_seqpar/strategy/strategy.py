@@ -94,7 +94,8 @@ _NONE_FOR_EMPTY = ("ddp", "fsdp", "checkpoint", "compile_options", "elementwise_
 """Fields whose keyword has None as its default, in place of an empty list or mapping."""
 
 _SIZES = re.compile(
-    r"must match the size|cannot be multiplied|size mismatch|out of (?:range|bounds)|is invalid for input|[Ee]xpected size"
+    r"must match the size|cannot be multiplied|size mismatch|does not broadcast|out of (?:range|bounds)|is invalid for input"
+    r"|[Ee]xpected size"
 )
 """In torch's messages about sizes that do not fit."""
 
