@@ -147,13 +147,6 @@ def scored(world: int, strategy: dict[str, Any] | None, since: int) -> Trace:
         return fit("Scored", {"since": since}, steps=3, length=10, global_batch=4, strategy=strategy, world=world)
 
 
-@sees(
-    "between blocks: scores of the last block are a part in silence",
-    "hooks:_left",
-    "tree_map_only(Tensor, region.path.wrap, list(out[1:]))",
-    "list(out[1:])",
-    case="0",
-)
 @pytest.mark.parametrize("since", [0, 1])
 def test_scores_of_flattened_tokens_beside_an_activation(since):
     """Of the last block too, where the activation becomes whole."""

@@ -200,6 +200,6 @@ class Scored(models.GPT):
         for block in model.blocks:
             x, score = block(x)
             scores.append(score)
-        loss = F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+        loss = F.cross_entropy(model.head(x).flatten(0, 1), tokens[:, 1:].flatten())
         shares = [score.softmax(-1).mean(0).square().sum() for score in scores]
         return loss + sum(shares) * (self.trainer.global_step >= self.since)
