@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_seqpar.checkpoint.atomic_files import MARKER, REPLACED, UNFINISHED, beside, missing
 from lightning_seqpar.distributed.autograd import storage_id
+from lightning_seqpar.init.weight_files import TensorFiles
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """Files of which a folder of Hugging Face's has one: all weights, or the index of several files."""
@@ -148,6 +149,25 @@ def contents_of(source: Source) -> Contents:
 
     walk(source.tree, note)
     contents.other = [key for key in source.tree if key not in ("state_dict", "optimizer_states")]
+    return contents
+
+
+def contents_of_files(path: Path) -> Contents:
+    """List the tensors of a folder that ``save_pretrained`` wrote, by the names in its files.
+
+    Raises:
+        ValueError: if a file is missing or damaged.
+        ImportError: without the extra ``hf``.
+    """
+    try:
+        files = TensorFiles(path)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("weights_from: ")) from None
+    contents = Contents(path, "safetensors")
+    for name, (shape, dtype) in files.contents().items():
+        contents.tensors[name] = list(shape), str(dtype).removeprefix("torch.")
+        contents.model_bytes += torch.Size(shape).numel() * dtype.itemsize
+    contents.other = sorted(file.name for file in path.iterdir() if not file.name.endswith(".safetensors"))
     return contents
 
 

@@ -20,11 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync_folder
 from lightning_seqpar.checkpoint.contents import (
-    Contents,
     FileSource,
     Form,
     Source,
-    contents_of,
     find_folder,
     identity,
     walk,
@@ -36,6 +34,7 @@ from lightning_seqpar.checkpoint.folder import (
     begin_folder,
     finish_folder,
     pack,
+    read_parts,
     split_parts,
 )
 
@@ -59,7 +58,7 @@ class _Folder(Source):
 
     def fill(self, value: Tensor, target: Tensor) -> None:
         if (key := self.opened.key_of(value)) is not None:
-            self.opened.folder.read({key: Part(target, None, 0, writes=False)})
+            read_parts(self.opened.folder, {key: Part(target, None, 0, writes=False)})
         else:
             target.copy_(value)
 
@@ -76,19 +75,6 @@ def open_source(path: str | Path, *, trust: bool = False) -> Source:
     """
     place = find_folder(Path(path))
     return _Folder(place, trust=trust) if place.is_dir() else FileSource(place, trust=trust)
-
-
-def inspect_checkpoint(path: str | Path, *, trust: bool = False) -> Contents:
-    """List what a checkpoint holds, without reading its tensors.
-
-    Args:
-        path: a file, or the folder of a sharded checkpoint.
-        trust: whether to read objects that are neither tensors nor plain data; their pickles may run code.
-
-    Raises:
-        ValueError: if it is missing, damaged or unfinished.
-    """
-    return contents_of(open_source(path, trust=trust))
 
 
 def write_checkpoint(

@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 import io
 import json
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -42,19 +41,14 @@ from lightning_seqpar.checkpoint.atomic_files import (
     beside,
     clear_away,
     describe_error,
-    missing,
     on_first_rank,
     sync_folder,
     write_synced,
 )
-from lightning_seqpar.checkpoint.contents import find_folder, walk
+from lightning_seqpar.checkpoint.contents import walk
+from lightning_seqpar.checkpoint.folder_index import FORMAT, STATE, Folder
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.replica_rows import empty_like_rows, local_rows, rows_held
-
-STATE = "state.pt"
-"""The file of the checkpoint without numbers: a meta tensor takes the place of each tensor that the ranks wrote."""
-FORMAT = 1
-"""Version of the folder's layout, which its marker names."""
 
 K = TypeVar("K")
 
@@ -330,40 +324,6 @@ def _write(
 # ---- reading -----------------------------------------------------------------------------------------------------
 
 
-class _Index(pickle.Unpickler):
-    """Reads the index that torch writes into a folder, a pickle, and refuses any class that is not part of an index.
-
-    Reading a pickle of arbitrary classes may run code.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The class of that name, if indexes are made of it.
-
-        Raises:
-            UnpicklingError: for any other class.
-        """
-        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
-            return PurePosixPath  # the index names the folder as it was called on the system that wrote it
-        if (module, name) in _OF_INDEX:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
-
-
-_OF_INDEX = {
-    ("collections", "OrderedDict"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(("torch.distributed.checkpoint.metadata", name) for name in (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    )),
-}  # fmt: skip
-"""All that an index is made of, beside types of numbers. Other classes of these modules open or empty files when they are made."""
-
-
 class _Reader(FileSystemReader):
     """Reads the files of a folder with an index that was read before."""
 
@@ -376,114 +336,40 @@ class _Reader(FileSystemReader):
         return self._index
 
 
-class Folder:
-    """A sharded checkpoint that is read. Reading is not collective, and any number of ranks may read.
+def read_parts(folder: Folder, parts: Mapping[str, Part]) -> None:
+    """Read parts of tensors from the files, into the memory of :attr:`Part.local`.
 
     Args:
-        path: the folder.
-
-    Attributes:
-        path: the folder.
-        marker: what its marker says: the format, and facts of the run that wrote it.
-        index: where each tensor's parts lie in its files.
+        folder: the checkpoint.
+        parts: what to read, by key.
 
     Raises:
-        ValueError: if it is not whole, or not one of ours.
+        ValueError: for a tensor that is not there, or has another shape, and if the disk fails.
     """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = find_folder(Path(path))
-        self._check_there()
-        try:
-            self.marker: dict[str, Any] = json.loads((self.path / MARKER).read_text())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{self.path / MARKER}: it can't be read ({error}); the checkpoint is damaged") from None
-        if self.marker.get("format") != FORMAT:
+    if not parts:
+        return
+    index: Metadata = folder.index(stand_ins=False)
+    for key, part in parts.items():
+        metadata = index.state_dict_metadata.get(key)
+        if not isinstance(metadata, TensorStorageMetadata):
+            raise ValueError(f"{folder.path}: there is no tensor {key} in it")
+        if metadata.size != part.shape:
             raise ValueError(
-                f"{self.path}: written in format {self.marker.get('format')!r}, and this version reads {FORMAT}; use the version "
-                f"of lightning_seqpar that wrote it ({self.marker.get('version', 'unknown')})"
+                f"{key}: the checkpoint {folder.path} holds {list(metadata.size)}, and the model has {list(part.shape)}; it "
+                "belongs to another model or configuration"
             )
+    with warnings.catch_warnings():  # torch warns that each rank reads alone, which is intended
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            with (self.path / ".metadata").open("rb") as file:
-                self.index: Metadata = _Index(file).load()
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(
-                f"{self.path}: its index .metadata can't be read ({error}); the checkpoint is damaged"
-            ) from None
-        self._check_files()
-
-    def _check_there(self) -> None:
-        """Raise ValueError unless the folder is there and has its marker."""
-        if (self.path / MARKER).is_file():
-            return
-        if self.path.is_dir():
-            raise ValueError(
-                f"{self.path}: no {MARKER} in it, so it is not a sharded checkpoint of lightning_seqpar, or not a whole one"
+            load(
+                dict(parts),
+                storage_reader=_Reader(folder.path, index),
+                planner=_LoadingPlanner(),
+                no_dist=True,
             )
-        raise missing(self.path)
-
-    def _check_files(self) -> None:
-        """Raise ValueError unless every file is as long as the index says."""
-        ends: dict[str, int] = {}
-        for info in self.index.storage_data.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-        for name, length in ends.items():
-            file = self.path / name
-            if file.parent != self.path or name in (".", ".."):
-                raise ValueError(
-                    f"{self.path}: its index names {name!r}, which is no file in it; the checkpoint is damaged"
-                )
-            size = file.stat().st_size if file.is_file() else None
-            if size is None or size < length:
-                what = "is missing" if size is None else f"holds {size} bytes of {length}"
-                raise ValueError(f"{file}: it {what}; the checkpoint is damaged")
-
-    def state(self, *, weights_only: bool | None = None) -> dict[str, Any]:
-        """The checkpoint with a meta tensor for each tensor that :meth:`read` reads, whose key is its path in it.
-
-        Args:
-            weights_only: as for ``torch.load``.
-
-        Raises:
-            ValueError: if the file is damaged.
-        """
-        try:
-            state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=weights_only)
-        except (OSError, EOFError, RuntimeError) as error:
-            raise ValueError(f"{self.path / STATE}: it can't be read ({error}); the checkpoint is damaged") from None
-        return state
-
-    def read(self, parts: Mapping[str, Part]) -> None:
-        """Read parts of tensors from the files, into the memory of :attr:`Part.local`.
-
-        Args:
-            parts: what to read, by key.
-
-        Raises:
-            ValueError: for a tensor that is not there, or has another shape, and if the disk fails.
-        """
-        for key, part in parts.items():
-            metadata = self.index.state_dict_metadata.get(key)
-            if not isinstance(metadata, TensorStorageMetadata):
-                raise ValueError(f"{self.path}: there is no tensor {key} in it")
-            if metadata.size != part.shape:
-                raise ValueError(
-                    f"{key}: the checkpoint {self.path} holds {list(metadata.size)}, and the model has {list(part.shape)}; it "
-                    "belongs to another model or configuration"
-                )
-        if parts:
-            with warnings.catch_warnings():  # torch warns that each rank reads alone, which is intended
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                try:
-                    load(
-                        dict(parts),
-                        storage_reader=_Reader(self.path, self.index),
-                        planner=_LoadingPlanner(),
-                        no_dist=True,
-                    )
-                except CheckpointException as error:
-                    causes = "; ".join(describe_error(cause[0]) for cause in error.failures.values())
-                    raise ValueError(f"{self.path}: a part can't be read: {causes}") from None
+        except CheckpointException as error:
+            causes = "; ".join(describe_error(cause[0]) for cause in error.failures.values())
+            raise ValueError(f"{folder.path}: a part can't be read: {causes}") from None
 
 
 class Opened:
@@ -554,7 +440,7 @@ class Opened:
                     found[key] = empty_like_rows(like, shape, value.dtype)
                     parts[key] = Part(found[key], layout, rank, writes=False)
                 out[name] = found[key]
-        self.folder.read(parts)
+        read_parts(self.folder, parts)
         return out
 
 

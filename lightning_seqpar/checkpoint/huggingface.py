@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync_folder, write_synced
-from lightning_seqpar.checkpoint.contents import WEIGHTS, Contents, Form, Source, identity
+from lightning_seqpar.checkpoint.contents import WEIGHTS, Form, Source, identity
 from lightning_seqpar.checkpoint.convert import check_free
 from lightning_seqpar.checkpoint.folder import begin_folder
 from lightning_seqpar.init.meta_weights import WeightFiles
@@ -76,25 +76,6 @@ class HuggingFaceSource(Source):
         """Read a tensor of :attr:`tree`; returns it with its numbers."""
         name = self._names.get(id(value))
         return value if name is None else self._files.read(name)
-
-
-def inspect_folder(path: Path) -> Contents:
-    """List the tensors of a folder that ``save_pretrained`` wrote, by the names in its files.
-
-    Raises:
-        ValueError: if a file is missing or damaged.
-        ImportError: without the extra ``hf``.
-    """
-    try:
-        files = WeightFiles(path, torch.nn.Module())
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix("weights_from: ")) from None
-    contents = Contents(path, "safetensors")
-    for name, (shape, dtype) in files.contents().items():
-        contents.tensors[name] = list(shape), str(dtype).removeprefix("torch.")
-        contents.model_bytes += torch.Size(shape).numel() * dtype.itemsize
-    contents.other = sorted(file.name for file in path.iterdir() if not file.name.endswith(".safetensors"))
-    return contents
 
 
 # ---- to safetensors ------------------------------------------------------------------------------------------------

@@ -14,9 +14,11 @@ from lightning_seqpar.checkpoint.contents import (
     Form,
     Source,
     contents_of,
+    contents_of_files,
     find_folder,
     is_huggingface,
 )
+from lightning_seqpar.checkpoint.folder_index import FolderSource
 from lightning_seqpar.cli.arguments import cause_of
 from lightning_seqpar.cli.report import human, render_contents, render_tensors
 
@@ -40,16 +42,11 @@ def print_contents(args: Sequence[str]) -> None:
 
 
 def _inspect(path: Path, *, trust: bool) -> Contents:
-    """List what a checkpoint of any form holds. What reads folders takes long to load."""
+    """List what a checkpoint of any form holds, without what reads its tensors: that takes long to load."""
     if is_huggingface(path):
-        from lightning_seqpar.checkpoint.huggingface import inspect_folder
-
-        return inspect_folder(path)
-    if find_folder(path).is_dir():
-        from lightning_seqpar.checkpoint.convert import inspect_checkpoint
-
-        return inspect_checkpoint(path, trust=trust)
-    return contents_of(FileSource(path, trust=trust))
+        return contents_of_files(path)
+    place = find_folder(path)
+    return contents_of(FolderSource(place, trust=trust) if place.is_dir() else FileSource(place, trust=trust))
 
 
 def _convert_parser() -> argparse.ArgumentParser:

@@ -44,7 +44,7 @@ def render_contents(contents: Contents, width: int | None = None) -> str:
     """Render what a checkpoint holds: a headline, a table of its tensors, and its other keys.
 
     Args:
-        contents: what :func:`~lightning_seqpar.checkpoint.convert.inspect_checkpoint` returned.
+        contents: what :func:`~lightning_seqpar.checkpoint.contents.contents_of` returned.
         width: columns of the terminal; the default is 100.
 
     Raises:

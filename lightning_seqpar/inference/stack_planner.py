@@ -22,6 +22,7 @@ from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.repeats import owner_of
 from lightning_seqpar.inference.stacks import find_exit
 from lightning_seqpar.inference.trace import Call, ForwardTrace
+from lightning_seqpar.layout.adapters import holds_variants
 from lightning_seqpar.layout.linear_kind import is_parametrized, linear_kind
 from lightning_seqpar.layout.module_names import inside
 
@@ -265,7 +266,7 @@ def _whole_rules(
 def _refuse_idle_stack(
     model: nn.Module, first: str, plans: Iterable[BlockPlan], wholes: Iterable[CantInferError] = ()
 ) -> None:
-    """Refuse a stack without a row linear.
+    """Refuse a stack without a row linear; with adapters in all its linears it may be whole, between shards of the sequence.
 
     Args:
         model: the copy.
@@ -277,7 +278,10 @@ def _refuse_idle_stack(
         CantInferError: naming the block.
     """
     if not any(style in ("row", "replace") for plan in plans for _, style, _ in plan.rules):
-        if reasons := [error.why for error in wholes]:
+        reasons = [error.why for error in wholes]
+        if reasons and holds_variants(model):
+            return
+        if reasons:
             raise CantInferError(
                 f"{'; '.join(reasons)}\n  With these parts computed whole nothing of the block is left to shard: no plan was "
                 "found for it"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.init.deferred import DeferredInit, TensorRef
+from lightning_seqpar.init.weight_files import TensorFiles
 from lightning_seqpar.layout.adapters import is_adapted
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.replica_rows import empty_on_cpu, is_split, local_rows, rows_held
@@ -107,7 +107,7 @@ def weights_from(module: _Module, path: str | Path) -> _Module:
     return module
 
 
-class WeightFiles:
+class WeightFiles(TensorFiles):
     """Safetensors files whose tensors are read by the names that they have in a module.
 
     Args:
@@ -120,12 +120,8 @@ class WeightFiles:
     """
 
     def __init__(self, path: str | Path, module: nn.Module) -> None:
-        self.path, self._module = Path(path), module
-        self._files = self._find()
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for file in sorted(set(self._files.values())):
-            with self._open(file) as opened:
-                self._shapes.update({key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()})  # noqa: SIM118
+        super().__init__(path)
+        self._module = module
         self._renamed: dict[str, str] = {}
         self._converted: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
         if hasattr(module, "base_model_prefix") and hasattr(module, "config"):
@@ -149,50 +145,6 @@ class WeightFiles:
                 self._renamed[name] = key
             elif len(by_pattern[pattern].target_patterns) == 1:
                 self._converted.setdefault(name, (by_pattern[pattern], []))[1].append((pattern, key))
-
-    def _find(self) -> dict[str, Path]:
-        """The file in which each tensor is, by its name in the files; raises ValueError if there are no files."""
-        path = self.path
-        if path.is_dir():
-            usual = [f for f in ("model.safetensors.index.json", "model.safetensors") if (path / f).is_file()]
-            others = sorted(file.name for file in path.glob("*.safetensors"))
-            if not usual and len(others) != 1:
-                raise ValueError(
-                    f"weights_from: {str(path)!r} holds no model.safetensors and no model.safetensors.index.json (there is: "
-                    f"{', '.join(sorted(f.name for f in path.iterdir())[:5]) or 'nothing'}); save the model with "
-                    "save_pretrained, which writes them"
-                )
-            path = path / (usual or others)[0]
-        if not path.is_file():
-            raise ValueError(
-                f"weights_from: {str(path)!r} does not exist; give a safetensors file, its index, or a folder"
-            )
-        if path.name.endswith(".json"):
-            index = json.loads(path.read_text())
-            if not isinstance(index, Mapping) or not isinstance(index.get("weight_map"), Mapping):
-                raise ValueError(
-                    f"weights_from: {str(path)!r} has no 'weight_map'; give a model.safetensors.index.json"
-                )
-            files = {key: path.parent / name for key, name in index["weight_map"].items()}
-            if missing := sorted({file.name for file in files.values() if not file.is_file()}):
-                raise ValueError(f"weights_from: {str(path)!r} names {missing[0]}, which is not beside it")
-            return files
-        if path.suffix != ".safetensors":
-            raise ValueError(f"weights_from: {str(path)!r} is no safetensors file; save the model with save_pretrained")
-        with self._open(path) as opened:
-            return dict.fromkeys(opened.keys(), path)
-
-    @staticmethod
-    def _open(file: Path) -> Any:
-        """Open one file; raises ValueError if it can't be read, and ImportError without the extra ``hf``."""
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError:
-            raise ImportError("reading weights needs safetensors: pip install 'lightning-seqpar[hf]'") from None
-        try:
-            return safe_open(file, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(f"weights_from: {str(file)!r} can't be read: {error}") from None
 
     def _names(self, name: str) -> list[str]:
         """A name of the module with and without the prefix that its library gives the base model."""
@@ -274,22 +226,10 @@ class WeightFiles:
         with self._open(self._files[key]) as opened:
             return opened.get_tensor(key)  # type: ignore[no-any-return]
 
-    def contents(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor, by its name in the files."""
-        return {key: (self._shapes[key], self._dtype(key)) for key in self._files}
-
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that the module's tensor ``name`` has in the files."""
         key, parts = self._key(name), self._parts(name)
         return self._dtype(key if key is not None or parts is None else parts[2][0][1])
-
-    def _dtype(self, key: str | None) -> torch.dtype:
-        """The dtype of a tensor by its name in the files."""
-        assert key is not None
-        with self._open(self._files[key]) as opened:
-            if not self._shapes[key]:
-                return opened.get_tensor(key).dtype  # type: ignore[no-any-return]
-            return opened.get_slice(key)[:0].dtype  # type: ignore[no-any-return]
 
     def read(self, name: str, shard: Shard | None = None, rank: int = 0) -> Tensor:
         """Read the module's tensor ``name``, or a rank's part of it.

@@ -27,6 +27,19 @@ def is_adapted(module: nn.Module) -> bool:
     return filled and not any(True for other in children.values() for _ in other.parameters())
 
 
+def is_variant(config: object) -> bool:
+    """Whether PEFT's configuration is of adapters in linears that are no plain LoRA (DoRA, LoHa, LoKr, OFT, IA3, ...)."""
+    kind = getattr(getattr(config, "peft_type", None), "name", "")
+    plain = kind in ("", "LORA") and not getattr(config, "use_dora", False)
+    return not plain and bool(getattr(config, "target_modules", None))
+
+
+def holds_variants(root: nn.Module) -> bool:
+    """Whether adapters stand in ``root`` that are no plain LoRA."""
+    held = [getattr(module, "peft_config", None) for module in root.modules()]
+    return any(is_variant(config) for configs in held if isinstance(configs, dict) for config in configs.values())
+
+
 def known_limits(root: nn.Module) -> list[str]:
     """A sentence for each kind of adapter in ``root``, by PEFT's configuration, that is known not to work on shards."""
     limits: dict[str, None] = {}
@@ -36,11 +49,10 @@ def known_limits(root: nn.Module) -> list[str]:
             kind = getattr(getattr(config, "peft_type", None), "name", "")
             if kind == "PREFIX_TUNING":
                 limits["prefix tuning gives every block keys and values of all heads; use LoRA or prompt tuning"] = None
-            kind = "DORA" if getattr(config, "use_dora", False) else kind
-            if kind not in ("", "LORA") and getattr(config, "target_modules", None):
+            if is_variant(config):
                 limits[
-                    f"the attention or MLP in which {kind} stands may have to be whole on every rank, and something of each block "
-                    "must be left to shard; leave the attention's or the MLP's linears out of target_modules, or use LoRA"
+                    f"the attention or MLP in which {kind} stands may have to be whole on every rank, and then nothing but the "
+                    "vocabulary is left to shard; leave the attention's or the MLP's linears out of target_modules, or use LoRA"
                 ] = None
             if getattr(config, "target_parameters", None):
                 limits[

@@ -192,6 +192,7 @@ class OtherKind(HuggingFace):
             "ia3": peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
             "loha": peft.LoHaConfig(r=4, target_modules=["q_proj", "v_proj"]),  # it draws behind the adapted linear
             "loha everywhere": peft.LoHaConfig(r=4, target_modules=LLAMA),
+            "lokr everywhere": peft.LoKrConfig(r=4, target_modules=LLAMA),
             "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
             "experts": peft.LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"]),
             "activated": peft.LoraConfig(
@@ -211,8 +212,14 @@ def fit_other(kinds: list[str]) -> list[Trace]:
     return [fit("OtherKind", {"kind": kind}, world=2, strategy={"tp": 2}, steps=2, length=9) for kind in kinds]
 
 
+@sees(
+    "adapters in all linears of the blocks, which leave the vocabulary alone to shard, are refused",
+    "_refuse_idle_stack",
+    "if reasons and holds_variants(model):",
+    "if False:",
+)
 def test_other_kinds_train_like_one_process():
-    kinds = ["prompt", "ia3", "loha"]
+    kinds = ["prompt", "ia3", "loha", "loha everywhere", "lokr everywhere"]
     for kind, got in zip(kinds, run_distributed(fit_other, 2, kinds)[0], strict=True):
         assert got.grad_norm > 0
         compare(fit("OtherKind", {"kind": kind}, steps=2, length=9), got).raise_if_failed()
@@ -235,7 +242,8 @@ def test_draws_of_an_installed_adapter_are_not_the_users():
 def refusals(cases: dict[str, tuple[type, Any]]) -> dict[str, str]:
     told = {}
     for name, (kind, arg) in cases.items():
-        trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=2)
+        strategy = SeqParallelStrategy(tp=2, vocab=name != "everywhere")
+        trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=2)
         with pytest.raises((ValueError, RuntimeError)) as caught:
             trainer.fit(kind(arg).double(), loader(4, length=9))
         told[name] = str(caught.value)

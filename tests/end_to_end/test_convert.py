@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_seqpar.checkpoint.convert import inspect_checkpoint, open_source, write_checkpoint
+from lightning_seqpar.checkpoint.contents import contents_of
+from lightning_seqpar.checkpoint.convert import open_source, write_checkpoint
 from lightning_seqpar.cli.main import main
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
@@ -86,7 +87,10 @@ def test_numbers_within_objects_go_along(tmp_path, saved):
 
 
 def test_what_is_in_it(saved):
-    parts, plain = inspect_checkpoint(saved / "parts.ckpt"), inspect_checkpoint(saved / "plain" / "step=3.ckpt")
+    parts, plain = (
+        contents_of(open_source(saved / "parts.ckpt")),
+        contents_of(open_source(saved / "plain" / "step=3.ckpt")),
+    )
     assert (parts.form, plain.form) == ("sharded", "single")
     assert parts.origin["topology"]["tp"] == 2
     assert parts.origin["global_step"] == plain.origin["global_step"] == 3

@@ -108,7 +108,14 @@ def test_tied_weights_are_written_once(tmp_path):
     opened = Opened(tmp_path / "padded and tied.ckpt")
     state = opened.checkpoint["state_dict"]
     assert opened.key_of(state["model.head.weight"]) == opened.key_of(state["model.tokens.weight"])
-    assert sum("model.head" in key or "model.tokens" in key for key in opened.folder.index.state_dict_metadata) == 1
+    index = opened.folder.index(stand_ins=False)
+    assert (
+        sum(
+            "model.head" in key or "model.tokens" in key
+            for key in opened.folder.index(stand_ins=False).state_dict_metadata
+        )
+        == 1
+    )
 
 
 class Counted(models.GPT):
@@ -180,7 +187,13 @@ DAMAGE = {
 }
 
 
-@sees("a truncated folder is read", "Folder.__init__", "        self._check_files()\n", "", case="a truncated part")
+@sees(
+    "a truncated folder is read",
+    "Folder.__init__",
+    "        self._check_files()\n",
+    "        pass\n",
+    case="a truncated part",
+)
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_folder_is_refused(tmp_path, folder, what):
     damage, says = DAMAGE[what]

@@ -35,7 +35,7 @@ UNPICKLES = {
     ("data/broadcast.py", "__iter__"): "a batch of another rank of this run, by a collective that unpickles by itself",
     ("trial/training.py", "read_trial"): "what the process that started this one wrote into its arguments",
     ("trial/ranks.py", "_collect"): "what a child that this process started wrote into a pipe",
-    ("checkpoint/folder.py", "_Index"): "makes the classes of an index alone",
+    ("checkpoint/folder_index.py", "_Index"): "makes the classes of an index alone",
 }
 """Functions and classes that unpickle without ``weights_only``, and why they may."""
 TRUSTS = {("checkpoint/convert.py", "_to_file"): "the file that it has just written itself"}

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
+from safetensors.torch import save_file
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy
 from lightning_seqpar.cli import SeqParallelCLI, SeqParallelParser
@@ -150,6 +151,39 @@ def test_help_shows_every_field_with_its_description(capsys):
 def test_schema_is_printed(capsys):
     main(["schema"])
     assert json.loads(capsys.readouterr().out) == ParallelConfig.json_schema()
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory):
+    """A folder with a checkpoint of each form."""
+    folder = tmp_path_factory.mktemp("forms")
+    torch.save({"state_dict": {"weight": torch.ones(2)}}, folder / "file.ckpt")
+    (folder / "hf").mkdir()
+    save_file({"weight": torch.ones(2)}, folder / "hf" / "model.safetensors")
+    main(["convert", str(folder / "file.ckpt"), str(folder / "parts")])
+    return folder
+
+
+@sees(
+    "a folder's index is read with torch's classes, which take long to load",
+    "Folder._check_files",
+    "self.index(stand_ins=True)",
+    "self.index(stand_ins=False)",
+    case="inspect parts-",
+)
+@pytest.mark.parametrize(
+    ("line", "slow"),
+    [
+        ("--help", {"torch"}),
+        ("schema", {"torch"}),
+        *((f"inspect {form}", {"lightning", "torch.distributed.checkpoint"}) for form in ("file.ckpt", "parts", "hf")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_short_questions_load_nothing_that_takes_long(forms, line, slow):
+    code, output = run(*(PYTHON, "-X", "importtime", "-m", "lightning_seqpar", *line.split()), cwd=forms)
+    assert code == 0, output
+    assert not slow & {name.rpartition("|")[2].strip() for name in output.splitlines()}
 
 
 HIDING = """
