@@ -213,6 +213,22 @@ def test_tp_above_the_heads_and_the_kv_heads(family):
     "-(-parameter.shape[0] // self.replicas)",
     "parameter.shape[0]",
 )
+@sees(
+    "a softmax in float32 over a rank's heads, which rounds another way, is taken for a wrong cut",
+    "rehearsal:EQUAL",
+    "torch.float64: 1e-6",
+    "torch.float64: 1e-9",
+)
+def test_an_attention_that_rounds_to_float32():
+    config = transformers.Llama4TextConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, intermediate_size_mlp=96, num_hidden_layers=4, head_dim=8,
+        num_attention_heads=8, num_key_value_heads=4, num_local_experts=4, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    said = describe(transformers.Llama4ForCausalLM(config), {"tp": 4})
+    assert {row.style for row in said.rows if row.module.endswith("self_attn.o_proj")} == {"row"}
+
+
 def test_what_replicas_share_out_is_counted():
     sizes = [{"tp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}]
     for size in sizes:
