@@ -10,10 +10,10 @@ DATA ?=
 ARGS ?=
 IGNORE ?=
 
-.PHONY: faults help install demo unit test parity matrix crash check audit lint format types mutants detectors fuzz convergence bench gpu scale startup zoo clean
+.PHONY: faults help install demo unit test more test-all parity matrix crash check audit lint format types mutants detectors fuzz convergence bench gpu scale startup zoo clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 install: $(STAMP)  ## make the environment
 
@@ -30,9 +30,14 @@ demo: $(STAMP)  ## train on two processes and on one, compare (DATA=file-or-fold
 unit: $(STAMP)  ## what one runs while editing: the tests that start no processes, in under a minute
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/unit $(ARGS)
 
-test: $(STAMP)  ## the test suite, two at a time
+test: $(STAMP)  ## the core of the tests, two at a time: every capability once, every refusal (ten minutes)
 	$(BIN)/python -m compileall -q lightning_seqpar tests examples benchmarks  # for the many processes that the tests start
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -m "not matrix and not more" --numprocesses 2 --dist loadgroup $(ARGS)
+
+more: $(STAMP)  ## what the core leaves out: every topology, model and option (half an hour)
+	$(BIN)/python -m pytest -m "more and not matrix" --numprocesses 2 --dist loadgroup $(ARGS)
+
+test-all: test more  ## the whole suite
 
 parity: $(STAMP)  ## every Hugging Face family at every topology, against one process
 	$(BIN)/python -m pytest $(addprefix tests/end_to_end/test_,families.py hf_uses.py zoo.py third_party.py adapters.py estimates.py meta_models.py fsdp.py precision.py recompute.py compile.py formula.py trainer_habits.py sync_batchnorm.py batch_size_finder.py crash.py context.py parity.py products.py random.py saving_memory.py styles.py tile_mlp.py vocabulary.py) tests/distributed/test_overlap.py tests/distributed/test_context_attention.py tests/distributed/test_seq_part.py tests/ways_in -m "matrix or not matrix" --numprocesses 2 --dist loadgroup --parity-table docs/parity.md $(ARGS)
@@ -51,7 +56,7 @@ format: $(STAMP)  ## format and fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-check: lint types audit test  ## everything that must be green
+check: lint types audit test-all  ## everything that must be green
 
 audit: $(STAMP)  ## known vulnerabilities of what is installed, as far as a database can be reached (IGNORE="ID ...": but those)
 	$(BIN)/python tests/audit.py $(addprefix --ignore ,$(IGNORE))

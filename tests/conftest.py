@@ -19,9 +19,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--parity-table", help="write the largest error of each family and topology to this file")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+@pytest.hookimpl(tryfirst=True)  # before pytest and xdist read the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files share what is made once for all of their tests, or for those of one start; launches share nothing."""
+    """Put each test into its tier and into the group that one worker runs.
+
+    Of a test that starts processes the first case that the suite runs is of the core, ``make test``; the others show what
+    another topology, model or option does, and are ``more``, unless the test says that every case is of the core
+    (``@pytest.mark.core``: refusals, each with its sentence).
+
+    Files share what is made once for all of their tests, or for those of one start; launches share nothing.
+    """
+    seen: set[str] = set()
+    for item in items:
+        if item.path.parent.name == "unit" or item.get_closest_marker("matrix") is not None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if test in seen and item.get_closest_marker("core") is None:
+            item.add_marker(pytest.mark.more)
+        seen.add(test)
     if config.getoption("loadgroup", False):  # set by xdist in its workers, where "dist" is always "no"
         for item in items:
             params = item.callspec.params if hasattr(item, "callspec") else {}
