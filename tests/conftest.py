@@ -23,26 +23,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put each test into its tier and into the group that one worker runs.
 
-    Of a test that starts processes the first case that the suite runs is of the core, ``make test``; the others show what
-    another topology, model or option does, and are ``more``, unless the test says that every case is of the core
-    (``@pytest.mark.core``: refusals, each with its sentence).
+    Of a test that starts processes the first case that the suite runs is of the core, ``make test``, and so are others that one
+    start of processes runs with it. The rest shows what another topology, model or option does, and is ``more``, unless the test
+    says that every case is of the core (``@pytest.mark.core``: refusals, each with its sentence).
 
     Files share what is made once for all of their tests, or for those of one start; launches share nothing.
     """
-    seen: set[str] = set()
+    first: dict[str, Any] = {}  # by test: the start of its first case, or that case
     for item in items:
         if item.path.parent.name == "unit" or item.get_closest_marker("matrix") is not None:
             continue
-        test = item.nodeid.partition("[")[0]
-        if test in seen and item.get_closest_marker("core") is None:
+        start = _start_of(item) or item.nodeid
+        if first.setdefault(item.nodeid.partition("[")[0], start) != start and item.get_closest_marker("core") is None:
             item.add_marker(pytest.mark.more)
-        seen.add(test)
     if config.getoption("loadgroup", False):  # set by xdist in its workers, where "dist" is always "no"
         for item in items:
-            params = item.callspec.params if hasattr(item, "callspec") else {}
-            start = params.get("start") or params.get("topology", "")
             if item.get_closest_marker("launch") is None:
-                item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {start}"))
+                item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {_start_of(item)}"))
+
+
+def _start_of(item: pytest.Item) -> Any:
+    """What a test says of the processes that it shares with other cases: empty for nothing."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return params.get("start") or params.get("topology", "")
 
 
 Errors = list[tuple[str, str, str, str, float]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import sys
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -82,13 +81,6 @@ from lightning_seqpar.verify.plan_file import write_plan
 from lightning_seqpar.verify.prover import Proved, Prover
 
 P = ParamSpec("P")
-
-_OTHER_PACKAGE = (
-    ", whose Trainer and LightningModule it needs: write 'import lightning.pytorch as pl' instead of 'import "
-    "pytorch_lightning as pl'"
-)
-"""What the strategy's text adds where ``pytorch_lightning`` is imported, whose Trainer refuses the strategy by that text."""
-
 
 _NONE_FOR_EMPTY = ("ddp", "fsdp", "checkpoint", "compile_options", "elementwise_optimizers")
 """Fields whose keyword has None as its default, in place of an empty list or mapping."""
@@ -295,9 +287,7 @@ class SeqParallelStrategy(TuningStrategy):
         default = ParallelConfig()
         values = {name: getattr(self.config, name) for name in ParallelConfig.model_fields}
         shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value != getattr(default, name))
-        return (
-            f"SeqParallelStrategy({shown}) of lightning.pytorch{_OTHER_PACKAGE * ('pytorch_lightning' in sys.modules)}"
-        )
+        return f"SeqParallelStrategy({shown}) of lightning.pytorch"
 
     # ---- model -------------------------------------------------------------------------------------------------
 

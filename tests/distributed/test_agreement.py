@@ -73,6 +73,7 @@ def worker_differ(what):
     "type(plain_optimizer(optimizer)).__name__",
     case='what8-optimizer 0 is \\\\["AdamW".* on rank 0 and \\\\["SGD"',
 )
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("what", "says"),
     [
@@ -126,6 +127,7 @@ def worker_uneven(loop):
         getattr(trainer, loop)(Validated(), odd)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("loop", "says"),
     [

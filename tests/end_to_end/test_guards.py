@@ -612,6 +612,7 @@ def test_compiled_modules_beside_the_plan_are_left_alone():
     "or False",
     case="torch's clipping in a callback, late",
 )
+@pytest.mark.core
 @pytest.mark.parametrize("case", CASES)
 def test_refused(case):
     module, strategy, says = CASES[case]

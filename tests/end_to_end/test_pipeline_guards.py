@@ -187,6 +187,7 @@ def test_layers_must_be_all_blocks():
         assert "pp_layers=[2, 2]: they are 4 blocks together, and the model has 3 blocks" in told
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("fields", "says"),
     [

@@ -18,6 +18,8 @@ from tests.helpers.models import GPT
 from tests.helpers.processes import PYTHON, ROOT, run
 from tests.mutants import sees
 
+pytestmark = pytest.mark.core
+
 CONFIG = ("-c", str(ROOT / "conf" / "cli.yaml"))
 
 
