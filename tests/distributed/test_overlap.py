@@ -682,6 +682,7 @@ def compare(what: str, found: dict[str, Tensor | None], reference: nn.Module) ->
         *(pytest.param(*more, marks=pytest.mark.matrix) for more in ((4, 2, True), (4, 4, True), (2, 2, False))),
     ],
 )
+@pytest.mark.more
 def test_gradients_are_those_of_one_process_whatever_is_done(world, tp, sp):
     counts = run_distributed(check_uses, world, tp, sp, FEW if world > 2 else list(USES))[0]
     assert all(counts.values())

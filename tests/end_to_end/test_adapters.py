@@ -108,6 +108,7 @@ def test_an_adapter_with_parameters_of_its_own_is_no_plain_one(options, plain):
     'and not self.named("vocab")',
     "and True",
 )
+@pytest.mark.more
 def test_variants_are_not_taken_for_it():
     """DoRA scales by norms over in-features: on columns it is cut with them, on rows the part around it is whole."""
     targets = {"columns": ["q_proj", "v_proj", "up_proj"], "rows": ["q_proj", "o_proj"], "all": LLAMA}

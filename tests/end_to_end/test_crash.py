@@ -19,6 +19,7 @@ from tests.mutants import sees
     case="sharded",
 )
 @pytest.mark.parametrize("form", [rest("single"), "sharded", pytest.param("async", marks=pytest.mark.matrix)])
+@pytest.mark.more
 def test_whatever_is_killed_leaves_the_one_before(form):
     events, expected = crash.uninterrupted(form)
     started = next(at for at, event in enumerate(events[0]) if event.startswith("open step=2"))  # the first is whole

@@ -66,6 +66,7 @@ OPTIMIZER = {"gpt": "adamw"}
     ],
     ids=["tp2", "tp2-no-sp", "tp2-no-regather", "dp2-tp2", "tp4", "fsdp2-tp2"],
 )
+@pytest.mark.more
 def test_estimates_are_what_a_run_measures(world, strategy):
     kinds = ["gpt", "llama", "bert", "gpt2"] if world == 2 else ["gpt", "llama"]
     (batch,) = [next(iter(loader(BATCH, length=LENGTH, count=BATCH)))]

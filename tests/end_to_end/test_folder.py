@@ -87,6 +87,7 @@ def train_kind(tp: int, form: str, folder: str, names: list[str], resume: str | 
         " *self.shape[1:]])\n"
     ),
 )
+@pytest.mark.more
 def test_round_trips_of_the_hard_cases(tmp_path):
     """tp 2 in parts, tp 4 in one file, tp 4 in parts, tp 1 in one file: bitwise the same throughout."""
     names = [*kinds()]

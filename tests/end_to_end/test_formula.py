@@ -168,6 +168,7 @@ CONTEXT = [
     ],
     ids=str,
 )
+@pytest.mark.more
 def test_with_context_parallelism_a_rank_keeps_and_sends_its_share_of_that(family, world, strategy):
     """A ``1/cp`` of the formulas; with Ulysses attention's result twice: of its heads, and of its positions.
 
@@ -195,6 +196,7 @@ def run_each(options: list[dict[str, Any]], cp: int) -> list[int]:
 
 
 @pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.mark.more
 def test_without_tp_a_rank_keeps_its_share_of_what_one_process_keeps(cp):
     options = [{}, {"recompute": "full"}, *([{"recompute": "selective"}, {"tile_mlp": 16}] if cp > 2 else [])]
     alone, saved = (run_distributed(run_each, n, options, n)[0] for n in (1, cp))

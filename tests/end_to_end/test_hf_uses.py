@@ -142,6 +142,7 @@ def grouped(cases: list[tuple[str, str, str]], size: int, *marks: Any) -> list[A
     case="auto-mixtral-router",
 )
 @pytest.mark.parametrize(("start", "case"), grouped(SLICE, 100) + grouped(MATRIX, 20, pytest.mark.matrix))
+@pytest.mark.more
 def test_every_use_is_that_of_one_process(start, case):
     got = used(start)[start.index(case)]
     assert isinstance(got, Trace), got

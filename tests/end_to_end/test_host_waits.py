@@ -72,6 +72,7 @@ def waits(tp: int, fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, 
     "LateNumbers(torch.tensor(summed.tolist()))",
 )
 @pytest.mark.parametrize(("world", "tp", "fields", "names"), PLACES)
+@pytest.mark.more
 def test_no_step_waits_for_the_device(world, tp, fields, names):
     for found in run_distributed(waits, world, tp, fields, names):
         assert found == {name: [] for name in names}

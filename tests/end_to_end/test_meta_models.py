@@ -262,6 +262,7 @@ def peak_of(folder: str, check: bool, sizes: dict[str, int], how: str) -> dict[s
     ],
     ids=str,
 )
+@pytest.mark.more
 def test_a_rank_never_holds_more_than_its_shards_and_one_tensor(source, sizes, how, tmp_path):
     with torch.device("meta"):
         model = ByteGPT(**LARGE)

@@ -581,6 +581,7 @@ def fit_unseen() -> list[Trace | str]:
     " or is_node_of(end, MarkRow) for end in ends)",
     " for end in ends)",
 )
+@pytest.mark.more
 def test_what_the_first_batch_does_not_show_is_right_too():
     for (model, args), got in zip(UNSEEN, run_distributed(fit_unseen, 2)[0], strict=True):
         assert isinstance(got, Trace), (args, got)

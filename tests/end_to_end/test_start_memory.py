@@ -64,6 +64,7 @@ def grown(checked: bool, plan: str) -> float:
     case="auto",
 )
 @pytest.mark.parametrize("plan", ["auto", rest("infer")])
+@pytest.mark.more
 def test_the_self_check_takes_no_more_memory_than_training(plan, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # One and the same run differs by several MiB from one time to the next, so that it is the least of three that counts.

@@ -142,6 +142,7 @@ def trained(topology: str, always: bool) -> dict[str, tuple[Trace, int] | str]:
     case="tp2-in_place",
 )
 @pytest.mark.parametrize(("topology", "kind"), CASES)
+@pytest.mark.more
 def test_parity_with_one_process(topology, kind):
     got = trained(topology, kind in ALWAYS[topology])[kind]
     assert not isinstance(got, str), got

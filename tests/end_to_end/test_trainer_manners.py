@@ -509,6 +509,7 @@ MANNERS: dict[str, Callable[[int, str], Any]] = {
     "if not states:",
     "if False:",
 )
+@pytest.mark.more
 def test_the_rest_of_a_run(tmp_path):
     alone = outcomes("MANNERS", ["emptied", "evaluated", "counts", "traces", "fronted"], 1, str(tmp_path))
     for rank, found in enumerate(run_distributed(outcomes, 2, "MANNERS", list(MANNERS), 2, str(tmp_path))):

@@ -479,6 +479,7 @@ def script(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("_from_the_root")
+@pytest.mark.more
 def test_factories_of_users_on_the_command_line(capsys, script):
     assert status_of("trialscript:instance", "--batch", "trialscript:tokens") == 2
     told = capsys.readouterr().err
@@ -499,6 +500,7 @@ def test_factories_of_users_on_the_command_line(capsys, script):
     "        os._exit(_CALLS_ITSELF)",
     "        pass",
 )
+@pytest.mark.more
 def test_a_script_that_calls_itself_is_told_so(script):
     env = environment(PYTHONPATH=f"{ROOT}:{ROOT}/examples")
     done = subprocess.run([sys.executable, script, "now"], env=env, capture_output=True, text=True, check=False)
@@ -508,6 +510,7 @@ def test_a_script_that_calls_itself_is_told_so(script):
 
 
 @sees("verify: ranks outlive what started them", "_rank_main", "    _end_with_parent()\n", "")
+@pytest.mark.more
 def test_what_ends_the_script_ends_its_ranks(script):
     guarded = script.read_text().replace(
         "if len(sys.argv) > 1 and sys.argv[0] == __file__", 'if __name__ == "__main__"'

@@ -316,6 +316,7 @@ SHARDED_ENDS = {"bart": 1, "resized": 2, "peft saved": 4, "peft on the ends": 3,
 
 
 @pytest.mark.parametrize("case", LIBRARIES)
+@pytest.mark.more
 def test_libraries_models_are_those_of_one_process(case):
     got, ends = libraries()[case]
     model, args = LIBRARIES[case]

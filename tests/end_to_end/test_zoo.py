@@ -69,6 +69,7 @@ CASES = [
     case="tp2-encoder_decoder",
 )
 @pytest.mark.parametrize(("topology", "kind"), CASES)
+@pytest.mark.more
 def test_parity_with_one_process(topology, kind):
     got = trained(topology)[kind]
     assert not isinstance(got, str), got

@@ -164,6 +164,7 @@ def test_a_bad_end_names_the_rank_and_leaves_nobody(script, bad, world, says):
     "if not any(codes) or codes == {self._left_with}:",
     "if not any(codes):",
 )
+@pytest.mark.more
 def test_ranks_that_all_leave_keep_their_status(script):
     done = script(BAD="exit:every")
     assert done.returncode == 3, done.stderr
@@ -183,6 +184,7 @@ def test_a_rank_that_leaves_alone_ends_the_run_with_its_status(script):
     "contextlib.suppress(BrokenPipeError):  # all",
     "contextlib.nullcontext():  # all",
 )
+@pytest.mark.more
 def test_a_main_process_that_ends_last_ends_well(script):
     done = script(LATE="yes")
     assert done.returncode == 0, done.stderr
@@ -203,6 +205,7 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(script):
 
 
 @pytest.mark.parametrize("command", [(), pytest.param(TORCHRUN, marks=pytest.mark.matrix)], ids=["own", "torchrun"])
+@pytest.mark.more
 def test_a_save_on_one_rank_alone_while_training_names_the_line_of_each_rank(script, command):
     done = script(*command, BAD="save:0", TIMEOUT="25")
     assert done.returncode != 0
@@ -251,6 +254,7 @@ def weights_of(done: subprocess.CompletedProcess[str]) -> dict[str, float]:
         pytest.param("1", {"PP": "2", "TP": "1", "WINDOWS": "2"}, 2, marks=pytest.mark.matrix),
     ],
 )
+@pytest.mark.more
 def test_sigterm_to_any_rank_ends_all_between_two_steps_with_a_checkpoint(script, tmp_path, rank, setup, step):
     done = script(BAD=f"TERM:{rank}", FOLDER=str(tmp_path / "runs"), **setup)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr[-2000:]
@@ -271,6 +275,7 @@ def test_sigterm_to_any_rank_ends_all_between_two_steps_with_a_checkpoint(script
 @pytest.mark.parametrize(
     "rank", [pytest.param("0", marks=pytest.mark.matrix), "1", pytest.param("every", marks=pytest.mark.matrix)]
 )
+@pytest.mark.more
 def test_an_exception_saves_only_where_every_rank_raised_it(script, tmp_path, rank):
     done = script(BAD=f"raise:{rank}", RAISED="1", FOLDER=str(tmp_path / "runs"), TIMEOUT="60")
     assert done.returncode != 0
@@ -292,6 +297,7 @@ def test_an_exception_saves_only_where_every_rank_raised_it(script, tmp_path, ra
     "            restarts.add(filepath)\n",
     "            type(restarts)(self._trainer, self._module).add(filepath)\n",
 )
+@pytest.mark.more
 def test_what_torchrun_starts_again_goes_on_from_the_last_checkpoint(script, tmp_path):
     """Two trainings of one script, the second of which loses a rank: each goes on from its own."""
     setup = {"STEPS": "9", "EVERY": "2", "TRAININGS": "2"}
@@ -456,6 +462,7 @@ def test_a_rank_that_nobody_meets(script):
         ("KILL:1", "rank 0 lost another rank, which ended first"),
     ],
 )
+@pytest.mark.more
 def test_slurm_with_a_rank_that_dies(script, bad, says):
     results = run_all(slurm(script, BAD=bad))
     assert all(code != 0 for code, _ in results), results
@@ -497,6 +504,7 @@ def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
     "            self.watch = ChildWatch.of_this_process\n",
     "",
 )
+@pytest.mark.more
 def test_sigterm_while_the_model_is_set_up(script):
     """The second one in a process whose first training started the ranks."""
     env = {"SEQPAR_TAG": script.tag, "BAD": "setup:0", "TIMEOUT": "300", "TRAININGS": "2", "STEPS": "1"}

@@ -43,6 +43,7 @@ LOOPBACK = "0100007F"  # 127.0.0.1, as /proc/net/tcp has it
         pytest.param((*TORCHRUN, "--nproc-per-node", "2"), id="torchrun"),
     ],
 )
+@pytest.mark.more
 def test_ranks_of_one_node_listen_to_themselves(command, tmp_path):
     script = Path(tmp_path, "script.py")
     script.write_text(SCRIPT)

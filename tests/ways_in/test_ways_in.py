@@ -72,6 +72,7 @@ def test_python_alone(script, losses):
 
 
 @pytest.mark.launch
+@pytest.mark.more
 def test_torchrun_as_two_nodes_with_tp_inside_the_node(script, losses):
     port = str(free_port())
     fixed = ("--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port)
@@ -266,6 +267,7 @@ def test_a_notebook_is_refused_with_a_sentence():
 
 
 @pytest.mark.launch
+@pytest.mark.more
 def test_the_hugging_face_example_learns_and_goes_on_from_its_folder(tmp_path):
     """A tokenizer trained here, a Llama without memory, two processes; then the folder that it left is the start."""
     script = str(ROOT / "examples" / "finetune_hf.py")
