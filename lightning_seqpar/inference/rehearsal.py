@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_seqpar.inference.dataflow import Linear
 from lightning_seqpar.inference.feature_dependence import GroupLayout, Ranges
@@ -21,12 +22,10 @@ from lightning_seqpar.layout.attribute_override import write_attribute
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.stand_in import resolve, stand_in
 
-EQUAL = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Largest difference, relative to the largest value, up to which two tensors count as equal; 5e-2 in other types.
-
-In float64 it is ten roundings to float32, which many models do inside (a softmax, a norm), over other heads with other last bits.
-The self-check holds what is found here to the noise of the model itself.
-"""
+EQUAL = {torch.float64: 1e-8, torch.float32: 1e-3}
+"""Largest difference, relative to the largest value, up to which two tensors count as equal; 5e-2 in other types."""
+_ROUNDED = 16 * torch.finfo(torch.float32).eps
+"""The same for float64 where a block computes a part in float32 (a norm, a softmax), whose last bits depend on the shapes."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,12 @@ def rehearse(block: Block, groups: Sequence[GroupLayout], tp: int, edits: Sequen
     Returns:
         What goes wrong, or None.
     """
-    wanted = _inputs_of(block, [g.row for g in groups] + [n for g in groups for n in g.full_width])
+    casts = _Casts()  # type: ignore[no-untyped-call]
+    with casts:
+        wanted = _inputs_of(block, [g.row for g in groups] + [n for g in groups for n in g.full_width])
     for rank in range(tp):
         try:
-            with _Rehearsal(block, groups, tp, rank, wanted).cut(edits), torch.no_grad():
+            with _Rehearsal(block, groups, tp, rank, wanted, rounds=casts.to_float32).cut(edits), torch.no_grad():
                 args, kwargs, _ = block.inputs()
                 block.run(args, kwargs)
         except _MismatchError as error:
@@ -100,6 +101,18 @@ def _inputs_of(block: Block, names: Sequence[str]) -> dict[str, list[Tensor]]:
     return kept
 
 
+class _Casts(TorchDispatchMode):
+    """While open, notes whether anything was rounded from float64 to float32 (:attr:`to_float32`)."""
+
+    to_float32 = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and (args[0].dtype, out.dtype) == (torch.float64, torch.float32):
+            self.to_float32 = True
+        return out
+
+
 class _Rehearsal:
     """The block cut down to what one rank would hold, with hooks that compare the rows' inputs with the whole block's.
 
@@ -109,11 +122,20 @@ class _Rehearsal:
         tp: number of tensor-parallel ranks.
         rank: the one that is rehearsed.
         wanted: by module, the inputs ``[..., f]`` that it gets in the whole block, one for each call.
+        rounds: whether the block rounds float64 to float32 on its way.
     """
 
     def __init__(
-        self, block: Block, groups: Sequence[GroupLayout], tp: int, rank: int, wanted: Mapping[str, list[Tensor]]
+        self,
+        block: Block,
+        groups: Sequence[GroupLayout],
+        tp: int,
+        rank: int,
+        wanted: Mapping[str, list[Tensor]],
+        *,
+        rounds: bool,
     ) -> None:
+        self._equal = {**EQUAL, torch.float64: _ROUNDED} if rounds else EQUAL
         self._block, self._groups, self._tp, self._rank, self._wanted = block, groups, tp, rank, wanted
         self._counts = dict.fromkeys(wanted, 0)
 
@@ -217,7 +239,7 @@ class _Rehearsal:
         if not part.numel():
             return whole
         scale = float(part.abs().max())
-        if not float((x - part).abs().max()) <= EQUAL.get(part.dtype, 5e-2) * max(scale, 1e-30):
+        if not float((x - part).abs().max()) <= self._equal.get(part.dtype, 5e-2) * max(scale, 1e-30):
             raise _MismatchError(f"{name}: its input is not this rank's part of the whole one's")
         return whole
 

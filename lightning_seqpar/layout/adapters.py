@@ -50,6 +50,7 @@ def known_limits(root: nn.Module) -> list[str]:
             if kind == "PREFIX_TUNING":
                 limits["prefix tuning gives every block keys and values of all heads; use LoRA or prompt tuning"] = None
             if is_variant(config):
+                kind = "DORA" if getattr(config, "use_dora", False) else kind
                 limits[
                     f"the attention or MLP in which {kind} stands may have to be whole on every rank, and then nothing but the "
                     "vocabulary is left to shard; leave the attention's or the MLP's linears out of target_modules, or use LoRA"
