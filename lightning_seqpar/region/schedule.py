@@ -31,8 +31,8 @@ class WatchSchedule:
                                                around the blocks, and each step, returns
     random draws                               in training steps that are due, and in one behind a step that drew as none
                                                did before (:meth:`watches_draws`)
-    who reads parameters                       before each backward; between the blocks where the step is due
-    batch, loss, buffers, gradients, outputs   where the step is due
+    batch, loss, buffers, gradients, outputs,  where the step is due
+    who reads parameters
     =========================================  =========================================================================
 
     A step is due if it is one of the first 16, a power of two, or a multiple of ``every``.

@@ -318,8 +318,6 @@ class SteppingStrategy(StagedStrategy):
                     record.stage.check_graph(loss)
                 check_parameters(record)
                 check_buffers(record, self.groups, self.root_device)
-            elif record.regions and is_loss:
-                check_readers(loss, record, inside=False)  # a loss may begin to read a parameter at any step
         if isinstance(self.model, DistributedDataParallel):
             thawed = self._thawed()
             if thawed or (self._waits(self.model) and not all(p.requires_grad for p in self._reduced)):

@@ -13,7 +13,7 @@ from lightning_seqpar.nn.linear import GatherLinear, ShardedLinear
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 
 
-def check_readers(loss: Tensor, record: ShardedModel, *, inside: bool = True) -> None:
+def check_readers(loss: Tensor, record: ShardedModel) -> None:
     """Refuse a loss that reads a sharded parameter, or one with a partial gradient, where it must not.
 
     Only the parallel layers may read a sharded parameter. A parameter whose gradient is a term of a sum over tp may be read
@@ -23,7 +23,6 @@ def check_readers(loss: Tensor, record: ShardedModel, *, inside: bool = True) ->
     Args:
         loss: of this step, with its graph.
         record: of the sharded model.
-        inside: whether to walk through the graph between the region's first and last block too, which is most of it.
 
     Raises:
         RuntimeError: naming the parameter and the operation that reads it.
@@ -38,10 +37,7 @@ def check_readers(loss: Tensor, record: ShardedModel, *, inside: bool = True) ->
     def made_inside(node: Any) -> bool:
         return any(region.made(node) for region in record.regions)
 
-    def follow(node: Any) -> list[Any]:
-        return children(node) if inside or not made_inside(node) else []
-
-    for node in reach(loss.grad_fn, follow):
+    for node in reach(loss.grad_fn, children):
         for child in children(node):
             variable = getattr(child, "variable", None)
             layout = record.layout.of(variable) if variable is not None else None
