@@ -16,7 +16,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.context.exchange import gather_for_parts, gather_positions, share
-from lightning_seqpar.distributed.autograd import input_nodes, leaf_of, memory_of, outputs_of, without_overrides
+from lightning_seqpar.distributed.autograd import (
+    GivenAway,
+    input_nodes,
+    leaf_of,
+    memory_of,
+    outputs_of,
+    without_overrides,
+)
 
 
 @dataclass(frozen=True)
@@ -220,14 +227,10 @@ class SeqPart(Tensor):
 
     def _gave_copy(self, copy: Tensor) -> None:
         """Take note that ``copy`` was given away where torch gives a view: no change in place may be lost."""
-        if copy.is_inference():
-            return
         memory = self._memory
         if memory is None:
             memory = self._memory = _Memory([weakref.ref(self)], [])
-        counter = copy.detach()  # shares the count of changes in place ...
-        counter.data = counter.new_empty(0)  # ... and no memory
-        memory.copies.append((counter, counter._version))
+        memory.copies.append(GivenAway(copy))
 
     def _changed(self) -> None:
         """Make what a change in place has done to the part known to those that ask the object: whether it has a graph."""
@@ -346,11 +349,11 @@ class _Memory:
 
     Args:
         views: these sequences.
-        copies: of each copy that was given away in a view's place the count of its changes in place, and what it was then.
+        copies: those that were given away in a view's place.
     """
 
     views: list[weakref.ref[SeqPart]]
-    copies: list[tuple[Tensor, int]]
+    copies: list[GivenAway]
 
     def check(self) -> None:
         """Raise where a copy was changed.
@@ -358,8 +361,8 @@ class _Memory:
         Raises:
             RuntimeError: then.
         """
-        for counter, version in self.copies:
-            if counter._version != version:
+        for copy in self.copies:
+            if copy.is_changed:
                 raise RuntimeError(
                     "a view of a sequence of which each rank holds a part was changed in place, but it was a copy, and the change "
                     "did not reach the sequence; write the change as a new tensor (torch.where, torch.cat, x = x + y), or "

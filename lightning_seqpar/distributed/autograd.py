@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import (
     _disable_current_modes,
@@ -248,7 +249,7 @@ def function_mode() -> Any:
 
 def dispatch_modes() -> list[Any]:
     """The active ``TorchDispatchMode`` objects, the outermost first."""
-    return list(_get_current_dispatch_mode_stack())
+    return list(_get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else []
 
 
 def unseen() -> AbstractContextManager[Any]:
@@ -277,6 +278,32 @@ def without_subclasses() -> AbstractContextManager[Any]:
 def memory_of(x: Tensor) -> int | None:
     """What tells the memory of a tensor from that of others, also where it has no numbers; None for a sparse one."""
     return None if x.layout is not torch.strided else x.untyped_storage()._cdata
+
+
+class GivenAway:
+    """A tensor that was given away as a copy where torch gives a view: a change of it in place must not be lost.
+
+    Args:
+        copy: the tensor; its memory is not kept.
+    """
+
+    def __init__(self, copy: Tensor) -> None:
+        self._memory = StorageWeakRef(copy.untyped_storage())
+        self._counter: Tensor | None = None
+        if not copy.is_inference():  # which counts no changes
+            self._counter = copy.detach()  # shares the count of changes in place ...
+            self._counter.data = self._counter.new_empty(0)  # ... and no memory
+            self._version = self._counter._version
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the copy was changed in place since."""
+        return self._counter is not None and self._counter._version != self._version
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody has the copy, or a view of it."""
+        return not self._memory.expired()
 
 
 def selective_checkpoint_caches() -> list[Tensor]:

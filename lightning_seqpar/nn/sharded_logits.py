@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,13 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_seqpar.distributed.autograd import is_node_of, once_differentiable, storage_id, without_subclasses
+from lightning_seqpar.distributed.autograd import (
+    GivenAway,
+    is_node_of,
+    memory_of,
+    once_differentiable,
+    without_subclasses,
+)
 from lightning_seqpar.distributed.collectives import (
     all_gather,
     gather_replicated_from_sequence_parallel_region,
@@ -30,25 +37,19 @@ class ShardedLogits(Tensor):
 
     Casts, scalings, reshapes and slices that leave the last dim alone keep them sharded, and ``F.cross_entropy`` on
     ``[n, v]`` runs on the shards. Every other operation gathers them first, which is a collective over tp: an operation
-    that only some ranks run waits for the others. A change in place gathers them for good: from then on they, and their views,
-    read the changed whole.
+    that only some ranks run waits for the others. A change in place gathers them for good: from then on they are whole. Of logits
+    that are views of one another only those that were changed may be read behind that.
     """
 
     _part: StoredLogits
     _shard: Shard
     _group: ProcessGroup
     _rank: int
-    _outline: Tensor
-    """A tensor without memory of the same shape, which is a view of another one's where plain logits would be."""
-    _view_of: tuple[ShardedLogits, Callable[[Tensor], Tensor]] | None = None
-    """Of which logits these are a view, and how it is made of plain ones."""
-    _state: _Changes
+    _memory: _Memory
     _meeting: Meeting | None = None
     """Where ranks meet before they gather these logits; None for nowhere."""
     _changed: Tensor | None = None
     """The whole logits, once they were changed in place."""
-    _shown: tuple[Tensor, int] | None = None
-    """The whole logits of which somebody has a plain view, and their version then: a change through the view counts it up."""
 
     @staticmethod
     def wrap(local: Tensor, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
@@ -84,9 +85,8 @@ class ShardedLogits(Tensor):
     def _wrap(part: StoredLogits, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
         if not torch.is_grad_enabled():  # made without gradients, they must not train the head when they are read later
             part = part.detached()
-        state = _Changes()
-        out: ShardedLogits = _Wrap.apply(*part.tensors, part, shard, group, rank, state)  # type: ignore[no-untyped-call]
-        out._part, out._state = part, state
+        out: ShardedLogits = _Wrap.apply(*part.tensors, part, shard, group, rank)  # type: ignore[no-untyped-call]
+        out._part, out._memory = part, _Memory()
         return out
 
     @staticmethod
@@ -95,7 +95,6 @@ class ShardedLogits(Tensor):
             ShardedLogits, (*part.shape[:-1], shard.length), dtype=part.dtype, device=part.tensors[0].device
         )
         out._part, out._shard, out._group, out._rank = part, shard, group, rank
-        out._outline = torch.empty(*part.shape[:-1], shard.length, device="meta")
         return out
 
     @property
@@ -114,13 +113,18 @@ class ShardedLogits(Tensor):
 
     @property
     def is_changed(self) -> bool:
-        """Whether they, or those of which they are a view, were changed in place: they are whole then."""
-        return self._written() is not None
+        """Whether they were changed in place: they are whole then."""
+        return self._changed is not None
 
     def whole(self) -> Tensor:
-        """The whole logits ``[..., v]`` as a plain tensor; collective over tp, unless they were changed in place."""
-        if (written := self._written()) is not None:
-            return written
+        """The whole logits ``[..., v]`` as a plain tensor; collective over tp, unless they were changed in place.
+
+        Raises:
+            RuntimeError: if others, of which these are a view, or that are views of these, were changed in place.
+        """
+        self._memory.check(self)
+        if self._changed is not None:
+            return self._changed
         self._meet()
         local = self.local
         return gather_replicated_from_sequence_parallel_region(local, local.ndim - 1, self._group, self._shard.length)
@@ -138,77 +142,21 @@ class ShardedLogits(Tensor):
                 "@rank_zero_only. Or leave the head whole (vocab=False)",
             )
 
-    def _written(self) -> Tensor | None:
-        """The whole logits if they, or those of which they are a view, were changed in place; else None."""
-        if self._changed is None and self._shown is not None and self._shown[0]._version != self._shown[1]:
-            self._changed, self._state.made = self._shown[0], True
-        if self._changed is not None:
-            return self._changed
-        if self._view_of is None:
-            return None
-        other, view = self._view_of
-        whole = other._written()
-        return None if whole is None else view(whole)
-
-    def _root(self) -> ShardedLogits:
-        """Those logits of which these are a view, or these."""
-        root = self
-        while root._view_of is not None:
-            root = root._view_of[0]
-        return root
-
-    def _show(self) -> Tensor:
-        """The whole logits for an operation that returns a view of them, through which they may be changed; collective over tp."""
-        if (written := self._written()) is not None:
-            return written
-        root = self._root()
-        if root._shown is None:
-            whole = root.whole().clone()
-            root._shown = whole, whole._version
-        return self._seen_through(root)
-
-    def _seen_through(self, root: ShardedLogits) -> Tensor:
-        """These logits as a plain view of what ``root`` shows."""
-        if self._view_of is None:
-            assert root._shown is not None
-            return root._shown[0]
-        other, view = self._view_of
-        return view(other._seen_through(root))
-
     def _write(self, change: Callable[[Tensor], Any]) -> Any:
-        """Change the whole logits in place, and those of which these are a view with them; collective over tp.
+        """Change the whole logits in place; collective over tp.
 
         Returns:
             what the operation returns, with these logits in place of the whole ones.
         """
-        root = self._root()
-        if root._written() is None:
-            root._changed = root._shown[0] if root._shown is not None else root.whole().clone()
-            root._state.made = True
-        whole = self._written()
-        assert whole is not None
+        whole = self.whole()
+        if self._changed is None:
+            self._memory.write(self)
+            whole = self._changed = whole.clone()
+            with without_subclasses():  # a gradient that comes past the changed logits, from an autograd.Function, is refused
+                if self.requires_grad:
+                    self.register_hook(_refuse_gradient)
         out = change(whole)
         return self if out is whole else out
-
-    def _note_view(self, made: ShardedLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note whether ``made``, which an operation made of these logits, is a view of them where logits are plain."""
-
-        def view(whole: Tensor) -> Tensor:
-            out: Tensor = func(whole, *args, **kwargs)
-            return out
-
-        if func in _CASTS:
-            if made.dtype == self.dtype and not kwargs.get("copy"):
-                made._outline, made._view_of = self._outline, (self, view)
-                made._state.of = self._state
-            return
-        try:
-            made._outline = view(self._outline)
-        except (RuntimeError, NotImplementedError):  # an index by a mask, which makes a copy
-            return
-        if storage_id(made._outline) == storage_id(self._outline):
-            made._view_of = self, view
-            made._state.of = self._state
 
     def with_local(self, local: Tensor) -> ShardedLogits:
         """Logits over the same vocabulary with another local part ``[..., ceil(v/tp)]``."""
@@ -242,13 +190,23 @@ class ShardedLogits(Tensor):
         """Run an operation above autograd: on the shards if it can, else on gathered logits.
 
         Raises:
-            RuntimeError: for a change in place, or logits out of a reentrant activation checkpoint.
+            RuntimeError: for a change in place that would change a copy, or logits out of a reentrant activation checkpoint.
         """
-        kwargs = dict(kwargs or {})
+        kwargs = dict(kwargs) if kwargs else {}
         if func in _FACTS:
             with without_subclasses():
                 return func(*args, **kwargs)
         logits = args[0] if args and isinstance(args[0], ShardedLogits) else None
+        if logits is not None and logits._changed is None and (keep := _KEEPING.get(func)) is not None:
+            for given in (*args, *kwargs.values()):
+                if isinstance(given, ShardedLogits):
+                    _check_graph(given)
+                    given._memory.check(given)
+            kept = keep(func, logits, args[1:], kwargs)
+            if kept is not None:
+                if func in _VIEWS and not _copies(func, logits, kept, args, kwargs):
+                    kept._memory = logits._memory
+                return kept
         writes = logits is not None and _writes(func, kwargs)
         if func in _REFUSED or (writes and _changes_shape(func)) or isinstance(kwargs.get("out"), ShardedLogits):
             raise RuntimeError(
@@ -257,32 +215,22 @@ class ShardedLogits(Tensor):
                 "or leave the head whole in the plan (vocab=False)"
             )
         tree_map_only(ShardedLogits, _check_graph, (args, kwargs))
-        rest, plain_kwargs = (
-            tree_map_only(ShardedLogits, lambda other: other.whole(), (args[1:], kwargs)) if writes else ((), {})
-        )
-        if logits is not None and writes:
-            return logits._write(lambda whole: func(whole, *rest, **plain_kwargs))
-        keep = _KEEPING.get(func)
-        if keep is not None and logits is not None and logits._written() is None:
-            kept = keep(func, logits, args[1:], kwargs)
-            if kept is not None:
-                if isinstance(kept, ShardedLogits) and func in _MAY_BE_VIEWS:
-                    logits._note_view(kept, func, args[1:], kwargs)
-                return kept
-        gathered: list[Tensor] = []
+        gathered: list[tuple[_Memory, Tensor]] = []
 
         def read(other: ShardedLogits) -> Tensor:
-            whole = other.whole()
-            if other._written() is None:
-                gathered.append(whole)
-            return whole
+            gathered.append((other._memory, other.whole()))
+            return gathered[-1][1]
 
+        if logits is not None and writes:
+            rest, plain_kwargs = tree_map_only(ShardedLogits, read, (args[1:], kwargs))
+            return logits._write(lambda whole: func(whole, *rest, **plain_kwargs))
         plain_args, plain_kwargs = tree_map_only(ShardedLogits, read, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
-        memory = {storage_id(whole) for whole in gathered}
-        if any(_is_plain(one) and storage_id(one) in memory for one in tree_leaves(out)):
-            plain_args, plain_kwargs = tree_map_only(ShardedLogits, lambda other: other._show(), (args, kwargs))
-            out = func(*plain_args, **plain_kwargs)
+        if logits is None or logits._changed is None:
+            made = {memory_of(one) for one in tree_leaves(out) if isinstance(one, Tensor)}
+            for memory, whole in gathered:
+                if memory_of(whole) in made:
+                    memory.copies.append(GivenAway(whole))
         return out
 
     @classmethod
@@ -292,8 +240,9 @@ class ShardedLogits(Tensor):
         """Run an operation below autograd, from the forward of somebody's ``autograd.Function``, on gathered logits."""
 
         def read(logits: ShardedLogits) -> Tensor:
-            if (written := logits._written()) is not None:
-                return written.detach()
+            logits._memory.check(logits)
+            if logits._changed is not None:
+                return logits._changed.detach()
             logits._meet()
             return all_gather(logits.local.detach(), logits.local.ndim - 1, logits._group, logits._shard.length)
 
@@ -301,13 +250,64 @@ class ShardedLogits(Tensor):
         return func(*plain_args, **plain_kwargs)
 
 
+def _refuse_gradient(grad: Tensor) -> None:
+    """A hook of logits that were changed in place: what reads them has the changed ones, and its gradient goes there."""
+    raise RuntimeError(
+        "logits that are sharded by vocabulary were changed in place, and an autograd.Function read them, whose gradient would "
+        "leave the change out; give it logits.whole()"
+    )
+
+
+class _Memory:
+    """What logits that are views of one another have in common.
+
+    Attributes:
+        changed: which of them were changed in place; None for none.
+        copies: gathered ones of which an operation gave away what is a view where logits are plain.
+    """
+
+    def __init__(self) -> None:
+        self.changed: weakref.ref[ShardedLogits] | None = None
+        self.copies: list[GivenAway] = []
+
+    def check(self, logits: ShardedLogits) -> None:
+        """Refuse to read logits that don't have a change that was made to a view of them.
+
+        Raises:
+            RuntimeError: then.
+        """
+        if (self.changed is not None and self.changed() is not logits) or any(one.is_changed for one in self.copies):
+            raise RuntimeError(
+                "logits that are sharded by vocabulary are read, of which a view was changed in place (or of whose view they are "
+                "one): the change did not reach them. Write it as a new tensor (torch.where, x = x + y), or "
+                "logits = logits.whole() first (on all ranks)"
+            )
+
+    def write(self, logits: ShardedLogits) -> None:
+        """These are about to be changed in place.
+
+        Raises:
+            RuntimeError: if somebody has a copy that would not change with them.
+        """
+        if any(one.is_held for one in self.copies):
+            raise RuntimeError(
+                "logits that are sharded by vocabulary are changed in place while a view of them is held that was made of a "
+                "copy, and would not change with them. Write logits = logits.whole() first (on all ranks)"
+            )
+        self.changed = weakref.ref(logits)
+
+
 def whole_logits(x: Tensor) -> Tensor:
     """Sharded logits as a whole plain tensor (collective over tp); any other tensor unchanged."""
     return x.whole() if isinstance(x, ShardedLogits) else x
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided
+def _copies(func: Any, logits: Tensor, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function of views makes a copy: a cast to another type, or an index by tensors or lists."""
+    if func in _CASTS:
+        return out.dtype != logits.dtype or bool(kwargs.get("copy"))
+    items = args[1] if func is Tensor.__getitem__ else None
+    return any(isinstance(item, Tensor | list) for item in (items if isinstance(items, tuple) else (items,)))
 
 
 def _check_graph(logits: ShardedLogits) -> None:
@@ -323,23 +323,6 @@ def _check_graph(logits: ShardedLogits) -> None:
             "logits that are sharded by vocabulary came out of a reentrant activation checkpoint, and their parts have no graph: "
             "what the loss says would not reach the model. Write checkpoint(..., use_reentrant=False), or take the head out of it"
         )
-
-
-class _Changes:
-    """Whether logits, or those of which they are a view, were changed in place.
-
-    Attributes:
-        made: whether they were.
-        of: the same of those of which they are a view.
-    """
-
-    def __init__(self) -> None:
-        self.made = False
-        self.of: _Changes | None = None
-
-    def any(self) -> bool:
-        """Whether they or the others were."""
-        return self.made or (self.of is not None and self.of.any())
 
 
 class _Wrap(torch.autograd.Function):
@@ -372,10 +355,8 @@ class _Wrap(torch.autograd.Function):
         shard: Shard,
         group: ProcessGroup,
         rank: int,
-        state: _Changes,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.state = state
         ctx.start, ctx.width = shard.ranges[rank][0], part.shape[-1]
         ctx.is_product, ctx.dtype = weight is not None, x.dtype
         if ctx.is_product:
@@ -387,21 +368,16 @@ class _Wrap(torch.autograd.Function):
     @passes_none
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.state.any():
-            raise RuntimeError(
-                "logits that are sharded by vocabulary were changed in place, and an autograd.Function read them, whose gradient "
-                "would leave the change out; give it logits.whole()"
-            )
         start, stop = ctx.start
         own = F.pad(grad[..., start:stop], (0, ctx.width - (stop - start)))
         if not ctx.is_product:
-            return own.to(ctx.dtype), *([None] * 7)
+            return own.to(ctx.dtype), *([None] * 6)
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         flat = own.flatten(0, -2)
         grad_x = (own @ weight.to(own.dtype)).to(x.dtype) if needs[0] else None
         grad_w = (flat.t() @ x.flatten(0, -2).to(own.dtype)).to(weight.dtype) if needs[1] else None
-        return grad_x, grad_w, flat.sum(0) if needs[2] else None, *([None] * 5)
+        return grad_x, grad_w, flat.sum(0) if needs[2] else None, *([None] * 4)
 
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -469,7 +445,7 @@ def _added(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict
     (other, *rest) = args or (kwargs.get("other"),)
     if not isinstance(other, ShardedLogits):
         return _scaled(func, logits, args, kwargs)
-    if other._written() is not None:
+    if other._changed is not None:
         return None
     alike = (other.shape, other._shard, other._group) == (logits.shape, logits._shard, logits._group)
     if not alike or rest or kwargs.keys() - {"alpha", "other"}:
@@ -533,7 +509,7 @@ def _loss(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[
 
 
 _CASTS = (Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type_as)
-_COPIES = (Tensor.clone, Tensor.detach, Tensor.data.__get__, Tensor.contiguous, torch.clone, torch.detach)  # type: ignore[attr-defined]
+_ALIASES = (Tensor.detach, Tensor.data.__get__, Tensor.contiguous, torch.detach)  # type: ignore[attr-defined]
 _RESHAPES = (Tensor.reshape, Tensor.flatten, Tensor.squeeze, Tensor.unsqueeze, Tensor.unflatten)
 _SCALINGS = (
     Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__, Tensor.tanh, torch.mul, torch.div, torch.tanh,
@@ -544,7 +520,7 @@ _KEEPING: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_SCALINGS, _scaled),
     **dict.fromkeys(_SUMS, _added),
     **dict.fromkeys(_CASTS, _cast),
-    **dict.fromkeys(_COPIES, _same),
+    **dict.fromkeys((*_ALIASES, Tensor.clone, torch.clone), _same),
     **dict.fromkeys(
         (*_RESHAPES, torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze, torch.unflatten), _reshape
     ),
@@ -552,7 +528,7 @@ _KEEPING: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _index,
     F.cross_entropy: _loss,
 }
-_MAY_BE_VIEWS = frozenset([*_CASTS, *_COPIES, *_RESHAPES, torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze,
+_VIEWS = frozenset([*_CASTS, *_ALIASES, *_RESHAPES, torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze,
                            torch.unflatten, Tensor.view, Tensor.__getitem__])  # fmt: skip
 _FACTS = frozenset(
     [

@@ -224,8 +224,9 @@ class ShardedModel:
 
     def check_closed(self, out: Any = None) -> None:
         """A step ended with ``out``: no shard must be given away."""
+        leaves = [out] if isinstance(out, Tensor) else tree_leaves(out)
         for region in self.regions:
-            region.sharded_outputs.check_none(tree_leaves(out), f"the sequence region of {region.name}")
+            region.sharded_outputs.check_none(leaves, f"the sequence region of {region.name}")
 
     @contextmanager
     def allow_state_dict(self) -> Iterator[None]:

@@ -259,7 +259,7 @@ def return_whole(regions: Sequence[SequenceRegion]) -> Callable[..., Any]:
     """A hook of a module around the blocks: of what it returns (hidden states, attention maps), parts become whole."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        leaves = tree_leaves(out)
+        leaves = [out] if isinstance(out, Tensor) else tree_leaves(out)
         if any(isinstance(x, SeqPart) for x in leaves):
             out = tree_map_only(SeqPart, over_tp, out)
         for region in regions:

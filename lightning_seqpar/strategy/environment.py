@@ -301,14 +301,14 @@ class TopologyStrategy(ParallelStrategy):
     @property
     def _trainer(self) -> Trainer:
         """The Trainer of the user's module."""
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        return self._module.trainer
 
     @property
     def _module(self) -> LightningModule:
         """The user's module."""
-        assert self.lightning_module is not None
-        return self.lightning_module
+        module = self._lightning_module
+        assert module is not None
+        return module
 
     # ---- collectives for Lightning: values over the replicas, barriers and decisions over the world ---------------
     # Before set-up, when there are no groups yet, each of them answers as on one process.

@@ -96,6 +96,7 @@ class SteppingStrategy(StagedStrategy):
         self._forward_redirection = _Redirection(self)
         self._sync: GradSync | None = None
         self._steps: dict[int, int] = {}
+        self._counts: dict[int, int] = {}  # of an optimizer's parameters
         self._comparisons: OneStepLate[Comparison] = OneStepLate()
         self._flushed = self._others_flushed = self._has_backward = False
         self._optimizing: Optimizer | None = None
@@ -183,6 +184,11 @@ class SteppingStrategy(StagedStrategy):
                 self._outputs.check(self.groups, loop)
         return out
 
+    def _step_is_due(self) -> bool:
+        """Whether checks are due in the current training step, or in the update that it ends with."""
+        schedule = self._schedule
+        return schedule.is_due("training") or schedule.is_due_at(self._trainer.global_step + 1)
+
     def _looking_at_weights(self, looks: bool) -> AbstractContextManager[None]:
         """A context manager for a step in which weights may be changed by hand."""
         if self._weights is None or not looks:
@@ -191,7 +197,7 @@ class SteppingStrategy(StagedStrategy):
 
     def _unwatched(self) -> AbstractContextManager[None]:
         """A context manager for what the strategy runs in the midst of the user's hooks."""
-        return nullcontext() if self._weights is None else self._weights.paused()
+        return nullcontext() if self._weights is None or not self._weights.is_watching else self._weights.paused()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training step. Its random draws are watched when that is due, or the last step drew otherwise."""
@@ -541,10 +547,12 @@ class SteppingStrategy(StagedStrategy):
         optimizer = plain_optimizer(optimizer)
         step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         record = record_of(self._module)
-        if record is not None:
-            refuse_added(_parameters(optimizer), record)
         self._read_comparisons()
         due = self._schedule.is_due_at(step)
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if record is not None and (due or count != self._counts.get(id(optimizer))):
+            refuse_added(_parameters(optimizer), record)
+            self._counts[id(optimizer)] = count
         if self._gradients_may_change or due:
             self._comparisons.add(self._check_reduced(optimizer))
             if record is not None:
