@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -306,22 +307,22 @@ class ParallelGroups:
         """World rank of the group's first member, from which a broadcast starts; -1 outside the grid."""
         return self.ranks(axes)[0] if self._grid_rank >= 0 else -1
 
-    @property
+    @cached_property
     def mean_axes(self) -> tuple[str, ...]:
         """The axes over which gradients are averaged, as their ranks hold the same parameters: ``dp`` and ``cp``."""
         return tuple(axis for axis in self.topology.axes if axis in ("dp", "cp"))
 
-    @property
+    @cached_property
     def holder_axes(self) -> tuple[str, ...]:
         """The axes of all ranks that hold a part of the same layers, which agree on what becomes of a gradient."""
         return tuple(axis for axis in self.topology.axes if axis in ("dp", "cp", "tp"))
 
-    @property
+    @cached_property
     def replica_axes(self) -> tuple[str, ...]:
         """The axes along which ranks work on the same samples: all but ``dp``. Empty where there is no other."""
         return tuple(axis for axis in self.topology.axes if axis != "dp")
 
-    @property
+    @cached_property
     def loss_axes(self) -> tuple[str, ...]:
         """The axes along which ranks compute the same loss: ``tp`` and ``cp``. Empty where there are none."""
         return tuple(axis for axis in self.topology.axes if axis in ("tp", "cp"))

@@ -1,0 +1,142 @@
+"""What a step costs the host: Python calls, counted exactly, in a step in which no check is due."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+
+import lightning_seqpar
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.distributed.autograd import innermost_dispatch_mode
+from lightning_seqpar.testing import run_distributed
+from tests.helpers import models
+from tests.helpers.fit import quiet_trainer
+from tests.mutants import sees
+
+DUE, STEADY = 16, 17
+"""Steps: checks are due in the first 16, and at powers of two."""
+OURS = str(Path(lightning_seqpar.__file__).parent) + "/"
+WATCHERS = {
+    *(f"verify/guards/{name}.py" for name in ("batch", "graph", "model")),
+    "parallel/grad_checks.py",
+}
+"""Modules of nothing but checks."""
+
+
+class CallCounter(Callback):
+    """Counts the Python calls of some steps, from the first hook of a batch to its last, by file.
+
+    Args:
+        steps: their numbers, from 1 on.
+    """
+
+    def __init__(self, *steps: int) -> None:
+        self.calls = {step: Counter[str]() for step in steps}
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if (counted := self.calls.get(trainer.global_step + 1)) is not None:
+
+            def count(frame: FrameType, event: str, arg: Any) -> None:
+                if event == "call":
+                    counted[frame.f_code.co_filename.removeprefix(OURS)] += 1
+
+            sys.setprofile(count)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        sys.setprofile(None)
+
+
+def count_calls(layers: int) -> dict[int, Counter[str]]:
+    """The calls of a training at tp 2, or on one process."""
+    counter = CallCounter(DUE, STEADY)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    strategy: Any = SeqParallelStrategy(tp=2) if world > 1 else "auto"
+    trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=STEADY, max_epochs=-1, callbacks=[counter])
+    trainer.fit(models.GPT(layers=layers), models.loader(4))
+    return counter.calls
+
+
+@pytest.fixture(scope="module")
+def calls() -> dict[str, list[dict[int, Counter[str]]]]:
+    """Of models of two and of four blocks, on one process and on two."""
+    return {
+        "one": [count_calls(layers) for layers in (2, 4)],
+        "two": [run_distributed(count_calls, 2, layers)[0] for layers in (2, 4)],
+    }
+
+
+@sees(
+    "a graph is walked in every step",
+    "SteppingStrategy._before_backward",
+    "            if self._schedule.is_due(\"training\"):\n                if is_loss:",
+    "            if True:\n                if is_loss:",
+)
+@sees(
+    "gradients are compared in every step",
+    "SteppingStrategy.check_step",
+    "if self._gradients_may_change or due:",
+    "if True:",
+)
+def test_no_check_runs_where_none_is_due(calls):
+    for found in calls["two"]:
+        assert found[DUE].keys() >= WATCHERS
+        assert not found[STEADY].keys() & WATCHERS
+
+
+@sees(
+    "the host does more beside the blocks",
+    "SteppingStrategy.check_step",
+    "(due or count != self._counts.get(id(optimizer)))",
+    "(due or count)",
+)
+def test_calls_of_a_step_beside_its_blocks(calls):
+    """What a model of no blocks would make: that of two, less the difference to four. Beyond the plain Trainer's own."""
+    beside = {kind: 2 * two[STEADY].total() - four[STEADY].total() for kind, (two, four) in calls.items()}
+    assert beside["two"] - beside["one"] <= 760, beside
+
+
+def test_calls_of_a_block(calls):
+    two, four = calls["two"]
+    assert (four[STEADY].total() - two[STEADY].total()) / 2 <= 1_050
+
+
+class Modes(Callback):
+    """Notes behind which updates operations of a hook are watched: of a step that is due, or in front of one."""
+
+    def __init__(self) -> None:
+        self.watched: list[int] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if innermost_dispatch_mode() is not None:
+            self.watched.append(trainer.global_step)
+
+
+def watched_hooks() -> list[int]:
+    modes = Modes()
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=34, max_epochs=-1, callbacks=[modes])
+    trainer.fit(models.GPT(), models.loader(4))
+    return modes.watched
+
+
+@sees(
+    "hooks are watched in every step",
+    "WeightWatch.begin",
+    "(not action_name.endswith(_STEP_HOOKS) or is_due())",
+    "True",
+)
+@sees(
+    "hooks of due steps are not watched",
+    "SteppingStrategy._step_is_due",
+    'schedule.is_due("training") or',
+    "False and",
+)
+def test_hooks_are_watched_in_due_steps():
+    assert run_distributed(watched_hooks, 2)[0] == [*range(1, 17), 31, 32]
