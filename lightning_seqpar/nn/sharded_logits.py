@@ -152,9 +152,11 @@ class ShardedLogits(Tensor):
         if self._changed is None:
             self._memory.write(self)
             whole = self._changed = whole.clone()
-            with without_subclasses():  # a gradient that comes past the changed logits, from an autograd.Function, is refused
+            with (
+                without_subclasses()
+            ):  # a gradient that comes past the changed logits, from an autograd.Function, is refused
                 if self.requires_grad:
-                    self.register_hook(_refuse_gradient)
+                    self.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         out = change(whole)
         return self if out is whole else out
 

@@ -41,7 +41,13 @@ _OTHER_HOOKS = (
 """Ends of the names of hooks that see data, or the model as it is made."""
 _STEP_HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward", "on_before_zero_grad"),
-    *("optimizer_zero_grad", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step", "lr_scheduler_step"),
+    *(
+        "optimizer_zero_grad",
+        "on_before_optimizer_step",
+        "configure_gradient_clipping",
+        "optimizer_step",
+        "lr_scheduler_step",
+    ),
 )
 """Ends of the names of hooks that run in every step."""
 _READ_NO_WEIGHTS = (

@@ -76,7 +76,7 @@ def calls() -> dict[str, list[dict[int, Counter[str]]]]:
 @sees(
     "a graph is walked in every step",
     "SteppingStrategy._before_backward",
-    "            if self._schedule.is_due(\"training\"):\n                if is_loss:",
+    '            if self._schedule.is_due("training"):\n                if is_loss:',
     "            if True:\n                if is_loss:",
 )
 @sees(
@@ -121,7 +121,9 @@ class Modes(Callback):
 
 def watched_hooks() -> list[int]:
     modes = Modes()
-    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=34, max_epochs=-1, callbacks=[modes])
+    trainer = quiet_trainer(
+        devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=34, max_epochs=-1, callbacks=[modes]
+    )
     trainer.fit(models.GPT(), models.loader(4))
     return modes.watched
 
