@@ -95,7 +95,7 @@ def rare() -> dict[str, Setup]:
         "a metric that reads logits first cuts the loss off": own("helpers.rare:Reads", what="read_first"),
         "a change through a plain view of sharded logits is lost": own("helpers.rare:Reads", what="masked_view"),
         "logits changed in place in a copy": own("helpers.rare:Reads", what="masked_in_place"),
-        "a copy of logits changes with them": own("helpers.rare:Reads", what="changed_copy"),
+        "a copy of logits taken for a view": own("helpers.rare:Reads", what="changed_copy"),
         "a change of a view of logits stays in the view": own("helpers.rare:Reads", what="masked_rows"),
         "a change of logits in place is left out of a gradient": own("helpers.rare:Reads", what="changed_copy"),
         "padding of the vocabulary not cut off": own("helpers.rare:Reads", what="squared"),
