@@ -378,10 +378,13 @@ def _settle(values: Iterable[Any]) -> None:
             with without_overrides():
                 node = value.grad_fn
                 number = 0 if node is None else value.output_nr
-                bare = not enabled and not value._guarded and value.requires_grad
+                trains = node is None and value.requires_grad
             if node is not None:
                 value._take_over_graph(node, number)
-            elif bare:
+            elif trains and enabled and not value._local.requires_grad:
+                # It comes out of hooks on saved tensors around a checkpoint, which give it back without the part's graph.
+                value._local = value._local.detach().requires_grad_()
+            elif trains and not enabled and not value._guarded:
                 value._guard()
             if value._memory is not None and value._memory.copies:
                 value._memory.check()
