@@ -109,13 +109,16 @@ class Observers:
         """A column linear is about to read ``x``, ``[b, s, h]``."""
         if not self.schedule.watches_columns(self._frames):
             return
-        check_ancestry(x, self._frames.current.sources, module)
+        if self.schedule.walks_graphs:
+            check_ancestry(x, self._frames.current.sources, module)
         if self._sp:
             self.placement.check_column_input(x, module)
 
     def gathering_ended(self, out: Tensor | None, module: str, gathers: list[Any]) -> None:
         """A module with gathered inputs returned ``out``; ``gathers`` are the graph nodes of those inputs."""
-        if out is not None and out.grad_fn is not None and gathers and passes_by_rows(out.grad_fn, gathers):
+        if out is None or out.grad_fn is None or not gathers or not self.schedule.walks_graphs:
+            return
+        if passes_by_rows(out.grad_fn, gathers):
             # Its row may stand behind the module, but in the block.
             self._frames.current.unreduced.append((module, gathers))
 
@@ -143,11 +146,12 @@ class Observers:
             rows: parameters that it multiplies as rows itself.
             once: parameters that only the first rank adds.
         """
-        PartialSumCheck(self._frames.current.partial_nodes, rows, once).check(out, gathers, module)
+        if self.schedule.walks_graphs:
+            PartialSumCheck(self._frames.current.partial_nodes, rows, once).check(out, gathers, module)
 
     def sum_reduced(self, reduced: Tensor, module: str, gathers: Collection[Any]) -> None:
         """Such an output was reduced over the ranks."""
-        if self.schedule.watches_columns(self._frames):
+        if self.schedule.walks_graphs and self.schedule.watches_columns(self._frames):
             self.loss_leaks.note(module, reduced, gathers)
 
     # ---- random draws ----------------------------------------------------------------------------------------

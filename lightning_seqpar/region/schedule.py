@@ -22,11 +22,12 @@ class WatchSchedule:
     =========================================  =========================================================================
     activations are shards where they must be  at each use by a block, a gather, a row or the exit
     modules that may see nothing but shards    at each call in a forward, not in a recompute (:meth:`watches_forward`)
-    inputs of columns: whole, and gathered     at each column in a forward, not where a backward repeats a part of one
+    inputs of columns: whole                   at each column in a forward, not where a backward repeats a part of one
                                                (:meth:`watches_columns`)
-    outputs of blocks: every path reduced      at each block, in a recompute too
-    sums over ranks: made of rows alone        at each module that returns one, in a recompute too
-    what else a loss reads of such a module    noted like inputs of columns, checked before each backward
+    inputs of columns: gathered;               there where the step is due (:attr:`walks_graphs`)
+    outputs of blocks: every path reduced;
+    sums over ranks: made of rows alone
+    what else a loss reads of such a module    noted like inputs of columns
     tensors of which this rank has a part      noted in a forward (:meth:`watches_forward`), looked for in what each module
                                                around the blocks, and each step, returns
     random draws                               in training steps that are due, and in one behind a step that drew as none
@@ -39,6 +40,9 @@ class WatchSchedule:
 
     Args:
         every: number of steps from one due step to the next; 0 for none but the first 16 and powers of two.
+
+    Attributes:
+        walks_graphs: whether the current step is due, where a graph would be walked; also before any step.
     """
 
     def __init__(self, every: int = 0) -> None:
@@ -54,6 +58,7 @@ class WatchSchedule:
         self._known_draws: set[int] = set()
         self._draws_are_new = False
         self._has_drawn = False
+        self.walks_graphs = True
 
     @property
     def has_begun(self) -> bool:
@@ -68,16 +73,18 @@ class WatchSchedule:
         """Count a step of ``loop``: ``training``, ``validation``, ``test`` or ``predict``."""
         self._steps[loop] += 1
         self._since_start[loop] += 1
+        self.walks_graphs = self.is_due_in_loop(loop)
 
     @contextmanager
     def as_of(self, loop: str, step: int) -> Generator[None, None, None]:
         """A context in which an earlier step of ``loop`` is the current one: it was put off."""
-        now = self._steps[loop]
+        now, walks = self._steps[loop], self.walks_graphs
         self._steps[loop] = step
+        self.walks_graphs = self.is_due(loop)
         try:
             yield
         finally:
-            self._steps[loop] = now
+            self._steps[loop], self.walks_graphs = now, walks
 
     def number(self, loop: str) -> int:
         """The number of the current step of ``loop``, from 1 on."""
