@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import has_torch_function_unary
 
-from lightning_seqpar.activations.policy import is_same_keeper, keeper
+from lightning_seqpar.activations.policy import keeper
 from lightning_seqpar.activations.replay import Autocast, is_plain
 from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.distributed.autograd import function_mode, is_node_of, leaf_of, once_differentiable, reach
@@ -100,7 +100,7 @@ class NormCall:
         caller's forward would then run again without the norm's.
         """
         x = self._source()
-        return x if x is not None and x._version == self._read and is_same_keeper(self._keeper) else None
+        return x if x is not None and x._version == self._read and keeper() == self._keeper else None
 
     def __repr__(self) -> str:
         return f"a {type(self._module).__name__} of {[list(p.shape) for p in self._parameters.values()]}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_seqpar.distributed.autograd import is_of_checkpoint, is_offloading, saved_tensor_hooks
+from lightning_seqpar.distributed.autograd import is_of_checkpoint, saved_tensor_hooks
 
 
 @dataclass(frozen=True)
@@ -58,50 +56,15 @@ def hooks_in_force() -> tuple[Any, Any] | None:
     return hooks
 
 
-@dataclass(frozen=True)
-class Keeper:
-    """Saved-tensor hooks that may do more with a tensor than keep it; equal to that of the same hooks.
+def keeper() -> weakref.ref[Any] | None:
+    """The activation checkpoint that keeps what is saved now, by its hook, which may hold what it runs again; None outside of any.
 
-    Attributes:
-        pack: the hook, as a weak reference where that is possible: it may hold what a checkpoint runs again.
-        is_checkpoint: whether it is an activation checkpoint's.
-    """
-
-    pack: Any
-    is_checkpoint: bool
-
-
-def keeper() -> Keeper | None:
-    """Whose saved-tensor hooks are active; None if there are none, or such as are known to give back what they got.
-
-    Activation checkpointing installs hooks, and runs the forward again in the backward from the checkpoint's inputs, which then
-    have no history. So what is saved in place of a tensor must not depend on operations before the checkpoint began: whoever
-    replaces a tensor compares the keepers (:func:`is_same_keeper`).
+    A checkpoint runs the forward again in the backward from its inputs, which then have no history. So what is saved in place of a
+    tensor must not depend on operations before the checkpoint began: whoever replaces a tensor compares the keepers. Other hooks on
+    saved tensors (offloading, counting) are taken to give back what they got.
     """
     hooks = hooks_in_force()
-    if hooks is None or getattr(_owner(hooks), "is_transparent", False) or is_offloading(hooks):
-        return None
-    pack = hooks[0]
-    held = (
-        weakref.WeakMethod(pack) if inspect.ismethod(pack) else weakref.ref(pack) if inspect.isfunction(pack) else pack
-    )
-    return Keeper(held, is_of_checkpoint(hooks))
-
-
-def is_same_keeper(then: Keeper | None) -> bool:
-    """Whether the hooks of a keeper are still those that decide, so that less may be saved in place of a tensor made then.
-
-    Warns where hooks came or went that need not be a checkpoint's, but might be, and more is kept for that reason.
-    """
-    now = keeper()
-    if then != now and not any(one is not None and one.is_checkpoint for one in (then, now)):
-        warnings.warn(
-            "saved-tensor hooks that are not torch's own begin or end between a norm (or a gather) and a column-parallel linear "
-            "that reads it. They might run the forward again as an activation checkpoint does, so the linear keeps its own input "
-            "rather than the norm's; begin them around the whole block to keep less",
-            stacklevel=2,
-        )
-    return then == now
+    return weakref.ref(hooks[0]) if hooks is not None and is_of_checkpoint(hooks) else None
 
 
 def _owner(hooks: tuple[Any, Any]) -> Any:

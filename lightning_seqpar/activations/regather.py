@@ -37,7 +37,7 @@ class RegatheredInput:
     Attributes:
         kept: what the linears save; None once the module that reads the activation has returned.
         call: the call of the norm that makes the activation from ``kept``; None if ``kept`` is the activation.
-        keeper: the saved-tensor hook that was active in the forward (:func:`~lightning_seqpar.activations.policy.keeper`).
+        keeper: the activation checkpoint of the forward (:func:`~lightning_seqpar.activations.policy.keeper`).
     """
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, length: int | None) -> None:

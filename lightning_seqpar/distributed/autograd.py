@@ -222,13 +222,6 @@ def is_of_checkpoint(hooks: tuple[Any, Any] | None) -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
-def is_offloading(hooks: tuple[Any, Any] | None) -> bool:
-    """Whether a pair of hooks on saved tensors is that of ``save_on_cpu``, which gives back the tensors that it got."""
-    if hooks is None or getattr(hooks[0], "__module__", None) != "torch.autograd.graph":
-        return False
-    return str(getattr(hooks[0], "__qualname__", "")).startswith("save_on_cpu.")
-
-
 def push_saved_tensor_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
     """Add an innermost pair of hooks on saved tensors, until :func:`pop_saved_tensor_hooks`.
 

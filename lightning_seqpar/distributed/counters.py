@@ -49,8 +49,6 @@ class SavedBytes:
         exclude: tensors whose storages are not counted, such as a model's parameters, which stay in any case.
     """
 
-    is_transparent = True  # the hooks change nothing: autograd keeps the tensors that it would keep without them
-
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
         # Storages are told apart by an id, not by the address of their memory: on the meta device they have none.
         self._excluded = {storage_id(_local(tensor)) for tensor in exclude}

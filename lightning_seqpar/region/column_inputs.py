@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_seqpar.activations.policy import SavePolicy, is_same_keeper
+from lightning_seqpar.activations.policy import SavePolicy, keeper
 from lightning_seqpar.activations.regather import RegatheredInput
 from lightning_seqpar.activations.wgrad_overlap import BackwardExchange, DeferredWgrad, OverlapWindow, defer_wgrad
 from lightning_seqpar.distributed.autograd import input_node, node_classes
@@ -95,7 +95,7 @@ class ColumnInputs:
         read = self._find(x)
         if read is None or read.handle is None or x._version != read.version:
             return None
-        return read.handle if is_same_keeper(read.handle.keeper) else None
+        return read.handle if keeper() == read.handle.keeper else None
 
     def defer_wgrad(
         self, x: Tensor, weight: Tensor, policy: SavePolicy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import linecache
 import sysconfig
 import traceback
@@ -36,8 +35,8 @@ def frames_of(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def is_at_raise(frame: TracebackType) -> bool:
-    """Whether a frame is at a ``raise`` statement: if not, the interpreter raises there, or what is called from C++."""
-    return frame.tb_frame.f_code.co_code[frame.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    """Whether a frame's line is a ``raise`` statement: if not, the interpreter raises there, or what is called from C++."""
+    return linecache.getline(frame.tb_frame.f_code.co_filename, frame.tb_lineno).lstrip().startswith("raise ")
 
 
 def module_of(frame: FrameType) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import re
 import sys
 import traceback
@@ -172,6 +173,7 @@ def test_a_script_that_catches_many_refusals_gets_one_hook(printed):
 
 
 def raised_by(text: str, error: str) -> RuntimeError:
+    linecache.cache["users.py"] = len(text), None, text.splitlines(keepends=True), "users.py"
     try:
         exec(compile(text, "users.py", "exec"), {"__name__": "users", "error": RuntimeError(error)})
     except RuntimeError as caught:
