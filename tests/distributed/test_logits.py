@@ -647,6 +647,7 @@ HUGGING = ("llama", "gpt2", "t5")
     "        out = F.embedding(local, _read(self.weight)) * mine",
     "        out = F.embedding(local, self.weight.detach()) * mine",
 )
+@pytest.mark.more
 def test_hugging_face_heads():
     found = iter(run_distributed(fit_hugging_face, 2)[0])
     for family in HUGGING:

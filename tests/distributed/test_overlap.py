@@ -984,6 +984,7 @@ def counted() -> dict[str, dict[str, list[float]]]:
     ("case", "share"),
     [("dp 2 × tp 2", 0.75), ("dp 2 × tp 4", 0.76), ("tp 2", 0.78), ("dp 2 × tp 2, no sp", 0.83)],
 )
+@pytest.mark.more
 def test_products_run_while_collectives_are_under_way(counted, case, share):
     """By a clock that counts multiplications, where a collective takes as long as a layer's product does on average."""
     one = counted[case]

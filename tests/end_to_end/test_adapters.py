@@ -219,6 +219,7 @@ def fit_other(kinds: list[str]) -> list[Trace]:
     "if reasons and holds_variants(model):",
     "if False:",
 )
+@pytest.mark.more
 def test_other_kinds_train_like_one_process():
     kinds = ["prompt", "ia3", "loha", "loha everywhere", "lokr everywhere"]
     for kind, got in zip(kinds, run_distributed(fit_other, 2, kinds)[0], strict=True):

@@ -300,6 +300,7 @@ CLASSIC = [("none", False), ("none", True), ("selective", False), ("selective", 
 @pytest.mark.parametrize(
     ("tp", "sp"), [(2, True), *(pytest.param(*more, marks=pytest.mark.matrix) for more in ((4, True), (2, False)))]
 )
+@pytest.mark.more
 def test_the_papers_layer(tp, sp):
     """In bytes per s·b·h, the paper's table 2 and what is kept here (docs/memory.md has the terms one by one).
 

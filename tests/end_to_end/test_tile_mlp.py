@@ -238,6 +238,7 @@ def kept_of(strategy: dict[str, Any]) -> list[int]:
     [(2, {"tp": 2, "regather": True}), (2, {"cp": 2}), pytest.param(1, {}, marks=pytest.mark.matrix)],
     ids=str,
 )
+@pytest.mark.more
 def test_what_is_kept_does_not_depend_on_the_width_of_the_mlp(world, strategy):
     narrow, wide = run_distributed(kept_of, world, {**strategy, "tile_mlp": 8})[0]
     assert narrow == wide

@@ -325,6 +325,7 @@ def test_libraries_models_are_those_of_one_process(case):
 
 
 @pytest.mark.parametrize("family", CASTS)
+@pytest.mark.more
 def test_a_loss_in_float32_differs_by_its_rounding_alone(family):
     """Losses to 1e-6 of themselves, gradients to 1e-6 of the global norm, in a model that is float64 else."""
     got, ends = libraries()[family]

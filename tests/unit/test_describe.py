@@ -299,6 +299,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.more
 def test_a_70b_folder_on_1024_ranks(folder, capsys):
     text = run(capsys, str(folder), "tp=8", "--world-size", "1024", "--length", "4096")
     assert max(map(len, text.splitlines())) <= 100

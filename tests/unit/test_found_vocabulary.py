@@ -331,6 +331,7 @@ LLAMA_8B = {
 LIMIT = 1_010_000_000
 
 
+@pytest.mark.more
 def test_a_rank_of_eight_holds_an_eighth_of_llama_8b(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     main(["plan", str(tmp_path), "tp=8", "--json", "--length", "16"])

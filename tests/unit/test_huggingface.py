@@ -285,6 +285,7 @@ def through_every_form(place: Path, note: Any) -> None:
     "    store = torch.from_file(str(path), shared=True, size=max(size, 1), dtype=torch.uint8)\n",
     "    path.touch()\n    store = torch.zeros(max(size, 1), dtype=torch.uint8)\n",
 )
+@pytest.mark.more
 def test_no_more_than_a_tensor_is_held(tmp_path):
     """176 MiB of 4 MiB tensors."""
 

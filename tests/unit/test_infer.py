@@ -136,6 +136,7 @@ class Large(nn.Module):
         return self.head(self.norm(x))
 
 
+@pytest.mark.more
 def test_a_large_model_is_never_materialised():
     with torch.device("meta"):
         model = Large()

@@ -197,6 +197,7 @@ def test_a_main_process_that_ends_last_ends_well(script):
     "missing = [rank for rank in range(self._size) if rank not in self._heard]",
     "missing = []",
 )
+@pytest.mark.more
 def test_a_rank_that_hangs_ends_the_run_after_the_timeout(script):
     done = script(BAD="hang:1", TIMEOUT="15")
     assert done.returncode != 0
@@ -318,6 +319,7 @@ def test_what_torchrun_starts_again_goes_on_from_the_last_checkpoint(script, tmp
     "            signal.signal(environment.requeue_signal, self.note_requeue)\n",
     "            pass\n",
 )
+@pytest.mark.more
 def test_slurms_requeue_signal_saves_on_all_ranks_at_one_place(script, tmp_path):
     """``scontrol`` is a script here, which notes that it was called."""
     called = tmp_path / "called"
