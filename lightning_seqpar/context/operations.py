@@ -427,7 +427,7 @@ def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: int, de
     return _wrap_all(func(x._local, *args[1:], **kwargs), x._place)
 
 
-@handles("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "index_select")
+@handles("softmax", "log_softmax", "softmin", "cumsum", "index_select")
 def along_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function whose first argument behind the tensor is its dim."""
     return _along(func, args, kwargs, 1)
@@ -439,27 +439,10 @@ def along_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _along(func, args, kwargs, 1, -1)
 
 
-@handles("flip")
-def flip(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Other dims the other way round."""
-    dims = (
-        args[1:]
-        if len(args) > 2 or (len(args) == 2 and isinstance(args[1], int))
-        else _argument(args, kwargs, 1, "dims")
-    )
-    return _along(torch.flip, (*args[:1], dims), {}, 1)
-
-
 @handles("topk", "normalize")
 def along_second(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function whose second argument behind the tensor is its dim."""
     return _along(func, args, kwargs, 2, 1 if func.__name__ == "normalize" else -1)
-
-
-@handles("roll")
-def roll(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A roll of other dims."""
-    return _along(func, args, kwargs, 2)
 
 
 @handles("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split", views=True)
@@ -528,15 +511,6 @@ def norm_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A norm over other dims."""
     x, dim = args[0] if args else None, _argument(args, kwargs, 2, "dim")
     if not isinstance(x, SeqPart) or dim is None or x._place.dim in _dims(dim, x.ndim):
-        return NotImplemented
-    return _reduced(x, _dims(dim, x.ndim), func(x._local, *args[1:], **kwargs))
-
-
-@handles("kthvalue")
-def kth_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The k-th along another dim."""
-    x, dim = args[0] if args else None, _argument(args, kwargs, 2, "dim", -1)
-    if not isinstance(x, SeqPart) or x._place.dim in _dims(dim, x.ndim):
         return NotImplemented
     return _reduced(x, _dims(dim, x.ndim), func(x._local, *args[1:], **kwargs))
 
@@ -1019,17 +993,6 @@ def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return locals_
     shift = stacks and at <= first._place.dim
     return SeqPart.wrap(func(locals_, at), first._place.at(first._place.dim + shift))
-
-
-@handles("pad")
-def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Zeros at the ends of the last dims, which the sequence is not among."""
-    x, amounts = args[0] if args else None, _argument(args, kwargs, 1, "pad")
-    if not isinstance(x, SeqPart) or x._place.dim >= x.ndim - len(amounts) // 2:
-        return NotImplemented
-    if _argument(args, kwargs, 2, "mode", "constant") != "constant" and not min(x._place.chunks.counts):
-        return NotImplemented  # a rank that holds nothing could not reflect it
-    return x.like(func(x._local, *args[1:], **kwargs))
 
 
 @handles("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")

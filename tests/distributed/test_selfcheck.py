@@ -139,6 +139,7 @@ def test_a_module_for_each_head_is_not_cut_short(sp):
     assert "times as large as it should be" in said
 
 
+@pytest.mark.more
 def test_right_plans_pass():
     kinds = ["gqa_shared", "encoder_decoder", "distilled", "reused", "all_inline"]
     assert set(all_told([(kind, None, sp) for kind in kinds for sp in (True, False)], 4)) == {""}

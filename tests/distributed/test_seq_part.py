@@ -229,27 +229,24 @@ add(
 
 # ---- along other dims ------------------------------------------------------------------------------------------
 
-for _name in ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"):
+for _name in ("softmax", "log_softmax", "softmin", "cumsum"):
     for _func in homes(_name):
         for _dim in (0, 1, -1):
             add(_name, lambda m, s, f=_func, d=_dim: f(m.part(2, s, 3, dim=1), d))
         add(_name, lambda m, s, f=_func: f(m.part(s, s, dim=0), dim=1))
         add(_name, lambda m, s, f=_func: f(m.flat(2, s, 3, dim=0), dim=0))
-for _name in ("sort", "argsort", "glu", "topk", "normalize", "kthvalue"):
+for _name in ("sort", "argsort", "glu", "topk", "normalize"):
     for _func in homes(_name):
         for _dim in (0, 1, 2, -1):
             if _name == "topk":
                 add(_name, lambda m, s, f=_func, d=_dim: f(m.part(2, s, 4, dim=1), 1, d))
             elif _name == "normalize":
                 add(_name, lambda m, s, f=_func, d=_dim: f(m.part(2, s, 4, dim=1), 2.0, d))
-            elif _name == "kthvalue":
-                add(_name, lambda m, s, f=_func, d=_dim: f(m.part(2, s, s, dim=1), 1, d))
-                add(_name, lambda m, s, f=_func, d=_dim: f(m.part(2, s, s, dim=1), 1, d, True))
             elif _name == "glu":
                 add(_name, lambda m, s, f=_func, d=_dim: f(m.part(2, 2 * s, 4, dim=1), d))
             else:
                 add(_name, lambda m, s, f=_func, d=_dim: f(m.part(2, s, 4, dim=1), dim=d, descending=True))
-        _rest = (1,) if _name in ("topk", "kthvalue") else ()
+        _rest = (1,) if _name == "topk" else ()
         add(_name, lambda m, s, f=_func, r=_rest: f(m.part(2, s, 4, dim=1), *r))
 add(
     "sort",
@@ -259,17 +256,11 @@ add(
 for _func in homes("index_select"):
     for _dim in (0, 1, 2):
         add("index_select", lambda m, s, f=_func, d=_dim: f(m.part(2, s, 3, dim=1), d, torch.tensor([0, 0])))
-for _func in homes("flip"):
-    for _dims in ((0,), (2, 0), (1,), (0, 1), (-1,)):
-        add("flip", lambda m, s, f=_func, d=_dims: f(m.part(2, s, 3, dim=1), d))
 add("flip", lambda m, s: m.part(2, s, 3, dim=1).flip(0, 1), lambda m, s: m.part(2, s, 3, dim=1).flip(dims=(0, 2)))
-for _func in homes("roll"):
-    for _dims in (0, 1, 2, (0, 1), (0, 2)):
-        add("roll", lambda m, s, f=_func, d=_dims: f(m.part(2, s, 3, dim=1), 1 if isinstance(d, int) else (1, 1), d))
 add(
     "roll",
     lambda m, s: torch.roll(m.part(2, s, 3, dim=1), 1),
-    lambda m, s: m.part(2, s, 3, dim=1).roll(shifts=1, dims=1),
+    lambda m, s: m.part(2, s, 3, dim=1).roll(shifts=1, dims=2),
 )
 for _name in ("chunk", "split", "tensor_split", "unsafe_chunk", "unsafe_split"):
     for _func in homes(_name):

@@ -150,6 +150,7 @@ def kept(folder: str) -> None:
     "                self._reserve_names(callback)\n",
     "                pass\n",
 )
+@pytest.mark.more
 def test_names_and_removals_wait_their_turn(tmp_path):
     """The second ``best`` finds the first one's name taken, though it is not whole yet; what goes, goes behind what comes."""
     run_distributed(kept, 2, str(tmp_path))

@@ -179,6 +179,7 @@ def loops(compiled: bool, folder: str) -> dict[str, Any]:
     return out
 
 
+@pytest.mark.more
 def test_evaluation_checkpoints_and_the_way_back(tmp_path: Path):
     eager, compiled = (run_distributed(loops, 2, one, str(tmp_path))[0] for one in (False, True))
     # Training, and evaluation without gradients; and each again for lengths that vary.
@@ -303,6 +304,7 @@ def alike(a: Tensor, b: Tensor) -> float:
     return abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) * a.numel() ** 0.5
 
 
+@pytest.mark.more
 def test_masks_are_shared_or_independent_as_the_activation_is():
     ours, others = run_distributed(drop, 2, [5, 5])
     (masks, after), (again, _) = ours

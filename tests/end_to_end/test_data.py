@@ -272,6 +272,7 @@ def noisy(workers: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("workers", [rest(0), 1])
+@pytest.mark.more
 def test_augmentations_are_the_same_within_a_replica(workers):
     first, second = run_distributed(noisy, 2, workers)
     assert first == second

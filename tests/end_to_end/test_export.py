@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from lightning_seqpar import SeqParallelStrategy
@@ -37,6 +38,7 @@ def validate(path: str) -> dict[str, Any]:
     return dict(trainer.strategy.lightning_module_state_dict())
 
 
+@pytest.mark.more
 def test_what_was_trained_in_parts_is_loaded_by_the_library(tmp_path, capsys):
     """And the library's folder is a checkpoint of ours."""
     run_distributed(train, 2, str(tmp_path), FEW)

@@ -106,6 +106,7 @@ def fit_fewer(plan: str) -> list[Trace]:
 
 
 @pytest.mark.parametrize("plan", ["auto", rest("infer")])
+@pytest.mark.more
 def test_fewer_kv_heads_than_ranks(plan):
     for (family, heads), got in zip(FEWER, run_distributed(fit_fewer, 4, plan)[0], strict=True):
         args = {"family": family, "loss": "user", "num_key_value_heads": heads}

@@ -284,6 +284,7 @@ class Same(Dataset[Any]):
 )
 @pytest.mark.parametrize("form", [form if form == "sharded" else rest(form) for form in FORMS])
 @pytest.mark.parametrize("at", [3, 2], ids=["epoch's end", "within an epoch"])
+@pytest.mark.more
 def test_a_resumed_run_draws_what_the_uninterrupted_one_drew(tmp_path, form, at):
     whole = run_distributed(drop, 4, 2, form, str(tmp_path), None, at)
     rest = run_distributed(drop, 4, 2, form, str(tmp_path), str(tmp_path / f"step={at}.ckpt"), at)

@@ -124,6 +124,7 @@ def sent(t: int, sp: bool) -> tuple[dict[str, int], dict[str, int]]:
         for family in FAMILIES
     ],
 )
+@pytest.mark.more
 def test_a_step_keeps_and_sends_what_the_formulas_say(family, tp, sp):
     strategy = {"tp": tp, "sp": sp, "regather": True}
     saved, calls, given, backend = run_distributed(run, tp, family, strategy)[0]

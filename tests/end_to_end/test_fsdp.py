@@ -55,6 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "no units": ("CallsItself", {"by_hand": True}, {}, {"fsdp": {"units": []}}),
     "a step by hand that calls itself": ("CallsItself", {"by_hand": True}, {}, {}),
 }
+FEW = ["accumulated, clipped by norm", "blocks stay gathered, no sp", "a step that calls itself"]
 LATER = ("rates by shape and class", "recomputed attention", "a shared block", "nn.TransformerEncoder", "experts")
 """Those that `make matrix` runs: other cases show what they do of the split over the replicas."""
 PLANS = {"Direct": lambda: models.plan("", None)}
@@ -277,6 +278,7 @@ def fit_cases(names: list[str], world: int, tp: int) -> list[Trace]:
 @pytest.mark.parametrize(
     ("world", "tp", "names"),
     [
+        pytest.param(4, 2, FEW, id="4-2-few"),
         pytest.param(4, 2, [name for name in CASES if name not in LATER], id="4-2"),
         pytest.param(4, 2, list(LATER), id="4-2-later", marks=pytest.mark.matrix),
         pytest.param(4, 1, list(CASES), id="4-1", marks=pytest.mark.matrix),

@@ -180,6 +180,7 @@ def generate(families: list[str], world: int = 1, plan: str = "auto") -> list[li
 
 
 @pytest.mark.parametrize("plan", ["auto", pytest.param("infer", marks=pytest.mark.matrix)])
+@pytest.mark.more
 def test_generate_gives_the_tokens_of_one_process(plan):
     families = ["llama", "gpt2", "t5", "mixtral"]
     whole = generate(families)

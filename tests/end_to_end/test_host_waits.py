@@ -169,6 +169,7 @@ class DropsLate(models.GPT):
     "draws=schedule.expects_draws(loop)",
     "draws=True",
 )
+@pytest.mark.more
 def test_streams_are_switched_where_something_draws():
     # A draw that comes unexpected is seen at the end of its block.
     expected = {(0.0, 0): ([16, 17, 18, 19], []), (0.5, 0): ([], []), (0.5, 17): ([16], [17])}

@@ -182,6 +182,7 @@ zoo.Loaded = Loaded
 
 
 @pytest.mark.parametrize(("world", "tp"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.matrix)])
+@pytest.mark.more
 def test_weights_are_read_from_a_folder_in_parts(folders, world, tp):
     given = [(family, str(folder)) for family, folder in folders.items()]
     for (family, folder), got in zip(given, run_distributed(fit_folders, world, given, world, tp)[0], strict=True):

@@ -164,6 +164,7 @@ def measured_in_turn() -> tuple[Any, ...]:
     'not vars(owner).get("only_reads_gradients", False)',
     "True",
 )
+@pytest.mark.more
 def test_what_it_costs_and_when_it_logs():
     """At steps that are not logged the ranks exchange nothing more; at those that are, what it exchanges itself is not counted."""
     (calls, sent, _), (beside, _, _), (_, _, rows), (waits, came) = run_distributed(measured_in_turn, 2)[0]

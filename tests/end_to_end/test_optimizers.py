@@ -85,6 +85,7 @@ def fit_kinds(world: int, tp: int, how: str) -> dict[str, tuple[Trace, dict[str,
 
 @sees("fused kernels on rows let through", "refuse_fused_on_rows", "if is_fused and", "if False and", case="4-2-fsdp")
 @pytest.mark.parametrize(("world", "tp", "how"), [(2, 2, "ddp"), (4, 2, "fsdp")])
+@pytest.mark.more
 def test_fused_and_foreach_kernels_run(world, tp, how):
     for found in run_distributed(fit_kinds, world, world, tp, how):
         for kind, kernel in KINDS.items():

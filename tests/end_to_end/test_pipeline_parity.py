@@ -88,6 +88,7 @@ def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int)
     ],
     ids=["recompute", "dp", "cp", "tp", "cp-more", "tp-more", "dp-more", "turns", "turns-four", "turns-more", "three axes"],
 )  # fmt: skip
+@pytest.mark.more
 def test_stages_beside_all_else_are_one_process(world, cases):
     everywhere = run_distributed(fit_all, world, cases, world, timeout=300)
     for at, (model, args, strategy) in enumerate(cases):

@@ -118,6 +118,7 @@ def fit_all(world: int, tp: int, sp: bool) -> dict[str, Trace]:
         *(pytest.param(*more, marks=pytest.mark.matrix) for more in ((4, 4, True), (2, 2, False))),
     ],
 )
+@pytest.mark.more
 def test_by_hand(world, tp, sp):
     got = run_distributed(fit_all, world, world, tp, sp, timeout=300.0)[0]
     for kind in HAND:

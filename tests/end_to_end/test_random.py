@@ -118,6 +118,7 @@ def test_what_a_function_drops_in_front_of_the_columns_is_the_same_on_all_ranks(
     case="True",
 )
 @pytest.mark.parametrize("sp", [True, rest(False)])
+@pytest.mark.more
 def test_a_recompute_drops_of_a_whole_activation_what_was_dropped(sp):
     kept = run_distributed(train, 2, 2, sp, steps=4, kind="late")[0]["losses"]
     for recompute in ("block", "block, reentrant", "attn", "columns"):
@@ -200,6 +201,7 @@ def draw_all(cases: list[tuple[bool, str]]) -> list[dict[str, dict[str, Any]]]:
     "use_reentrant=False, preserve_rng_state=False)",
 )
 @sees("recompute: draws of Python and numpy made anew", "HostDraws.again", "        self._set(self._began)\n", "")
+@pytest.mark.more
 def test_what_was_dropped_is_dropped_again():
     cases = [(True, ""), (True, "late"), (False, "calling"), (False, "late")]
     for case, runs in zip(cases, run_distributed(draw_all, 2, cases)[0], strict=True):
@@ -485,6 +487,7 @@ def test_the_self_check_refuses_a_generator_of_ones_own_for_features(sp):
     case="True",
 )
 @pytest.mark.parametrize("sp", [True, rest(False)])
+@pytest.mark.more
 def test_ranks_that_share_value_heads_may_not_drop_them_apart(sp):
     for told, step, _ in run_distributed(fit_stray, 4, "values", sp, self_check=True, length=8, tp=4):
         assert (

@@ -98,6 +98,7 @@ def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int)
     ],
     ids=["two", "four", "more"],
 )  # fmt: skip
+@pytest.mark.more
 def test_stages_of_several_stacks_are_one_process(world, cases):
     everywhere = run_distributed(fit_all, world, cases, world, timeout=300)
     for at, (model, args, strategy) in enumerate(cases):

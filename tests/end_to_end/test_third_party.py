@@ -253,6 +253,7 @@ print(class_source(Family), end="")
 """
 
 
+@pytest.mark.more
 def test_a_module_that_raises_when_it_is_asked_for_its_file_does_no_harm():
     done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, check=False, cwd=Path.cwd())
     assert done.returncode == 0, done.stderr

@@ -240,6 +240,7 @@ def test_what_is_not_right_on_shards_stays_whole_with_a_reason(kind):
 @pytest.mark.parametrize("kind", ["plain", "two", "few", "bias_twice", "tied_late"])
 @pytest.mark.parametrize("world", [4])
 @pytest.mark.parametrize("tp", [2, rest(4)])
+@pytest.mark.more
 def test_on_four_ranks(kind, world, tp):
     """Of three tokens over four ranks the last rank holds padding alone."""
     got, count, _ = trained(world, tp)[kind]
