@@ -11,7 +11,14 @@ from torch import Tensor
 
 from lightning_seqpar.trial.hints import Wrong, describe_difference, describe_late, describe_ranks
 from lightning_seqpar.trial.training import ALONE, Outcome, Trial
-from lightning_seqpar.verify.parity import FLOAT32_LOSS_TOLERANCE, FLOAT64_TOLERANCE, Row, largest_gap, norm_of
+from lightning_seqpar.verify.parity import (
+    FLOAT32_LOSS_TOLERANCE,
+    FLOAT64_TOLERANCE,
+    Row,
+    largest_gap,
+    largest_number,
+    norm_of,
+)
 from lightning_seqpar.verify.run_comparison import NOISE, OWN_LIMIT
 
 _GRADIENTS32 = 1e-4
@@ -221,4 +228,4 @@ def _gap(values: Iterable[float]) -> float:
 def _own_error(right: Tensor | None, got: Tensor | None) -> float:
     """The largest difference of two tensors, relative to the largest number of the right one."""
     gap = largest_gap(right, got)
-    return gap if right is None or math.isinf(gap) or not right.numel() else gap / max(float(right.abs().max()), 1e-300)
+    return gap if right is None or math.isinf(gap) or not right.numel() else gap / max(largest_number(right), 1e-300)

@@ -108,8 +108,16 @@ def own_whole(tensor: Tensor) -> Tensor:
 
 def norm_of(grads: Mapping[str, Tensor | None]) -> float:
     """The global 2-norm of whole gradients; a parameter without a gradient counts as zero."""
-    total = sum(float(grad.double().pow(2).sum()) for grad in grads.values() if grad is not None)
-    return math.sqrt(total)
+    norms = [float(torch.linalg.vector_norm(grad.to_dense().double())) for grad in grads.values() if grad is not None]
+    return math.hypot(*norms)
+
+
+def largest_number(x: Tensor) -> float:
+    """The largest absolute number of a tensor, in one pass over it; 0 of an empty one, NaN where there is one."""
+    if not x.numel():
+        return 0.0
+    low, high = torch.aminmax(x.abs() if x.is_complex() else x)
+    return max(-float(low), float(high))
 
 
 @dataclass(frozen=True)
@@ -199,7 +207,7 @@ def largest_gap(one: Tensor | None, other: Tensor | None) -> float:
     """
     if one is None or other is None or one.shape != other.shape:
         return 0.0 if one is other else math.inf
-    gap = float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
+    gap = largest_number(one.double() - other.double())
     return math.inf if math.isnan(gap) else gap
 
 

@@ -17,7 +17,7 @@ from lightning_seqpar.layout.param_layout import ModelLayout
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.observed_run import ObservedEvaluation, ObservedRun, RandomDraw
-from lightning_seqpar.verify.parity import norm_of
+from lightning_seqpar.verify.parity import largest_number, norm_of
 
 LIMIT = 1e-8
 """Largest error in float64: of the loss, relative to itself; of a gradient, relative to the global gradient norm."""
@@ -144,13 +144,13 @@ def worst_gradient(
         largest, a = 1e-300, None
         if grad is not None:
             a = grad.to_dense().cpu()
-            largest = max(float(a.abs().max()), largest) if a.numel() else largest
+            largest = max(largest_number(a), largest)
             a = a if shard is None else shard.take(a, rank).narrow(shard.dim, 0, len(shard.indices(rank)))
         a = torch.zeros_like(b) if a is None and b is not None else a
         b = torch.zeros_like(a) if b is None and a is not None else b
         assert a is not None
         assert b is not None
-        gap = float((a.double() - b.double()).abs().max()) / norm if a.numel() else 0.0
+        gap = largest_number(a.double() - b.double()) / norm
         own = gap * norm / largest
         wrong = not gap <= limit or (own > OWN_LIMIT and gap > NOISE[narrow])
         if wrong and (worst is None or not gap <= worst.error):
@@ -409,7 +409,7 @@ def _first_difference(
         gaps += [_gap(part, b, padded=True) for part in shards if part.shape == b.shape]
         if not gaps:
             continue
-        gaps = [gap / max(float(a.abs().max()) if a.numel() else 0.0, 1e-12) for gap in gaps]
+        gaps = [gap / max(largest_number(a), 1e-12) for gap in gaps]
         differs = not min(gaps) <= 100 * limit
         if differs and not size:
             at, size = index, min(gaps)
@@ -425,4 +425,4 @@ def _gap(part: Tensor, got: Tensor, *, padded: bool) -> float:
     if padded:
         # A shard may end in padding: zeros in the part that was split off, and anything in what the model made.
         got = torch.where(part == 0, torch.zeros_like(got), got)
-    return float((part.double() - got.double()).abs().max()) if part.numel() else 0.0
+    return largest_number(part.double() - got.double())

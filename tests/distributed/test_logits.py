@@ -358,11 +358,14 @@ def changed_in_part() -> None:
     """Views of one another, of which one was changed in place: the others would not show it."""
     whole, _ = make()
     for change, lost in (
-        (lambda x: (x, x[1:].mul_(2.0)), "a view was changed in place"),
-        (lambda x: (x[1:], x.mul_(2.0)), "a view was changed in place"),
-        (lambda x: (x.view(1, *x.shape).detach(), x[1:].data.clamp_(max=1.0)), "a view was changed in place"),
-        (lambda x: (x, x[..., 3:6].mul_(2.0)), "a view was changed in place"),
-        (lambda x: (x[1:], x.transpose(0, 1).mul_(2.0)), "a view was changed in place"),
+        (lambda x: (x, x[1:].mul_(2.0)), "shares their memory was changed in place"),
+        (lambda x: (x[1:], x.mul_(2.0)), "shares their memory was changed in place"),
+        (
+            lambda x: (x.view(1, *x.shape).detach(), x[1:].data.clamp_(max=1.0)),
+            "shares their memory was changed in place",
+        ),
+        (lambda x: (x, x[..., 3:6].mul_(2.0)), "shares their memory was changed in place"),
+        (lambda x: (x[1:], x.transpose(0, 1).mul_(2.0)), "shares their memory was changed in place"),
     ):
         read, _ = change(sharded(whole)[0])
         for use in (torch.argmax, ShardedLogits.whole, torch.tanh):
