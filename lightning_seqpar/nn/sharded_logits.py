@@ -280,9 +280,9 @@ class _Memory:
         """
         if (self.changed is not None and self.changed() is not logits) or any(one.is_changed for one in self.copies):
             raise RuntimeError(
-                "logits that are sharded by vocabulary are read after a tensor that shares their memory was changed in place, and the "
-                "change did not reach them. Write it as a new tensor (torch.where, x = x + y), or logits = logits.whole() first (on "
-                "all ranks)"
+                "logits that are sharded by vocabulary are read after a tensor that shares their memory was changed in place, and "
+                "the change did not reach them. Write it as a new tensor (torch.where, x = x + y), or logits = logits.whole() "
+                "first (on all ranks)"
             )
 
     def write(self, logits: ShardedLogits) -> None:
@@ -293,8 +293,8 @@ class _Memory:
         """
         if any(one.is_held for one in self.copies):
             raise RuntimeError(
-                "logits that are sharded by vocabulary are changed in place while a view of them is held, which is a copy and would "
-                "not change with them. Write logits = logits.whole() first (on all ranks)"
+                "logits that are sharded by vocabulary are changed in place while a view of them is held, which is a copy and "
+                "would not change with them. Write logits = logits.whole() first (on all ranks)"
             )
         self.changed = weakref.ref(logits)
 
