@@ -17,7 +17,7 @@ from lightning_seqpar.layout.param_layout import ModelLayout
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.observed_run import ObservedEvaluation, ObservedRun, RandomDraw
-from lightning_seqpar.verify.parity import largest_number, norm_of
+from lightning_seqpar.verify.parity import largest_difference, largest_number, norm_of
 
 LIMIT = 1e-8
 """Largest error in float64: of the loss, relative to itself; of a gradient, relative to the global gradient norm."""
@@ -150,7 +150,7 @@ def worst_gradient(
         b = torch.zeros_like(a) if b is None and a is not None else b
         assert a is not None
         assert b is not None
-        gap = largest_number(a.double() - b.double()) / norm
+        gap = largest_difference(a, b) / norm
         own = gap * norm / largest
         wrong = not gap <= limit or (own > OWN_LIMIT and gap > NOISE[narrow])
         if wrong and (worst is None or not gap <= worst.error):
