@@ -250,6 +250,7 @@ RUNS = [
     case="dp2-tp2-in the backward",
 )
 @pytest.mark.parametrize(("topology", "name"), RUNS)
+@pytest.mark.more
 def test_the_search_of_one_process(topology, name, folders):
     world, strategy = TOPOLOGIES[topology]
     always = name in ALWAYS.get(topology, ())

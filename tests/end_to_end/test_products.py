@@ -235,6 +235,7 @@ def shards_kept(model: type[zoo.Zoo], kind: str = "list_moe") -> list[bool]:
     return seen
 
 
+@pytest.mark.more
 def test_experts_in_a_list_see_shards_unless_a_loss_reads_the_router():
     assert run_distributed(shards_kept, 2, zoo.Zoo)[0] == [True]
     assert run_distributed(shards_kept, 2, Balanced)[0] == [False]

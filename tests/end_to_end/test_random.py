@@ -127,6 +127,7 @@ def test_a_recompute_drops_of_a_whole_activation_what_was_dropped(sp):
 
 
 @pytest.mark.parametrize("sp", [True, rest(False)])
+@pytest.mark.more
 def test_seed_everything_alone_reproduces_a_run(sp):
     (one, _), (again, _) = (run_distributed(train, 2, 2, sp, steps=4) for _ in range(2))
     assert one["losses"] == again["losses"]

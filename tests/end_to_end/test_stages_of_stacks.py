@@ -196,6 +196,7 @@ def go(kind: str, sizes: dict[str, Any] | None) -> tuple[dict[str, float], Any, 
     ],
     ids=["t5", "torch", "t5-tp", "torch-four"],
 )
+@pytest.mark.more
 def test_evaluations_and_generated_tokens_are_those_of_one_process(kind, world, sizes):
     metrics, validated, predicted, _ = go(kind, None)
     everywhere = run_distributed(go, world, kind, sizes)

@@ -267,6 +267,7 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
 )
 @sees("habits: an iterator taken for a batch", "_of_loop", "iterates=one in iterating", "iterates=False", case="2-2")
 @pytest.mark.parametrize(("world", "tp"), [(2, 2), rest(4, 2)])
+@pytest.mark.more
 def test_what_users_write_trains_as_in_one_process(world, tp, tmp_path):
     names = (
         list(TRAINED) if world == 2 else ["an iterator", "manual", "thawing raw parameters", "thawing by a callback"]

@@ -229,6 +229,7 @@ def test_an_attention_that_rounds_to_float32():
     "-(-parameter.shape[0] // self.replicas)",
     "parameter.shape[0]",
 )
+@pytest.mark.more
 def test_what_replicas_share_out_is_counted():
     sizes = [{"tp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}]
     for size in sizes:
