@@ -109,16 +109,13 @@ class Observers:
         """A column linear is about to read ``x``, ``[b, s, h]``."""
         if not self.schedule.watches_columns(self._frames):
             return
-        if self.schedule.walks_graphs:
-            check_ancestry(x, self._frames.current.sources, module)
+        check_ancestry(x, self._frames.current.sources, module)
         if self._sp:
             self.placement.check_column_input(x, module)
 
     def gathering_ended(self, out: Tensor | None, module: str, gathers: list[Any]) -> None:
         """A module with gathered inputs returned ``out``; ``gathers`` are the graph nodes of those inputs."""
-        if out is None or out.grad_fn is None or not gathers or not self.schedule.walks_graphs:
-            return
-        if passes_by_rows(out.grad_fn, gathers):
+        if out is not None and out.grad_fn is not None and gathers and passes_by_rows(out.grad_fn, gathers):
             # Its row may stand behind the module, but in the block.
             self._frames.current.unreduced.append((module, gathers))
 

@@ -22,12 +22,11 @@ class WatchSchedule:
     =========================================  =========================================================================
     activations are shards where they must be  at each use by a block, a gather, a row or the exit
     modules that may see nothing but shards    at each call in a forward, not in a recompute (:meth:`watches_forward`)
-    inputs of columns: whole                   at each column in a forward, not where a backward repeats a part of one
-                                               (:meth:`watches_columns`)
-    inputs of columns: gathered;               there where the step is due (:attr:`walks_graphs`)
-    outputs of blocks: every path reduced;
-    sums over ranks: made of rows alone
-    what else a loss reads of such a module    noted like inputs of columns
+    inputs of columns: whole, and gathered     at each column in a forward, not where a backward repeats a part of one
+                                               (:meth:`watches_columns`); most read what was gathered itself
+    outputs of blocks: every path reduced      at each block, in a recompute too; most end in a row's reduction
+    sums over ranks: made of rows alone        at each module that returns one where the step is due (:attr:`walks_graphs`)
+    what else a loss reads of such a module    noted there
     tensors of which this rank has a part      noted in a forward (:meth:`watches_forward`), looked for in what each module
                                                around the blocks, and each step, returns
     random draws                               in training steps that are due, and in one behind a step that drew as none
@@ -42,7 +41,7 @@ class WatchSchedule:
         every: number of steps from one due step to the next; 0 for none but the first 16 and powers of two.
 
     Attributes:
-        walks_graphs: whether the current step is due, where a graph would be walked; also before any step.
+        walks_graphs: whether the current step is due, where graphs of losses and of whole modules are walked; also before any step.
     """
 
     def __init__(self, every: int = 0) -> None:

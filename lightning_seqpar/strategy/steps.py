@@ -184,11 +184,6 @@ class SteppingStrategy(StagedStrategy):
                 self._outputs.check(self.groups, loop)
         return out
 
-    def _step_is_due(self) -> bool:
-        """Whether checks are due in the current training step, or in the update that it ends with."""
-        schedule = self._schedule
-        return schedule.is_due("training") or schedule.is_due_at(self._trainer.global_step + 1)
-
     def _looking_at_weights(self, looks: bool) -> AbstractContextManager[None]:
         """A context manager for a step in which weights may be changed by hand."""
         if self._weights is None or not looks:

@@ -368,7 +368,7 @@ class SeqParallelStrategy(TuningStrategy):
             record.note_versions()
         if fitting and record is not None and any(layout.is_sharded for layout in record.layout.values()):
             self._weights = WeightWatch(record)
-            self._weights.begin(trainer, self._step_is_due)
+            self._weights.begin(trainer)
 
     def setup_environment(self) -> None:
         """Connect the processes, and make a model whole that an earlier run sharded, if callbacks are about to copy it.

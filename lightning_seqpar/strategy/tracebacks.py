@@ -35,8 +35,8 @@ def frames_of(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def is_at_raise(frame: TracebackType) -> bool:
-    """Whether a frame's line is a ``raise`` statement: if not, the interpreter raises there, or what is called from C++."""
-    return linecache.getline(frame.tb_frame.f_code.co_filename, frame.tb_lineno).lstrip().startswith("raise ")
+    """Whether a frame's line has a ``raise`` statement: if not, the interpreter raises there, or what is called from C++."""
+    return "raise" in linecache.getline(frame.tb_frame.f_code.co_filename, frame.tb_lineno).split()
 
 
 def module_of(frame: FrameType) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import math
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -39,17 +39,6 @@ _OTHER_HOOKS = (
     "configure_callbacks",
 )
 """Ends of the names of hooks that see data, or the model as it is made."""
-_STEP_HOOKS = (
-    *("on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward", "on_before_zero_grad"),
-    *(
-        "optimizer_zero_grad",
-        "on_before_optimizer_step",
-        "configure_gradient_clipping",
-        "optimizer_step",
-        "lr_scheduler_step",
-    ),
-)
-"""Ends of the names of hooks that run in every step."""
 _READ_NO_WEIGHTS = (
     "lightning_seqpar.",
     *(
@@ -162,12 +151,10 @@ class WeightWatch:
         """Whether code is watched now."""
         return self._mode is not None
 
-    def begin(self, trainer: Trainer, is_due: Callable[[], bool]) -> None:
-        """Watch hooks that have code in them, around which Lightning calls its profiler, until :meth:`end`.
+    def begin(self, trainer: Trainer) -> None:
+        """Watch each hook that has code in it, around which Lightning calls its profiler, until :meth:`end`.
 
-        Args:
-            trainer: whose hooks.
-            is_due: whether hooks that run in every step are to be watched now; others always are.
+        In every step: one that changes weights in each hundredth might never do so where checks are due, and nothing else sees it.
         """
         profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
         usual, known = profiler.profile, dict[str, bool]()
@@ -180,8 +167,7 @@ class WeightWatch:
         def profile(action_name: str) -> AbstractContextManager[Any]:
             if (has_code := known.get(action_name)) is None:
                 has_code = known[action_name] = _has_code(action_name, trainer)
-            watches = has_code and (not action_name.endswith(_STEP_HOOKS) or is_due())
-            return watching(action_name) if watches else usual(action_name)
+            return watching(action_name) if has_code else usual(action_name)
 
         self._profiler, vars(profiler)["profile"] = profiler, profile
 

@@ -202,6 +202,21 @@ class LateClipByCallback(models.GPT):
         return [ClipByCallback()]
 
 
+class RowsByCallback(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        if trainer.global_step == 18:
+            weight = module.model.blocks[0].mlp.down.weight
+            with torch.no_grad():
+                weight.copy_(F.normalize(weight, dim=1))
+
+
+class LateRows(models.GPT):
+    """Makes rows of length 1 behind a step that no schedule expects, and behind no other."""
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [RowsByCallback()]
+
+
 class LateInit(models.GPT):
     def on_fit_start(self) -> None:
         nn.init.constant_(self.model.blocks[0].mlp.up.weight, 0.1)
@@ -286,8 +301,9 @@ class CrossAttention(nn.Module):
         self.n_head = 4
         self.q, self.k, self.v, self.proj = (nn.Linear(16, 16) for _ in range(4))
 
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor | None) -> Tensor:
         b, s, _ = x.shape
+        memory = x if memory is None else memory
         q, k, v = (t.view(b, s, self.n_head, -1).transpose(1, 2) for t in (self.q(x), self.k(memory), self.v(memory)))
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, -1))
 
@@ -297,11 +313,14 @@ class CrossBlock(nn.Module):
         super().__init__()
         self.norm, self.attn = nn.LayerNorm(16), CrossAttention()
 
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor | None) -> Tensor:
         return x + self.attn(self.norm(x), memory)
 
 
 class CrossModel(L.LightningModule):
+    looks_at = range(100)
+    """The steps that attend to something else."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
@@ -311,11 +330,17 @@ class CrossModel(L.LightningModule):
         tokens = batch[0]
         x, memory = self.embed(tokens), self.embed(tokens.flip(1))
         for block in self.blocks:
-            x = block(x, memory)
+            x = block(x, memory if batch_idx in self.looks_at else None)
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class LateCrossModel(CrossModel):
+    """Attends to something else in a step that no schedule expects, and in no other."""
+
+    looks_at = range(17, 18)
 
 
 CROSS = [
@@ -427,6 +452,11 @@ CASES = {
     "torch's clipping, late": ("LateClip", {}, r"clipped by torch.nn.utils.clip_grad_norm_"),
     "torch's clipping in a hook, late": ("LateClipBehindBackward", {}, r"clipped by torch.nn.utils.clip_grad_norm_"),
     "torch's clipping in a callback, late": ("LateClipByCallback", {}, r"clipped by torch.nn.utils.clip_grad_norm_"),
+    "rows normalised by a callback, late": (
+        "LateRows",
+        {},
+        r"mlp.down.weight: .*takes 'vector_norm' of this rank's part",
+    ),
     "a norm in the loss, late": (
         "LateNormInLoss",
         {"check_every": 9},
@@ -463,6 +493,11 @@ CASES = {
     "validation data by rank": ("OtherValidation", NAMED, r"read different validation batches \(checksums"),
     "memory not gathered": (
         "CrossModel",
+        {"plan": CROSS_PLAN},
+        r"attn.k: its input depends on a whole activation that was not",
+    ),
+    "memory not gathered, late": (
+        "LateCrossModel",
         {"plan": CROSS_PLAN},
         r"attn.k: its input depends on a whole activation that was not",
     ),
@@ -550,6 +585,20 @@ def test_compiled_modules_beside_the_plan_are_left_alone():
     case="a weight in the loss",
 )
 @sees(
+    "hooks are watched where checks are due alone",
+    "WeightWatch.begin",
+    "return watching(action_name) if has_code else",
+    "return watching(action_name) if has_code and trainer.global_step <= 16 else",
+    case="rows normalised by a callback, late",
+)
+@sees(
+    "columns are looked at where checks are due alone",
+    "Observers.column_begins",
+    "        check_ancestry(x,",
+    "        self.schedule.walks_graphs and check_ancestry(x,",
+    case="memory not gathered, late",
+)
+@sees(
     "ancestry of a column's input not looked at",
     "Observers.column_begins",
     "check_ancestry(x, self._frames.current.sources, module)",
@@ -559,8 +608,8 @@ def test_compiled_modules_beside_the_plan_are_left_alone():
 @sees(
     "residual inside a gathering module not seen",
     "Observers.gathering_ended",
-    "if passes_by_rows(out.grad_fn, gathers):",
-    "if False:",
+    "and gathers and passes_by_rows(out.grad_fn, gathers):",
+    "and False:",
     case="residual in the module",
 )
 @sees(

@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import Callback
 
 import lightning_seqpar
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.distributed.autograd import innermost_dispatch_mode
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
@@ -106,39 +105,3 @@ def test_calls_of_a_step_beside_its_blocks(calls):
 def test_calls_of_a_block(calls):
     two, four = calls["two"]
     assert (four[STEADY].total() - two[STEADY].total()) / 2 <= 1_050
-
-
-class Modes(Callback):
-    """Notes behind which updates operations of a hook are watched: of a step that is due, or in front of one."""
-
-    def __init__(self) -> None:
-        self.watched: list[int] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if innermost_dispatch_mode() is not None:
-            self.watched.append(trainer.global_step)
-
-
-def watched_hooks() -> list[int]:
-    modes = Modes()
-    trainer = quiet_trainer(
-        devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=34, max_epochs=-1, callbacks=[modes]
-    )
-    trainer.fit(models.GPT(), models.loader(4))
-    return modes.watched
-
-
-@sees(
-    "hooks are watched in every step",
-    "WeightWatch.begin",
-    "(not action_name.endswith(_STEP_HOOKS) or is_due())",
-    "True",
-)
-@sees(
-    "hooks of due steps are not watched",
-    "SteppingStrategy._step_is_due",
-    'schedule.is_due("training") or',
-    "False and",
-)
-def test_hooks_are_watched_in_due_steps():
-    assert run_distributed(watched_hooks, 2)[0] == [*range(1, 17), 31, 32]
