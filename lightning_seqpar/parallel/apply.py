@@ -84,8 +84,7 @@ class _Swap:
     def apply(self) -> ShardedModel:
         """Change the model; nothing was changed before this."""
         plan, application = self.plan, self._application
-        facts = {name: plan.layout_of(name) for name, _ in self._model.named_parameters()}
-        layouts = {name: layout for name, (layout, _) in facts.items()}
+        layouts = {name: plan.layout_of(name) for name, _ in self._model.named_parameters()}
         recomputing = self._recomputing_modules()
         before = [ModuleSnapshot(module) for module in dict.fromkeys(plan.modules.values())]
         # Modules before parameters and buffers: a count that a module reads off its tensors is the whole model's.
@@ -104,7 +103,6 @@ class _Swap:
             self._groups,
             list(application.regions.values()),
             plan.sp,
-            doubtful=frozenset(name for name, (_, doubt) in facts.items() if doubt),
             matches=plan.matches,
             buffers=application.buffers,
             recomputed=tuple(self._recomputed),
@@ -331,7 +329,7 @@ def whole_model(model: nn.Module, groups: ParallelGroups) -> ShardedModel:
     """The record of a model of which tp shards nothing, so that the replicas can split it (``data_parallel='fsdp'`` at tp 1)."""
     names = [name for name, _ in model.named_parameters()]
     layouts = {name: ParamLayout(name, tuple(model.get_parameter(name).shape)) for name in names}
-    record = ShardedModel(model, ModelLayout(model, layouts), groups, [], sp=False, doubtful=frozenset(), matches=[])
+    record = ShardedModel(model, ModelLayout(model, layouts), groups, [], sp=False, matches=[])
     record.hooks = [module.register_state_dict_pre_hook(_guard(record)) for module in model.modules()]
     model.__dict__[RECORD_KEY] = record
     return record

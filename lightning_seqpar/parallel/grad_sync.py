@@ -23,7 +23,6 @@ from lightning_seqpar.distributed.host import any_rank_has, send_numbers
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.layout.replica_rows import is_split, local_rows, rows_held
 from lightning_seqpar.parallel.fsdp_units import ReplicaSplit
-from lightning_seqpar.parallel.grad_checks import Spread, tolerance
 from lightning_seqpar.parallel.loss_consistency import LossWatch
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
@@ -72,7 +71,6 @@ class GradSync:
     Args:
         layout: the model's layouts; the parameters with ``sum_over`` are the list.
         groups: the process groups.
-        doubtful: names of parameters of which only the gradients can prove that they come in parts (see :meth:`flush`).
 
     Attributes:
         losses: compared with each sum.
@@ -80,9 +78,8 @@ class GradSync:
     Every rank of the model-parallel group calls :meth:`flush` at the same points.
     """
 
-    def __init__(self, layout: ModelLayout, groups: ParallelGroups, doubtful: Iterable[str] = ()) -> None:
+    def __init__(self, layout: ModelLayout, groups: ParallelGroups) -> None:
         self._layout, self._groups = layout, groups
-        self._doubtful = frozenset(doubtful)
         self.losses = LossWatch(groups)
         self._partials = [_Partial(layout[name], layout.parameter(name)) for name in layout if layout[name].is_partial]
         # Whether no backward that the strategy knows of has begun since all was summed: so it is on every rank, or on none.
@@ -207,11 +204,11 @@ class GradSync:
         for partial in self._partials:
             partial.unhook()
 
-    def flush_all(self, *, check: bool = False) -> None:
+    def flush_all(self) -> None:
         """Sum whatever has arrived, for every parameter. Right at any time: see the gradient hook."""
-        self.flush([partial.parameter for partial in self._partials], check=check)
+        self.flush([partial.parameter for partial in self._partials])
 
-    def flush(self, parameters: Iterable[Tensor], *, check: bool = False) -> None:
+    def flush(self, parameters: Iterable[Tensor]) -> None:
         """Sum what has arrived for ``parameters`` (those of one optimizer) since the last flush; idempotent.
 
         Ranks agree on which hooks fired. Where no rank's hook fired, the gradient stays as it is; where only some did, the
@@ -220,7 +217,6 @@ class GradSync:
 
         Args:
             parameters: whose gradients are due; others keep collecting.
-            check: also compare the doubtful gradients across ranks before they are summed.
 
         Raises:
             RuntimeError: on every rank, if a gradient arrived past its hook or a parameter was replaced, or if the losses of
@@ -230,18 +226,18 @@ class GradSync:
         due_ids = {id(parameter) for parameter in parameters}
         due = [p for p in self._partials if id(p.parameter) in due_ids and p.may_arrive]
         if due:
-            self._sum(due, check)
+            self._sum(due)
         self._all_summed |= len(due) == sum(partial.may_arrive for partial in self._partials)
         for partial in due:
             partial.is_done = not partial.parameter.requires_grad
         self.losses.send()
 
-    def _sum(self, due: Sequence[_Partial], check: bool) -> None:
+    def _sum(self, due: Sequence[_Partial]) -> None:
         flags = self._arrival_flags(due)
         arrived, buckets = flags[0::2], self._buckets(due)
         late: Tensor | None = None  # what the ranks agree on, which only a rank that lacks a gradient waits for
         ride = next((axes for axes, _ in buckets if axes == ("tp",)), None)
-        if check or self._all_summed:  # there may be nothing to sum
+        if self._all_summed:  # there may be nothing to sum
             ride, arrived = None, self._fired_anywhere(due, self._agreed_now(due, flags))
             if not any(arrived):
                 return
@@ -253,9 +249,6 @@ class GradSync:
                 arrived = self._fired_anywhere(due, late.tolist())
                 if not any(arrived):
                     return
-        if check:
-            doubtful = [p for p, fired in zip(due, arrived, strict=True) if fired and p.layout.name in self._doubtful]
-            self._check_doubtful(doubtful)
         for axes, members in buckets:
             # What no rank has goes as zeros. The agreement rides along with the first sum over tp.
             rides = axes == ride and late is None
@@ -351,18 +344,6 @@ class GradSync:
                 )
         return [bool(count) for count in counts[0::2]]
 
-    def _check_doubtful(self, partials: Sequence[_Partial]) -> None:
-        if not partials:
-            return
-        lows, highs = Spread([local_rows(_grad(p.parameter)) for p in partials], self._groups).read()
-        for partial, low, high in zip(partials, lows, highs, strict=True):
-            if high > 0 and high - low <= tolerance(partial.parameter.dtype) * high:
-                raise RuntimeError(
-                    f"{partial.layout.name}: the plan puts it between a gather and its row linear, where each rank has a "
-                    "part of its gradient, but the parts are equal: it lies behind the row linear, and the sum would count "
-                    "it tp times. Narrow the gather rule to the column linears themselves"
-                )
-
 
 class _SharedPart:
     """What several ranks hold of one sharded parameter (kv heads, where there are fewer than ranks).
@@ -423,11 +404,6 @@ def step_traffic(layout: ModelLayout, tp: int, dp: int = 1, split: ReplicaSplit 
         0 if split is None else sum(layout.parameter(name).requires_grad for name in layout)
     )  # which were used at all
     return calls + bool(used), sum(sums.values()) + loss + flags * (over_tp[0] if rides else 1) + used
-
-
-def _grad(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 def _sum_coalesced(

@@ -179,34 +179,34 @@ class ResolvedPlan(PlannedModel):
         }
 
     def _fact(self, parameter: str) -> tuple[Shard | None, bool]:
-        layout, _ = self.layout_of(parameter)
+        layout = self.layout_of(parameter)
         return layout.shard, layout.is_partial
 
-    def layout_of(self, parameter: str) -> tuple[ParamLayout, bool]:
-        """The layout of a parameter, and whether only its gradients will show if they really come in parts.
+    def layout_of(self, parameter: str) -> ParamLayout:
+        """The layout of a parameter.
 
         A style that names the parameter or a module around it may decide; else the parameter is whole, and what it sees
         tells whether its gradient is partial.
         """
         if (held := self._aliases.get(parameter)) is not None:
-            return replace(self.layout_of(held)[0], name=parameter), False
+            return replace(self.layout_of(held), name=parameter)
         for name in _around(parameter):
             for match in self.at(name):
                 layout = match.rule.layout(parameter, name, self)
                 if layout is not None:
-                    return layout, False
+                    return layout
         module = parameter.rpartition(".")[0]
         if self.stack_reaching(module) is None:
-            return self.make_layout(parameter), False
+            return self.make_layout(parameter)
         sp = self.sp_at(module)
         if self._follows_row(module):
-            return self.make_layout(parameter, Reason.SEES_SHARDS if sp else Reason.IDENTICAL, partial=sp), False
+            return self.make_layout(parameter, Reason.SEES_SHARDS if sp else Reason.IDENTICAL, partial=sp)
         in_gather = any(inside(module, name) for name in self.openers)
         if sp:
             reason = Reason.GATHER_TO_ROW if in_gather else Reason.SEES_SHARDS
-            return self.make_layout(parameter, reason, partial=True), False
+            return self.make_layout(parameter, reason, partial=True)
         reason = Reason.COPY_TO_ROW if in_gather else Reason.IDENTICAL
-        return self.make_layout(parameter, reason, partial=in_gather), in_gather
+        return self.make_layout(parameter, reason, partial=in_gather)
 
     def _follows_row(self, module: str) -> bool:
         """Whether it is the second half of a row's adapter: the first one's sums are reduced before it."""

@@ -83,8 +83,6 @@ class ShardedModel:
         layout: every parameter's layout.
         groups: the process groups.
         regions: the sequence regions, one per stack of blocks.
-        doubtful: parameters that are taken for partial, which the module tree alone does not prove; their gradients are compared
-            when training runs.
         changes: what became of its modules, to take it back.
         restore: gives properties of modules their values back: what they store elsewhere no comparison of the module shows.
         matches: the plan's rules with the modules and tensors that they hold for, in order.
@@ -108,7 +106,6 @@ class ShardedModel:
     groups: ParallelGroups
     regions: list[SequenceRegion]
     sp: bool
-    doubtful: frozenset[str]
     matches: list[Match]
     buffers: dict[str, ParamLayout] = field(default_factory=dict)
     hooks: list[RemovableHandle] = field(default_factory=list)

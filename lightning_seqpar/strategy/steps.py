@@ -34,7 +34,6 @@ from lightning_seqpar.parallel.grad_norm import global_grad_norm
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.loss_consistency import check_loss
 from lightning_seqpar.parallel.sharded_model import record_of
-from lightning_seqpar.parallel.step_grads import step_gradients
 from lightning_seqpar.strategy.metrics import share_metrics
 from lightning_seqpar.strategy.precision import with_global_clipping
 from lightning_seqpar.strategy.stages import StagedStrategy
@@ -79,10 +78,6 @@ def _with_whole_extras(out: Any) -> Any:
         return {key: value if key == "loss" else map_tensors(_whole, value) for key, value in out.items()}
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 class SteppingStrategy(StagedStrategy):
     """The part of the strategy that runs steps and updates, in every loop; a subclass sets up the model.
 
@@ -110,7 +105,6 @@ class SteppingStrategy(StagedStrategy):
         self._scales: StageScales | None = None
         self._gradients_may_change = True
         self._weights: WeightWatch | None = None
-        self._hide_gradients: Callable[[], None] = _nothing
 
     def _share_metrics(self) -> None:
         """Let the metrics of the model and of callbacks sync over the replicas."""
@@ -209,25 +203,7 @@ class SteppingStrategy(StagedStrategy):
         if self._split is not None and self._module.automatic_optimization and batch_idx % accumulate == 0:
             self._split.begin_window()
         with self._unwatched(), self._in_stages("training_step"):
-            begins, due = batch_idx % accumulate == 0, self._schedule.is_due_at(self._schedule.number("training") + 1)
-            # Gradients of the last window, which are summed, are dropped behind the step: it matters what a step makes of them
-            # where its code is watched.
-            if record is None or not self._shows_gradients or (begins and not due):
-                return self._step("training", super().training_step, args, kwargs)
-            settle = _nothing if begins else functools.partial(self._sum_gradients, None)
-            try:
-                with step_gradients(record, settle) as window:
-                    self._hide_gradients = window.hide
-                    return self._step("training", super().training_step, args, kwargs)
-            finally:
-                self._hide_gradients = _nothing
-
-    @property
-    def _shows_gradients(self) -> bool:
-        """Whether a step may read gradients of earlier micro-batches, which are parts, as those of whole parameters."""
-        if not self._module.automatic_optimization or self._stage is not None or self._split is not None:
-            return False
-        return any(axis in self.groups.topology.axes and self.groups.size(axis) > 1 for axis in ("tp", "cp"))
+            return self._step("training", super().training_step, args, kwargs)
 
     def _thawed(self) -> bool:
         """Whether a parameter of an optimizer trains whose gradient DDP does not reduce, as it was frozen when DDP was made."""
@@ -354,7 +330,7 @@ class SteppingStrategy(StagedStrategy):
         if self._sync is None:
             return
         if self._reads_each_backward() or not self._module.automatic_optimization:
-            self._sum_gradients(None, check=self._schedule.is_due("training"))
+            self._sum_gradients(None)
             # Read in automatic optimization alone.
             self._flushed = self._others_flushed = not self._trainer.fit_loop._should_accumulate()
 
@@ -485,28 +461,22 @@ class SteppingStrategy(StagedStrategy):
         automatic = self._module.automatic_optimization
         if self._sync is None or (automatic and self._flushed):
             return  # in automatic optimization no gradient is added between the backward and the update
-        step = self._steps.get(id(optimizer), 0) + 1
-        self._sum_gradients(_parameters(optimizer), check=self._schedule.is_due_at(step))
+        self._sum_gradients(_parameters(optimizer))
         if self._stage is not None and self._gradients_may_change:
             self._scales = StageScales(_parameters(optimizer), self.groups)
         # Elsewhere (a raw step, grad_norm in some hook) a backward may still be to come.
         self._flushed = automatic and self._optimizing is not None and self._has_backward
 
-    def _sum_gradients(self, parameters: Sequence[Tensor] | None, *, check: bool = False) -> None:
-        """Sum what has arrived for ``parameters`` over tp, and over the replicas what their reduction leaves to us. Collective.
-
-        Args:
-            parameters: whose gradients are due; None for all.
-            check: also compare the doubtful gradients across ranks before they are summed.
-        """
+    def _sum_gradients(self, parameters: Sequence[Tensor] | None) -> None:
+        """Sum the gradients of ``parameters`` (None for all) over tp, and over replicas what DDP leaves to us. Collective."""
         assert self._sync is not None
         if self._split is not None:
             self._split.check_reduced()
             self._split.average(parameters)
         if parameters is None:
-            self._sync.flush_all(check=check)
+            self._sync.flush_all()
         else:
-            self._sync.flush(parameters, check=check)
+            self._sync.flush(parameters)
         if self._split is not None:
             self._split.drop_unused(parameters)
 
@@ -528,7 +498,6 @@ class SteppingStrategy(StagedStrategy):
 
     def sync_all_gradients(self) -> None:
         """Sum the partial gradients of all parameters that train, unless that is done already. Collective over tp."""
-        self._hide_gradients()
         for optimizer in self.optimizers:
             self.sync_gradients(optimizer)
         self.sync_others()

@@ -346,7 +346,7 @@ class SeqParallelStrategy(TuningStrategy):
         self._steps, self._comparisons = {}, OneStepLate()
         if fitting:
             if record is not None:
-                self._sync = GradSync(record.layout, self.groups, record.doubtful)
+                self._sync = GradSync(record.layout, self.groups)
                 if record.stage is not None:
                     self._begin_stages(record.stage)
             self._apply_layer_sync(module)

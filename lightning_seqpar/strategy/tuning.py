@@ -198,7 +198,7 @@ class TuningStrategy(SavingStrategy):
             parameter.grad = None  # some of them may be summed over ranks already, and others not
         if self._sync is not None and record is not None:
             self._sync.remove()
-            self._sync = GradSync(record.layout, self.groups, record.doubtful)
+            self._sync = GradSync(record.layout, self.groups)
         if isinstance(self.model, DistributedDataParallel):  # it would wait for the rest of the gradients
             self.model._remove_autograd_hooks()
             self._wrap_ddp(module, init_sync=False)

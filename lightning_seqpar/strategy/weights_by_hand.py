@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_seqpar.distributed.autograd import innermost_dispatch_mode, leave_dispatch_mode, storage_id
 from lightning_seqpar.layout.replica_rows import is_split, local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
-from lightning_seqpar.parallel.step_grads import plain_gradient
 from lightning_seqpar.strategy.tracebacks import NOT_THE_USERS
 
 _OTHER_HOOKS = (
@@ -230,7 +229,7 @@ class WeightWatch:
                 parameter = self.record.layout.parameter(name)
                 yield name, parameter
                 if parameter.grad is not None:
-                    yield name, plain_gradient(parameter.grad)
+                    yield name, parameter.grad
 
     def mark(self, x: Tensor, mark: _Mark) -> None:
         """Note what a tensor's storage holds."""

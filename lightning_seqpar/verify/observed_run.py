@@ -158,7 +158,7 @@ def observe_run(
     held = kept_tensors(model)
     observer = _Observer(draws=example.draws, regions=record.regions if record is not None else [])
     seed_streams()
-    sync = GradSync(record.layout, groups, record.doubtful) if record is not None else None
+    sync = GradSync(record.layout, groups) if record is not None else None
 
     def backward(loss: Tensor) -> None:  # of a step that reads gradients, which must be whole then
         backward_at_once(loss)
@@ -202,7 +202,7 @@ def observe_run(
     if record is not None and sync is not None:
         if "cp" in groups.topology.axes and groups.size("cp") > 1:
             average_gradients(list(model.parameters()), groups["cp"])
-        sync.flush_all(check=True)
+        sync.flush_all()
         sync.remove()
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}  # another run may change them
     changed = {name for name, buffer in buffers.items() if name in before and not _equal(buffer, before[name])}

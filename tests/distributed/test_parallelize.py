@@ -330,7 +330,7 @@ def test_a_plan_is_read_without_process_groups_for_any_number_of_ranks():
     model = models.GPT(tied=False).model
     (plan,) = resolve_plans("auto", model)
     resolved = ResolvedPlan(model, [plan], size=4, sp=True)
-    layouts = {name: resolved.layout_of(name)[0] for name, _ in model.named_parameters()}
+    layouts = {name: resolved.layout_of(name) for name, _ in model.named_parameters()}
     assert layouts["blocks.0.mlp.up.weight"].shard == Shard.by_segments(0, [64], [64], 4, "up")
     assert layouts["blocks.0.norm1.weight"].reason is Reason.SEES_SHARDS
     with pytest.raises(ValueError, match=r"do not divide by tp=512; use tp=2 or 4"):

@@ -227,24 +227,6 @@ class Frozen(GPT):
             self.model.blocks[1].requires_grad_(False)
 
 
-class ClipsInStep(GPT):
-    """Clips, in front of its forward, what earlier micro-batches have left: by the norm, or by the largest number."""
-
-    def __init__(self, by: str) -> None:
-        super().__init__()
-        self.by = by
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.by == "norm":
-            nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-        else:
-            grads = [p.grad for p in self.parameters() if p.grad is not None]
-            scale = 0.01 / max([float(grad.abs().max()) for grad in grads], default=1.0)
-            for parameter in self.parameters() if grads else ():
-                parameter.grad = parameter.grad * scale
-        return super().training_step(batch, batch_idx)
-
-
 class Edits(GPT):
     """Puts other gradients in the place of those that it is given."""
 

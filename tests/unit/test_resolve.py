@@ -210,7 +210,7 @@ def test_a_column_with_one_unit_stays_whole_whatever_an_earlier_rule_said():
     model.n_kv = 1
     plan = resolved(model, *TWO_STACKS, {"pattern": "first.0.down", "style": "column", "units": "n_kv"}, base=False)
     assert "first.0.down" not in plan.linears
-    assert plan.layout_of("first.0.down.weight")[0].shard is None
+    assert plan.layout_of("first.0.down.weight").shard is None
 
 
 def test_all_rules_that_set_attributes_hold():
@@ -225,8 +225,8 @@ def test_whole_undoes_what_earlier_rules_said_of_the_inside_and_later_rules_are_
     whole = {"pattern": "model.blocks.0.mlp", "style": "whole"}
     plan = resolved(models.GPT(), whole)
     assert [m.rule.style for m in plan.matches if m.name.startswith("model.blocks.0.mlp")] == ["whole"]
-    assert plan.layout_of("model.blocks.0.mlp.up.weight")[0].reason is Reason.COMPUTED_WHOLE
-    assert plan.layout_of("model.blocks.1.mlp.up.weight")[0].reason is Reason.COLUMN
+    assert plan.layout_of("model.blocks.0.mlp.up.weight").reason is Reason.COMPUTED_WHOLE
+    assert plan.layout_of("model.blocks.1.mlp.up.weight").reason is Reason.COLUMN
     with pytest.raises(
         ValueError, match=r"is computed whole on every rank, but model.blocks.0.mlp.up inside it is planned"
     ):
@@ -268,7 +268,7 @@ def test_a_row_that_a_module_multiplies_itself_implies_that_its_output_is_reduce
     plan = resolved(Stack(), *EXPERTS, base=False)
     assert list(plan.named("reduce")) == ["layers.0", "layers.1"]
     assert "reduce" not in {match.rule.style for match in plan.matches}
-    layout, _ = plan.layout_of("layers.0.w2")
+    layout = plan.layout_of("layers.0.w2")
     assert (layout.reason, layout.shard.dim, layout.free) == (Reason.ROW, 2, True)
     plan = resolved(Stack(), *EXPERTS, {"pattern": "layers.*", "style": "reduce"}, base=False)
     assert [rule.style for rule in held(plan, "layers.0", "reduce")] == ["reduce"]
@@ -338,7 +338,7 @@ def test_a_plan_is_read_without_changing_anything():
     model = models.GPT()
     before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
     plan = resolved(model, size=4)
-    assert {name: plan.layout_of(name)[0].global_shape for name, _ in model.named_parameters()}
+    assert {name: plan.layout_of(name).global_shape for name, _ in model.named_parameters()}
     assert before == {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
     assert not dist.is_initialized()
 
