@@ -90,7 +90,7 @@ class _Swap:
         # Modules before parameters and buffers: a count that a module reads off its tensors is the whole model's.
         for match in sorted(plan.decided, key=lambda match: match.of_tensor):
             match.rule.apply(match.name, application)
-            if self._is_lowered(match.name):
+            if self._application.is_lowered(match.name):
                 match.rule.lower(match.name, application)
         for name, region in recomputing.items():
             make_recomputing(plan.modules[name], region.policy.remakes_between_blocks)
@@ -123,10 +123,6 @@ class _Swap:
         self._model.__dict__[RECORD_KEY] = record
         return record
 
-    def _is_lowered(self, name: str) -> bool:
-        """Whether the module or tensor lies in a block that is compiled."""
-        return self._compiler is not None and any(stack.covers(name) for stack in self.plan.stacks)
-
     def _compile_blocks(self, compiler: BlockGraphs, layouts: ModelLayout) -> None:
         count = sum(len(stack.blocks) for stack in self.plan.stacks)
         for stack in self.plan.stacks:
@@ -144,7 +140,7 @@ class _Swap:
         for name, module in self.plan.modules.items():
             if self.plan.canonical[name] != name or not (is_norm(module) or type(module) is nn.Dropout):
                 continue
-            if self._is_lowered(name):
+            if self._application.is_lowered(name):
                 continue
             if (stack := self.plan.stack_reaching(name)) is not None:
                 found[name] = self._application.region_at(stack)
@@ -170,11 +166,10 @@ class _Swap:
             yield owner.register_forward_pre_hook(_refuse_other_strategies(self._model), prepend=True)
         for name in dict.fromkeys(match.name for match in self.plan.decided):
             rules = [match.rule for match in self.plan.at(name)]
-            lowered = self._is_lowered(name)
             for rule in rules:
-                yield from (rule.lowered_before if lowered else rule.before)(name, self._application)
+                yield from rule.before(name, self._application)
             for rule in reversed(rules):
-                yield from (rule.lowered_after if lowered else rule.after)(name, self._application)
+                yield from rule.after(name, self._application)
         if self._context is not None:
             yield from hook_embeddings(self.plan, self._context)
         yield from self._hook_dropouts()
@@ -195,7 +190,7 @@ class _Swap:
     def _hook_dropouts(self) -> Iterator[RemovableHandle]:
         """What drops whole activations, and stochastic depth, draws alike on all ranks."""
         for name, module in self.plan.modules.items():
-            if self._is_lowered(name):
+            if self._application.is_lowered(name):
                 continue  # the graph's draws are checked when it is made
             stochastic = type(module).__name__.lower().endswith(("droppath", "stochasticdepth"))
             if (stochastic or isinstance(module, _DropoutNd)) and any(stack.covers(name) for stack in self.plan.stacks):
@@ -215,7 +210,7 @@ class _Swap:
         }
         for name in sorted(readers):
             stack = self.plan.stack_reaching(name)
-            if stack is not None and name not in ends and not self._is_lowered(name):
+            if stack is not None and name not in ends and not self._application.is_lowered(name):
                 module, region = self.plan.modules[name], self._application.region_at(stack)
                 yield module.register_forward_pre_hook(
                     begin_on_shards(region, name, is_exit=False), with_kwargs=True, prepend=True

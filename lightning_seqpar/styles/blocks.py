@@ -30,10 +30,6 @@ class BlocksRule(Rule):
         """The same blocks with whole sequences."""
         return self.model_copy(update={"sp": False})
 
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """It has a lowered form: the hooks around a block run eagerly."""
-        return None
-
     def place(self, name: str, plan: PlannedModel) -> None:
         """Blocks under one parent are one stack, run by the nearest module around them that is no container."""
         parent = name.rpartition(".")[0]

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.styles.entry import close_entry, hook_entry, lower_entry
+from lightning_seqpar.styles.gather import close_entry, hook_entry
 from lightning_seqpar.styles.style import Application, ArgumentsRule, PlannedModel
 
 
@@ -32,12 +32,3 @@ class CopyRule(ArgumentsRule):
         """What was copied must have passed a row by the end of the module, or of its block."""
         if name not in application.plan.named("gather"):
             yield from close_entry(name, application)
-
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """It has a lowered form."""
-        return None
-
-    def lowered_before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
-        """The arguments are copied, as :meth:`before` says."""
-        if name not in application.plan.named("gather"):
-            yield from lower_entry(name, application, copied=self.args)

@@ -1,11 +1,15 @@
-"""What columns and rows share: features cut into segments and units, and parameters that a module multiplies itself."""
+"""What columns and rows share: features cut into segments and units, parameters of modules themselves, adapters' dropout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from torch.utils.hooks import RemovableHandle
+
+from lightning_seqpar.layout.adapters import BASE
 from lightning_seqpar.layout.linear_kind import LinearKind
-from lightning_seqpar.styles.style import IMPLIED, PlannedModel
+from lightning_seqpar.region.hooks import switch_streams
+from lightning_seqpar.styles.style import IMPLIED, Application, PlannedModel
 
 Segments = int | tuple[int | str, ...]
 """Parts of a fused projection: how many equal ones, their names, or their sizes."""
@@ -96,3 +100,26 @@ def unit_counts(name: str, units: Units, segments: Sequence[int | str], plan: Pl
             f"{name}: units={[*units]}{told}: give 1 or more for each segment, such as the number of heads"
         )
     return counts
+
+
+def hook_adapter_dropout(name: str, application: Application, *, alike: bool) -> Iterator[RemovableHandle]:
+    """What the adapter around a linear drops out of its input: beside a column all ranks alike, beside a row each for itself."""
+    around, _, leaf = name.rpartition(".")
+    dropout = application.plan.modules.get(f"{around}.lora_dropout")
+    if leaf != BASE or dropout is None or application.is_lowered(name):
+        return
+    region = application.region_of(name)
+    if not alike and region.sp:
+        return  # inside a block of shards all draws are the rank's own
+    for module in dropout.children():
+        yield module.register_forward_pre_hook(switch_streams(region, "pause" if alike else "begin"))
+        yield module.register_forward_hook(switch_streams(region, "resume" if alike else "end"))
+
+
+def unfit_adapter(name: str, plan: PlannedModel) -> str | None:
+    """Why the linear inside an adapter has no compiled form, in words; None if it has one."""
+    around, _, leaf = name.rpartition(".")
+    dropout = plan.modules.get(f"{around}.lora_dropout")
+    if leaf == BASE and dropout is not None and any(getattr(one, "p", 0) for one in dropout.modules()):
+        return "the dropout of the adapter around it would draw from another random stream than the block; set it to 0"
+    return None

@@ -23,10 +23,6 @@ class ExitRule(Rule):
         if name not in exits:
             exits.append(name)
 
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """It has a lowered form: the hooks of a region's end run eagerly, outside of the blocks."""
-        return None
-
     def _stack(self, name: str, plan: PlannedModel) -> Stack:
         if self.blocks is None:
             return _nearest_stack(name, plan)

@@ -29,20 +29,16 @@ class FullWidthRule(Rule):
 
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """It reads all ranks' features."""
-        yield application.module(name).register_forward_pre_hook(widen(application.region_of(name), name))
+        if application.is_lowered(name):
+            hook = lowered.widen(application.lowered_at(name))
+        else:
+            hook = widen(application.region_of(name), name)
+        yield application.module(name).register_forward_pre_hook(hook)
 
     def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Of what it makes, this rank's features stay."""
-        yield application.module(name).register_forward_hook(narrow(application.region_of(name), name))
-
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """It has a lowered form."""
-        return None
-
-    def lowered_before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
-        """It reads all ranks' features."""
-        yield application.module(name).register_forward_pre_hook(lowered.widen(application.lowered_at(name)))
-
-    def lowered_after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
-        """Of what it makes, this rank's features stay."""
-        yield application.module(name).register_forward_hook(lowered.narrow(application.lowered_at(name)))
+        if application.is_lowered(name):
+            hook = lowered.narrow(application.lowered_at(name))
+        else:
+            hook = narrow(application.region_of(name), name)
+        yield application.module(name).register_forward_hook(hook)

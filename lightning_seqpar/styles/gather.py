@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal
 
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.region.lowered import forget_gathered
-from lightning_seqpar.styles.copy import CopyRule
-from lightning_seqpar.styles.entry import close_entry, hook_entry, lower_entry
+from lightning_seqpar.layout.module_names import Argument, inside
+from lightning_seqpar.region import lowered
+from lightning_seqpar.region.hooks import close_gather, gather_arguments
 from lightning_seqpar.styles.style import Application, ArgumentsRule, PlannedModel
 
 
@@ -32,7 +32,7 @@ class GatherRule(ArgumentsRule):
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """The arguments are gathered, and those that a ``copy`` rule names are copied. A column gathers by itself."""
         plan = application.plan
-        copied = next((rule.args for rule in (m.rule for m in plan.at(name)) if isinstance(rule, CopyRule)), ())
+        copied = next((rule.args for rule in _copy_rules(name, plan)), ())
         if copied or name not in plan.named("column"):
             yield from hook_entry(name, application, self.args, copied, local_width=self.local_width)
 
@@ -40,21 +40,48 @@ class GatherRule(ArgumentsRule):
         """What was gathered must have passed a row by the end of the module, or of its block."""
         plan = application.plan
         if name in plan.named("copy") or name not in plan.named("column"):
-            yield from close_entry(name, application)
+            yield from close_entry(name, application, local_width=self.local_width)
 
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """It has a lowered form."""
-        return None
 
-    def lowered_before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
-        """The arguments are gathered or copied by functional collectives. A column gathers by itself."""
-        plan = application.plan
-        copied = next((rule.args for rule in (m.rule for m in plan.at(name)) if isinstance(rule, CopyRule)), ())
-        if copied or name not in plan.named("column"):
-            yield from lower_entry(name, application, self.args, copied, local_width=self.local_width)
+def _copy_rules(name: str, plan: PlannedModel) -> list[ArgumentsRule]:
+    rules = [match.rule for match in plan.at(name)]
+    return [rule for rule in rules if isinstance(rule, ArgumentsRule) and rule.style == "copy"]
 
-    def lowered_after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
-        """Columns behind it must not read what was gathered for it."""
-        plan = application.plan
-        if self.local_width and (name in plan.named("copy") or name not in plan.named("column")):
-            yield application.module(name).register_forward_hook(forget_gathered(application.lowered_at(name)))
+
+def hook_entry(
+    name: str,
+    application: Application,
+    gathered: Sequence[Argument] = (),
+    copied: Sequence[Argument] = (),
+    *,
+    local_width: bool = False,
+) -> Iterator[RemovableHandle]:
+    """In front of the module: arguments are gathered, or copied where they are whole already."""
+    if application.is_lowered(name):
+        hook = lowered.gather_arguments(application.lowered_at(name), name, gathered, copied, local_width=local_width)
+        yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
+        return
+    plan, region = application.plan, application.region_of(name)
+    sums = [n for n in plan.named("reduce") if inside(n, name) and plan.sums_features(n)]
+    alone = [n for n, m in plan.named("row").items() if not m.of_tensor and not any(inside(n, one) for one in sums)]
+    rows = len(sums) + sum(inside(n, name) for n in alone)
+    # Experts are dealt tokens out, each by itself: they are given this rank's positions of a sequence as all there are.
+    around = [n for n in plan.named("reduce") if inside(name, n) and not plan.sums_features(n)]
+    hook = gather_arguments(region, name, gathered, copied, local_width=local_width, rows=rows, deals_out=bool(around))
+    yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def close_entry(name: str, application: Application, *, local_width: bool = False) -> Iterator[RemovableHandle]:
+    """Behind it: what was gathered is let go of, and must have passed a row."""
+    if application.is_lowered(name):
+        if local_width:  # columns behind it must not read what was gathered for it
+            hook = lowered.forget_gathered(application.lowered_at(name))
+            yield application.module(name).register_forward_hook(hook)
+        return
+    plan = application.plan
+    is_block = any(name in stack.blocks for stack in plan.stacks)
+    is_exit = any(name in stack.exits for stack in plan.stacks)
+    columns = (n for n, m in plan.named("column").items() if inside(n, name) and not m.of_tensor)
+    heads = next((plan.units[column] for column in columns), None)  # the query heads of which the module has a part
+    hook = close_gather(application.region_of(name), name, is_block=is_block, is_exit=is_exit, heads=heads)
+    yield application.module(name).register_forward_hook(hook, always_call=True)

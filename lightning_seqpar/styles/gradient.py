@@ -40,7 +40,3 @@ class GradientRule(Rule):
             return None
         reason = Reason.COLUMN_TO_ROW if self.summed else Reason.IDENTICAL
         return plan.make_layout(parameter, reason, partial=self.summed)
-
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """It has a lowered form: it changes no module."""
-        return None

@@ -80,16 +80,10 @@ class LocalHeadsRule(Rule):
 
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Of the arguments the module sees this rank's part."""
-        if self.args is not None:
-            hook = slice_arguments(application.region_of(name), name, self.args, self.dim)
-            yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
-
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """It has a lowered form."""
-        return None
-
-    def lowered_before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
-        """Of the arguments the module sees this rank's part."""
-        if self.args is not None:
+        if self.args is None:
+            return
+        if application.is_lowered(name):
             hook = lowered.slice_arguments(application.lowered_at(name), name, self.args, self.dim)
-            yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
+        else:
+            hook = slice_arguments(application.region_of(name), name, self.args, self.dim)
+        yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)

@@ -46,6 +46,10 @@ class ReduceRule(Rule):
             return None  # what has a style of its own has its layout by that
         return plan.make_layout(parameter, Reason.IN_SUM, partial=True)
 
+    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
+        """It has no compiled form."""
+        return "the style 'reduce' has no compiled form"
+
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """What it adds to the partial sums counts on the first rank alone."""
         plan, parts = application.plan, _Parts(name, application)

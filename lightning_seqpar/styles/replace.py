@@ -68,10 +68,6 @@ class ReplaceRule(Rule):
             assert isinstance(module, nn.MultiheadAttention)
             ParallelMultiheadAttention.adopt(module, application.region_of(name), name)
 
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """An attention has a lowered form."""
-        return None
-
     def lower(self, name: str, application: Application) -> None:
         """The attention's forward becomes products, the attention and the plan's collectives alone."""
         LoweredMultiheadAttention.lower(application.module(name), application.lowered_at(name))

@@ -13,12 +13,13 @@ from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import RowParallelLinear, shrink
 from lightning_seqpar.nn.lowered_linear import LoweredRowLinear
-from lightning_seqpar.styles.adapter_draws import hook_adapter_dropout, unfit_adapter
 from lightning_seqpar.styles.cutting import (
     Segments,
     Units,
+    hook_adapter_dropout,
     kind_of_linear,
     segment_lengths,
+    unfit_adapter,
     unit_counts,
     unwrapped_dim,
 )

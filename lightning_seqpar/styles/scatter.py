@@ -24,7 +24,3 @@ class ScatterRule(Rule):
                 stack.arg = self.arg
                 return
         raise ValueError(f"plan rule for {name!r}: 'scatter' names a block, and this is none")
-
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """It has a lowered form: the hooks around a block run eagerly."""
-        return None

@@ -43,10 +43,6 @@ class SetRule(Rule):
         for attribute in self.ratio:
             self._local_ratio(attribute, name, plan)
 
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """It has a lowered form: numbers of the module."""
-        return None
-
     def _attributes(self) -> list[str]:
         return list(dict.fromkeys((*self.divide, *self.values, *self.ratio)))
 

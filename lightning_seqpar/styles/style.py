@@ -111,7 +111,7 @@ class Rule(FrozenModel):
         """Change the module or tensor of that name in place."""
 
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
-        """Forward hooks in front of the module. Of several styles of one module, the first registered is the outermost."""
+        """Forward hooks in front of the module, in their lowered form inside a compiled block; the first is the outermost."""
         yield from ()
 
     def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
@@ -119,22 +119,11 @@ class Rule(FrozenModel):
         yield from ()
 
     def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """Why what the style does inside a block can't be traced by ``torch.compile``, in words; None if it can.
-
-        A style that says nothing of this has no lowered form.
-        """
-        return f"the style {self.style!r} has no compiled form"
+        """Why what the style does inside a block can't be traced by ``torch.compile``, in words; None if it can."""
+        return None
 
     def lower(self, name: str, application: Application) -> None:
         """Behind :meth:`apply`, turn the module inside a compiled block into its lowered form."""
-
-    def lowered_before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
-        """The hooks of :meth:`before` in a form that ``torch.compile`` traces."""
-        yield from ()
-
-    def lowered_after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
-        """The hooks of :meth:`after` in a form that ``torch.compile`` traces."""
-        yield from ()
 
 
 class ArgumentsRule(Rule):
@@ -498,6 +487,10 @@ class Application:
     def region_at(self, stack: Stack) -> SequenceRegion:
         """The region of a stack."""
         return self.regions[stack.blocks[0]]
+
+    def is_lowered(self, name: str) -> bool:
+        """Whether the module or tensor lies in a block that is compiled."""
+        return bool(self.lowered) and any(stack.covers(name) for stack in self.plan.stacks)
 
     def lowered_at(self, name: str) -> LoweredRegion:
         """The lowered form of the region whose blocks hold the module."""

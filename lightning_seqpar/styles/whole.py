@@ -44,7 +44,8 @@ class WholeRule(ArgumentsRule):
                 f"{name} is computed whole on every rank, but {attentions[0]} around it is replaced with all that is in it; have "
                 f"{attentions[0]} computed whole, or drop this rule"
             )
-        if _holds_blocks(name, plan) or plan.stack_reaching(name) is not None:
+        holds_blocks = any(inside(block, name) for stack in plan.stacks for block in stack.blocks)
+        if holds_blocks or plan.stack_reaching(name) is not None:
             plan.stack_of(name)
 
     def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:
@@ -55,29 +56,18 @@ class WholeRule(ArgumentsRule):
         """Its arguments are gathered."""
         if application.plan.stack_reaching(name) is None:
             return
-        hook = make_whole(application.region_of(name), name, self.args)
+        if application.is_lowered(name):
+            hook = lowered.make_whole(application.lowered_at(name), name, self.args)
+        else:
+            hook = make_whole(application.region_of(name), name, self.args)
         yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
 
     def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Its output is sliced again."""
         if application.plan.stack_reaching(name) is None:
             return
-        yield application.module(name).register_forward_hook(make_shards(application.region_of(name), name))
-
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """It has a lowered form."""
-        return None
-
-    def lowered_before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
-        """Its arguments are gathered."""
-        hook = lowered.make_whole(application.lowered_at(name), name, self.args)
-        yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
-
-    def lowered_after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
-        """Its output is sliced again."""
-        yield application.module(name).register_forward_hook(lowered.make_shards(application.lowered_at(name)))
-
-
-def _holds_blocks(name: str, plan: PlannedModel) -> bool:
-    """Whether blocks lie inside the module."""
-    return any(inside(block, name) for stack in plan.stacks for block in stack.blocks)
+        if application.is_lowered(name):
+            hook = lowered.make_shards(application.lowered_at(name))
+        else:
+            hook = make_shards(application.region_of(name), name)
+        yield application.module(name).register_forward_hook(hook)
