@@ -20,17 +20,17 @@ from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reaso
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
-from lightning_seqpar.parallel.embedded_parts import hook_embeddings
+from lightning_seqpar.parallel.context import hook_embeddings
 from lightning_seqpar.parallel.graph_draws import GraphDraws
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.recompute import Recompute, make_recomputed, recomputed
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import (
-    NEVER_SHARDS,
     PART_KEY,
     RECORD_KEY,
     ShardedModel,
     guard_pickling,
+    guard_state_dict,
     record_of,
     refuse_copies,
 )
@@ -178,7 +178,7 @@ class _Swap:
             yield from close_stack(stack, self._application)
         yield from self._hook_modules_around()
         for module in self._holders(record.layout):
-            yield module.register_state_dict_pre_hook(_guard(record))
+            yield module.register_state_dict_pre_hook(guard_state_dict(record))
 
     def _hook_lowered_blocks(self, stack: Stack) -> Iterator[RemovableHandle]:
         """What is traced in a block is told how long the sequence is, behind the hook by which the block enters the region."""
@@ -261,14 +261,6 @@ def _refuse_other_strategies(model: nn.Module) -> Callable[..., None]:
     return hook
 
 
-def _guard(record: ShardedModel) -> Callable[..., None]:
-    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not record.reading:
-            raise RuntimeError(f"state_dict() of a parallelised model would return {NEVER_SHARDS}")
-
-    return hook
-
-
 def refuse_compiled(model: nn.Module, planned: Iterable[str]) -> None:
     """What torch.compile made of ``planned`` modules, or of modules in or around them, knows nothing of shards.
 
@@ -318,16 +310,6 @@ def parallelize(
     swap = _Swap(model, plans, groups, sp, regather, loss_chunk, recompute, compiler, context, tiles)
     refuse_compiled(model, [match.name for match in swap.plan.matches])
     return swap.apply()
-
-
-def whole_model(model: nn.Module, groups: ParallelGroups) -> ShardedModel:
-    """The record of a model of which tp shards nothing, so that the replicas can split it (``data_parallel='fsdp'`` at tp 1)."""
-    names = [name for name, _ in model.named_parameters()]
-    layouts = {name: ParamLayout(name, tuple(model.get_parameter(name).shape)) for name in names}
-    record = ShardedModel(model, ModelLayout(model, layouts), groups, [], sp=False, matches=[])
-    record.hooks = [module.register_state_dict_pre_hook(_guard(record)) for module in model.modules()]
-    model.__dict__[RECORD_KEY] = record
-    return record
 
 
 def refuse_unlowered(plan: ResolvedPlan) -> None:

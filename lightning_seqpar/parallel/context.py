@@ -12,26 +12,16 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.context.axis import ContextAxis, Method
 from lightning_seqpar.context.seq_part import SeqPart
-from lightning_seqpar.parallel.apply import whole_model
-from lightning_seqpar.parallel.embedded_parts import hook_embeddings
-from lightning_seqpar.parallel.sharded_model import ShardedModel
+from lightning_seqpar.parallel.sharded_model import ShardedModel, whole_model
+from lightning_seqpar.parallel.unsharded import read_plans
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.hooks import find_argument, put_argument
-from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.styles.style import PlannedModel, Stack
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 def enter_context(name: str, stack: Stack, axis: ContextAxis) -> Callable[..., Any]:
-    """A pre-hook of a block: a whole activation becomes this rank's part of a sequence, ``[b, s, h]`` → ``[b, s/cp, h]``.
-
-    The block sees the whole shape (:class:`~lightning_seqpar.context.seq_part.SeqPart`). What is a part already stays one.
-
-    Args:
-        name: of the block.
-        stack: of which it is one.
-        axis: the context-parallel axis.
-    """
+    """A pre-hook of a block: a whole activation becomes this rank's part of a sequence, ``[b, s, h]`` → ``[b, s/cp, h]``."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where, x = find_argument(name, stack.arg, args, kwargs)
@@ -46,12 +36,29 @@ def enter_context(name: str, stack: Stack, axis: ContextAxis) -> Callable[..., A
     return hook
 
 
-def _hook_stacks(plan: PlannedModel, axis: ContextAxis) -> Iterator[RemovableHandle]:
-    """The hooks in front of all blocks."""
-    for stack in plan.stacks:
-        for name in stack.blocks:
-            block = plan.modules[name]
-            yield block.register_forward_pre_hook(enter_context(name, stack, axis), with_kwargs=True)
+def hook_embeddings(plan: PlannedModel, axis: ContextAxis) -> Iterator[RemovableHandle]:
+    """Pre-hooks of the embeddings in front of the blocks: their ids ``[b, s]`` become this rank's, ``[b, s/cp]``.
+
+    So nothing in front of the blocks is whole. Which dim of other ids is the sequence is not known, so blocks of ``[s, b, h]`` have
+    none: their activations are cut in front of the blocks.
+    """
+    if not any(stack.dim == 1 for stack in plan.stacks):
+        return
+    for name, module in plan.modules.items():
+        if plan.canonical[name] != name or not isinstance(module, nn.Embedding):
+            continue
+        if not any(stack.covers(name) for stack in plan.stacks):
+            yield module.register_forward_pre_hook(_enter_ids(axis))
+
+
+def _enter_ids(axis: ContextAxis) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        ids, *rest = args or (None,)
+        if not isinstance(ids, Tensor) or isinstance(ids, SeqPart) or ids.ndim != 2 or ids.is_floating_point():
+            return None
+        return axis.part(ids, 1), *rest
+
+    return hook
 
 
 def split_context(
@@ -59,19 +66,16 @@ def split_context(
 ) -> ShardedModel:
     """Let the blocks of a model, of which tp shards nothing, see a part of the sequence each.
 
-    Args:
-        model: the model; it keeps its modules and its parameters.
-        plans: name its blocks; nothing else is read of them.
-        groups: the process groups.
-        method: how attention between the ranks is computed.
-
     Raises:
         ValueError: if the plans name no blocks.
     """
-    plan = PlannedModel(model, [match for one in plans for match in one.match(model)], list(STYLES), 1, False)
-    record = whole_model(model, groups)
-    axis = ContextAxis(groups["cp"], method)
-    record.hooks += [*hook_embeddings(plan, axis), *_hook_stacks(plan, axis)]
+    plan = read_plans(model, plans)
+    record, axis = whole_model(model, groups), ContextAxis(groups["cp"], method)
+    record.hooks += hook_embeddings(plan, axis)
+    for stack in plan.stacks:
+        for name in stack.blocks:
+            hook = enter_context(name, stack, axis)
+            record.hooks.append(plan.modules[name].register_forward_pre_hook(hook, with_kwargs=True))
     record.context_blocks = tuple(name for stack in plan.stacks for name in stack.blocks)
     return record
 

@@ -8,12 +8,9 @@ from typing import Literal
 from torch import nn
 
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
-from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.recompute import RecomputedForward, RecomputeNotes
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.styles.column import ColumnRule
-from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.styles.style import PlannedModel
 
 Recompute = Literal["none", "selective", "full"]
@@ -98,27 +95,3 @@ def make_recomputed(
     for name in names:
         module = plan.modules[name]
         module.__dict__["forward"] = RecomputedForward(module, name, notes, regions(name))
-
-
-def recompute_unsharded(
-    model: nn.Module, plans: Sequence[ShardingPlan], recompute: Recompute
-) -> tuple[list[str], list[ModuleChange]]:
-    """Let the blocks of a model of which nothing is sharded be recomputed, or their attention.
-
-    Args:
-        model: the model.
-        plans: name its blocks, and for the attention its columns and rows; nothing else is read of them.
-        recompute: the field of the configuration.
-
-    Returns:
-        The names of the modules, and what became of them, to take it back.
-
-    Raises:
-        ValueError: if the plans name no blocks.
-        NoAttentionError: if the attention is asked for, and no block has one.
-    """
-    plan = PlannedModel(model, [match for one in plans for match in one.match(model)], list(STYLES), 1, False)
-    names = recomputed(plan, recompute)
-    before = [ModuleSnapshot(plan.modules[name]) for name in names]
-    make_recomputed(plan, names, recompute, lambda name: None)
-    return names, changes_since(before)

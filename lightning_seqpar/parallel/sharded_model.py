@@ -241,6 +241,26 @@ def record_of(model: nn.Module) -> ShardedModel | None:
     return record if isinstance(record, ShardedModel) and record.model is model else None
 
 
+def guard_state_dict(record: ShardedModel) -> Callable[..., None]:
+    """A pre-hook of ``state_dict`` that refuses to return shards."""
+
+    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not record.reading:
+            raise RuntimeError(f"state_dict() of a parallelised model would return {NEVER_SHARDS}")
+
+    return hook
+
+
+def whole_model(model: nn.Module, groups: ParallelGroups) -> ShardedModel:
+    """The record of a model of which tp shards nothing, so that the replicas can split it (``data_parallel='fsdp'`` at tp 1)."""
+    names = [name for name, _ in model.named_parameters()]
+    layouts = {name: ParamLayout(name, tuple(model.get_parameter(name).shape)) for name in names}
+    record = ShardedModel(model, ModelLayout(model, layouts), groups, [], sp=False, matches=[])
+    record.hooks = [module.register_state_dict_pre_hook(guard_state_dict(record)) for module in model.modules()]
+    model.__dict__[RECORD_KEY] = record
+    return record
+
+
 def refuse_copies(record: ShardedModel) -> None:
     """What the model holds must not be a copy of one of its shards, which would pass for the whole.
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torch import nn
-
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.recompute import attentions, nearest_around
-from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.region.tiled_call import TiledCall
 from lightning_seqpar.styles.column import ColumnRule
-from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.styles.style import PlannedModel
 
 
@@ -87,26 +82,3 @@ class MLPTiles:
             module = plan.modules[name]
             # torch's own place for what is called instead of a module, hooks included; copies and pickles leave it out.
             module._compiled_call_impl = TiledCall(module, name, self.tokens, regions(name), stack.dim, self.least)
-
-
-def tile_unsharded(
-    model: nn.Module, plans: Sequence[ShardingPlan], tiles: MLPTiles
-) -> tuple[list[str], list[ModuleChange]]:
-    """Let the MLPs of a model of which tp shards nothing run in tiles.
-
-    Args:
-        model: the model.
-        plans: name its blocks, columns and rows; nothing else is read of them.
-        tiles: how.
-
-    Returns:
-        The names of the MLPs, and what became of them, to take it back.
-
-    Raises:
-        NoMLPError: if no module is one.
-    """
-    plan = PlannedModel(model, [match for one in plans for match in one.match(model)], list(STYLES), 1, False)
-    names = tiles.find(plan)
-    before = [ModuleSnapshot(plan.modules[name]) for name in names]
-    tiles.apply(plan, names, lambda name: None)
-    return names, changes_since(before)

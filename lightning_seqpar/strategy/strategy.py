@@ -33,19 +33,18 @@ from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
 from lightning_seqpar.layout.replica_rows import is_split
-from lightning_seqpar.parallel.apply import parallelize, unshard, whole_model
-from lightning_seqpar.parallel.chunked_heads import chunk_heads
+from lightning_seqpar.parallel.apply import parallelize, unshard
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, compile_plain_blocks
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.fsdp_units import block_lists, fully_shard_options, units_among
 from lightning_seqpar.parallel.fully_sharded import FullySharded
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.module_changes import ModuleChange
-from lightning_seqpar.parallel.recompute import recompute_unsharded
-from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
+from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of, whole_model
 from lightning_seqpar.parallel.summoned import summon
 from lightning_seqpar.parallel.synced_norms import sync_batch_norms
-from lightning_seqpar.parallel.tiled_mlps import MLPTiles, tile_unsharded
+from lightning_seqpar.parallel.tiled_mlps import MLPTiles
+from lightning_seqpar.parallel.unsharded import change_unsharded
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.choice import check_plan
@@ -610,16 +609,11 @@ class SeqParallelStrategy(TuningStrategy):
 
     def _change_unsharded(self, module: LightningModule, plans: Sequence[ShardingPlan]) -> list[ModuleChange]:
         """Let blocks that the plans name be recomputed, their MLPs run in tiles and heads in chunks, if the model is fitted."""
-        changes: list[ModuleChange] = []
         if self._trainer.state.fn != TrainerFn.FITTING:
-            return changes
-        if self.config.recompute != "none":
-            changes += recompute_unsharded(module, plans, self.config.recompute)[1]
-        if self._tiles is not None:
-            changes += tile_unsharded(module, plans, self._tiles)[1]
-        if self.config.loss_chunk is not None:
-            changes += chunk_heads(module, plans, self.groups, self.config.loss_chunk)[1]
-        return changes
+            return []
+        config = self.config
+        how: dict[str, Any] = {"recompute": config.recompute, "tiles": self._tiles, "loss_chunk": config.loss_chunk}
+        return change_unsharded(module, plans, self.groups, **how)[1]
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:

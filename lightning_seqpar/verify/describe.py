@@ -31,14 +31,14 @@ from lightning_seqpar.inference.pipeline_cut import HowToCut, check_stacks, leav
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_unlowered
-from lightning_seqpar.parallel.chunked_heads import chunk_heads
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.fsdp_units import ReplicaSplit
 from lightning_seqpar.parallel.grad_sync import step_traffic
-from lightning_seqpar.parallel.recompute import NoAttentionError, recompute_unsharded
+from lightning_seqpar.parallel.recompute import NoAttentionError
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
-from lightning_seqpar.parallel.tiled_mlps import MLPTiles, tile_unsharded
+from lightning_seqpar.parallel.tiled_mlps import MLPTiles
+from lightning_seqpar.parallel.unsharded import change_unsharded
 from lightning_seqpar.pipeline.schedule import warm_up
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -299,7 +299,7 @@ def _describe(
             out.notes.append("the plan was inferred and is not proved here; the strategy proves it before it trains")
         out.notes += [f"vocabulary: {line}" for line in whole]
         if config.recompute != "none":
-            out.notes.append(_recompute(planned, record, config))
+            out.notes.append(_recompute(planned, record, config, ParallelGroups.silent(topology)))
         if config.tp == 1 and (config.cp > 1 or config.tile_mlp is not None or config.loss_chunk is not None):
             out.notes += _change_unsharded(planned, config, ParallelGroups.silent(topology))
         _trace(out, planned, record, step, topology, split)
@@ -402,13 +402,14 @@ def without_numbers(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _recompute(model: nn.Module, record: ShardedModel | None, config: ParallelConfig) -> str:
+def _recompute(model: nn.Module, record: ShardedModel | None, config: ParallelConfig, groups: ParallelGroups) -> str:
     """Let a model of which nothing is sharded be recomputed too, where its plan is known; a note on what is recomputed."""
     if record is not None:
         names: Sequence[str] = record.recomputed
     else:
         try:
-            names, _ = recompute_unsharded(model, resolve_plans(config.plan, model), config.recompute)
+            plans = resolve_plans(config.plan, model)
+            names, _ = change_unsharded(model, plans, groups, recompute=config.recompute)
         except NoAttentionError:
             raise
         except ValueError:
@@ -429,10 +430,8 @@ def _change_unsharded(model: nn.Module, config: ParallelConfig, groups: Parallel
         return [
             "cp, tile_mlp and loss_chunk: the blocks are found before training, and the step here runs without them"
         ]
-    if config.tile_mlp is not None:
-        tile_unsharded(model, plans, MLPTiles(config.tile_mlp))
-    if config.loss_chunk is not None:
-        chunk_heads(model, plans, groups, config.loss_chunk)
+    tiles = None if config.tile_mlp is None else MLPTiles(config.tile_mlp)
+    change_unsharded(model, plans, groups, tiles=tiles, loss_chunk=config.loss_chunk)
     if config.cp == 1:
         return []
     blocks = split_context(model, plans, groups, config.cp_method).context_blocks

@@ -16,13 +16,13 @@ from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, nudge_weights, release
 from lightning_seqpar.inference.trainer_view import describe_failure
-from lightning_seqpar.parallel.apply import has_context, parallelize, whole_model
-from lightning_seqpar.parallel.chunked_heads import chunk_heads
+from lightning_seqpar.parallel.apply import has_context, parallelize
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.grad_checks import check_replicated
 from lightning_seqpar.parallel.recompute import NoAttentionError, Recompute
-from lightning_seqpar.parallel.sharded_model import ShardedModel
-from lightning_seqpar.parallel.tiled_mlps import MLPTiles, tile_unsharded
+from lightning_seqpar.parallel.sharded_model import ShardedModel, whole_model
+from lightning_seqpar.parallel.tiled_mlps import MLPTiles
+from lightning_seqpar.parallel.unsharded import change_unsharded
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.observed_run import ObservedEvaluation, ObservedRun, observe_evaluation, observe_run
@@ -85,10 +85,7 @@ class Sharding(NamedTuple):
         self, copied: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, tiles: MLPTiles | None
     ) -> ShardedModel:
         if groups.size("tp") == 1:
-            if tiles is not None:
-                tile_unsharded(copied, plans, tiles)
-            if self.loss_chunk is not None:
-                chunk_heads(copied, plans, groups, self.loss_chunk)
+            change_unsharded(copied, plans, groups, tiles=tiles, loss_chunk=self.loss_chunk)
             if has_context(groups):
                 return split_context(copied, plans, groups, self.context)
             return whole_model(copied, groups)
