@@ -29,29 +29,18 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 @dataclass(eq=False)
 class _Partial:
-    """One parameter whose gradient comes in parts.
-
-    Attributes:
-        fired: whether a gradient has arrived since the last sync, so that ``.grad`` holds this rank's term of the sum.
-        synced: the gradient tensor that the last sync left behind, which is whole.
-        hook: the gradient hook; none while the parameter stays frozen.
-        is_done: whether it was frozen when its gradient was summed last, so that nothing is left to sum. So it is on every rank.
-        version: the parameter's version when the first gradient arrived: nobody may change it before the sum.
-        own_term: while the sum is being made, this rank's term, in the memory that takes the sum.
-        shared: what several ranks hold of it, if it is sharded.
-        holders: by how many ranks each index along the shard's dim is held (of this rank's rows, if replicas split it).
-    """
+    """One parameter whose gradient comes in parts."""
 
     layout: ParamLayout
     parameter: nn.Parameter
-    fired: bool = False
-    synced: Tensor | None = None
-    hook: RemovableHandle | None = None
-    is_done: bool = False
-    version: int = -1
-    own_term: Tensor | None = None
-    shared: _SharedPart | None = None
-    holders: Tensor | None = None
+    fired: bool = False  # a gradient has arrived since the last sum: ``.grad`` holds this rank's term
+    synced: Tensor | None = None  # the whole gradient that the last sum left behind
+    hook: RemovableHandle | None = None  # none while it stays frozen
+    is_done: bool = False  # it was frozen when it was summed last, on every rank: nothing is left to sum
+    version: int = -1  # the parameter's, when the first gradient arrived: nobody may change it before the sum
+    own_term: Tensor | None = None  # during a sum this rank's term, in the memory that takes the sum
+    shared: _SharedPart | None = None  # what several ranks hold of it, if it is sharded
+    holders: Tensor | None = None  # by how many ranks each index along the shard's dim is held, of this rank's rows
 
     @property
     def may_arrive(self) -> bool:
@@ -66,7 +55,7 @@ class _Partial:
 
 
 class GradSync:
-    """Sums the partial gradients of a parallelised model.
+    """Sums the partial gradients of a parallelised model; every rank of a replica calls :meth:`flush` at the same points.
 
     Args:
         layout: the model's layouts; the parameters with ``sum_over`` are the list.
@@ -74,8 +63,6 @@ class GradSync:
 
     Attributes:
         losses: compared with each sum.
-
-    Every rank of the model-parallel group calls :meth:`flush` at the same points.
     """
 
     def __init__(self, layout: ModelLayout, groups: ParallelGroups) -> None:
@@ -136,8 +123,7 @@ class GradSync:
         def hook(grad: Tensor) -> None:
             kept = partial.parameter.grad
             if not partial.fired and kept is not None:
-                # Not zeroed since the last sync: whole on every rank, also where the user's code has put another tensor there,
-                # and about to be summed again with the new part.
+                # Not zeroed since the last sum: whole on every rank, whoever put it there, and about to be summed again.
                 self._make_term(partial, kept)
             if not partial.fired or kept is None:
                 partial.version = partial.parameter._version
@@ -165,8 +151,7 @@ class GradSync:
     def begin_backward(self) -> None:
         """Make terms of gradients that the next backward adds to, where replicas reduce them; before each backward.
 
-        The reduction adds what is kept on one replica to what is new on another. With one replica the gradient's hook does so,
-        which comes before the addition.
+        The reduction adds what is kept on one replica to what is new on another. With one replica the hook does it.
         """
         self._all_summed = False
         if self._groups.size(self._groups.mean_axes) == 1:
@@ -215,12 +200,8 @@ class GradSync:
         others contribute zeros. A rank all of whose hooks fired knows the outcome and does not wait for the agreement; one
         that lacks a gradient does, since only the others know whether it is zero or none.
 
-        Args:
-            parameters: whose gradients are due; others keep collecting.
-
         Raises:
-            RuntimeError: on every rank, if a gradient arrived past its hook or a parameter was replaced, or if the losses of
-                an earlier step differed.
+            RuntimeError: on every rank, if a gradient arrived past its hook, or the losses of an earlier step differed.
         """
         self.losses.settle()
         due_ids = {id(parameter) for parameter in parameters}
@@ -233,27 +214,25 @@ class GradSync:
         self.losses.send()
 
     def _sum(self, due: Sequence[_Partial]) -> None:
-        flags = self._arrival_flags(due)
-        arrived, buckets = flags[0::2], self._buckets(due)
+        flags, groups = self._arrival_flags(due), self._groups
+        arrived, device = flags[0::2], due[0].parameter.device
+        # Over dp too: a replica that did not use a parameter still got the others' average for it.
+        holders = groups[groups.holder_axes]
         late: Tensor | None = None  # what the ranks agree on, which only a rank that lacks a gradient waits for
-        ride = next((axes for axes, _ in buckets if axes == ("tp",)), None)
         if self._all_summed:  # there may be nothing to sum
-            ride, arrived = None, self._fired_anywhere(due, self._agreed_now(due, flags))
-            if not any(arrived):
-                return
-        elif (
-            ride is None or self._groups.size(self._groups.mean_axes) > 1
-        ):  # over dp the agreement is a reduction of its own
-            ride, late = None, self._agreed_later(due, flags)
+            arrived = self._fired_anywhere(due, any_rank_has(flags, holders, device))
+        elif groups.size(groups.mean_axes) > 1:  # over dp the agreement is a reduction of its own
+            late = send_numbers(flags, torch.uint8, device)
+            dist.all_reduce(late, op=dist.ReduceOp.MAX, group=holders)
             if not any(arrived):
                 arrived = self._fired_anywhere(due, late.tolist())
-                if not any(arrived):
-                    return
-        for axes, members in buckets:
-            # What no rank has goes as zeros. The agreement rides along with the first sum over tp.
-            rides = axes == ride and late is None
-            counts = self._sum_bucket(axes, members, flags if rides else ())
-            late = counts if rides else late
+        rides = not self._all_summed and late is None
+        if not rides and not any(arrived):
+            return
+        for members in self._buckets(due):
+            # What no rank has goes as zeros. With one replica the agreement rides along with the first sum.
+            counts = self._sum_bucket(members, flags if rides and late is None else ())
+            late = counts if rides and late is None else late
         if late is not None and not all(arrived):
             arrived = self._fired_anywhere(due, late.tolist())
         for partial, fired in zip(due, arrived, strict=True):
@@ -263,17 +242,16 @@ class GradSync:
                 partial.fired = False
             partial.own_term = None
 
-    def _sum_bucket(self, axes: tuple[str, ...], members: Sequence[_Partial], flags: Sequence[bool] = ()) -> Tensor:
-        """Sum the terms of some gradients of one type over ``axes``; returns how many ranks had each of the flags."""
+    def _sum_bucket(self, members: Sequence[_Partial], flags: Sequence[bool]) -> Tensor:
+        """Sum the terms of some gradients of one type over tp; returns how many ranks had each of the flags."""
         for partial in members:
             partial.own_term = self._own_term(partial)
         grads = [(p, p.own_term) for p in members if p.own_term is not None]
         shared = [(self._shared_part(p, grad), local_rows(grad)) for p, grad in grads if p.layout.shard is not None]
         whole = [local_rows(grad) for p, grad in grads if p.layout.shard is None]
         sent = [part.given(rows) for part, rows in shared]
-        group = self._groups[axes if len(axes) > 1 else axes[0]]
-        losses = self.losses if axes == ("tp",) and self.losses.rides_over_tp else None
-        counts = _sum_coalesced([*whole, *sent], group, losses, flags)
+        losses = self.losses if self.losses.rides_over_tp else None
+        counts = _sum_coalesced([*whole, *sent], self._groups["tp"], losses, flags)
         for (part, rows), summed in zip(shared, sent, strict=True):
             part.take(summed, rows)
         return counts
@@ -285,22 +263,20 @@ class GradSync:
         return partial.shared
 
     @staticmethod
-    def _buckets(due: Sequence[_Partial]) -> list[tuple[tuple[str, ...], list[_Partial]]]:
-        """The parameters by the axes of their sum and by their type: one sum each, in an order that is the same on all ranks."""
-        found: dict[tuple[tuple[str, ...], torch.dtype], list[_Partial]] = {}
+    def _buckets(due: Sequence[_Partial]) -> list[list[_Partial]]:
+        """The parameters by type: one sum each, in an order that is the same on all ranks."""
+        found: dict[str, list[_Partial]] = {}
         for partial in due:
-            found.setdefault((tuple(sorted(partial.layout.sum_over)), partial.parameter.dtype), []).append(partial)
-        ordered = sorted(found.items(), key=lambda item: (item[0][0], str(item[0][1])))
-        return [(axes, members) for (axes, _), members in ordered]
+            found.setdefault(str(partial.parameter.dtype), []).append(partial)
+        return [found[dtype] for dtype in sorted(found)]
 
     def _own_term(self, partial: _Partial) -> Tensor:
         """This rank's term of the sum, in the memory that takes the sum."""
         kept = partial.parameter.grad
         if kept is None:
             return torch.zeros_like(partial.parameter, requires_grad=False)
-        is_new = (
-            kept is not partial.synced and self._groups.size(self._groups.mean_axes) > 1
-        )  # the other replicas', reduced here too
+        # What other replicas have is reduced here too.
+        is_new = kept is not partial.synced and self._groups.size(self._groups.mean_axes) > 1
         if not partial.fired and not is_new:  # whole on every rank since the last sum
             kept = kept.clone()
             local_rows(kept).div_(self._share(partial, kept))
@@ -309,7 +285,7 @@ class GradSync:
     def _share(self, partial: _Partial, like: Tensor) -> Tensor | int:
         """By how many ranks a gradient that is whole on each of them is summed."""
         if partial.layout.shard is None:
-            return self._groups.size(tuple(sorted(partial.layout.sum_over)))
+            return self._groups.size("tp")
         return self._holders(partial, like)
 
     def _arrival_flags(self, due: Sequence[_Partial]) -> list[bool]:
@@ -321,17 +297,6 @@ class GradSync:
             self._check_unchanged(partial)
             flags += [partial.fired and grad is not None, missed]
         return flags
-
-    def _agreed_now(self, due: Sequence[_Partial], flags: Sequence[bool]) -> list[bool]:
-        """Which of this rank's arrival flags any rank has, over every rank that holds the same parameters."""
-        # Over dp too: a replica that did not use a parameter still got the others' average for it.
-        return any_rank_has(flags, self._groups[self._groups.holder_axes], due[0].parameter.device)
-
-    def _agreed_later(self, due: Sequence[_Partial], flags: Sequence[bool]) -> Tensor:
-        """The same, on the parameters' device, where nobody has waited for it yet."""
-        highest = send_numbers(flags, torch.uint8, due[0].parameter.device)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._groups[self._groups.holder_axes])
-        return highest
 
     @staticmethod
     def _fired_anywhere(due: Sequence[_Partial], counts: Sequence[float]) -> list[bool]:
@@ -346,10 +311,7 @@ class GradSync:
 
 
 class _SharedPart:
-    """What several ranks hold of one sharded parameter (kv heads, where there are fewer than ranks).
-
-    Its gradient is summed in a tensor with a place for every index that is shared; a rank fills in those that it holds.
-    """
+    """What several ranks hold of one sharded parameter (kv heads): its gradient has a place for every shared index."""
 
     def __init__(self, partial: _Partial, rank: int, like: Tensor) -> None:
         shard = partial.layout.shard
@@ -387,32 +349,24 @@ def step_traffic(layout: ModelLayout, tp: int, dp: int = 1, split: ReplicaSplit 
         split: how parameters are shared out over the replicas, if they are.
     """
     partial = [name for name, item in layout.items() if item.is_partial and layout.parameter(name).requires_grad]
-    sums: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
+    sums: dict[torch.dtype, int] = {}
     for name in partial:
         parameter, shard = layout.parameter(name), layout[name].shard
         count = parameter.numel() if split is None or (shard is not None and shard.dim == 0) else split.numel(parameter)
         if shard is not None:  # replicas that share out rows send places for all rows
             count = count // parameter.shape[shard.dim] * shard.shared_length
-        key = (tuple(sorted(layout[name].sum_over)), parameter.dtype)
-        sums[key] = sums.get(key, 0) + count * max(4, parameter.element_size())  # 16-bit parts are summed in float32
-    flags = 2 * len(partial)
-    over_tp = [max(4, dtype.itemsize) for axes, dtype in sorted(sums, key=lambda key: str(key[1])) if axes == ("tp",)]
-    rides = bool(over_tp) and dp == 1
-    calls = len(sums) + (0 if over_tp else 1) + (1 if flags and not rides else 0)
-    loss = tp * (over_tp[0] if over_tp else 8)
-    used = (
-        0 if split is None else sum(layout.parameter(name).requires_grad for name in layout)
-    )  # which were used at all
-    return calls + bool(used), sum(sums.values()) + loss + flags * (over_tp[0] if rides else 1) + used
+        # 16-bit parts are summed in float32.
+        sums[parameter.dtype] = sums.get(parameter.dtype, 0) + count * max(4, parameter.element_size())
+    first = max(4, min(sums, key=str).itemsize) if sums else 8  # of the sum that the loss rides along with, or its own
+    flags, rides = 2 * len(partial), dp == 1
+    calls = max(1, len(sums)) + (1 if flags and not rides else 0)
+    # Which parameters were used at all is agreed on where replicas share them out.
+    used = 0 if split is None else sum(layout.parameter(name).requires_grad for name in layout)
+    return calls + bool(used), sum(sums.values()) + tp * first + flags * (first if rides else 1) + used
 
 
-def _sum_coalesced(
-    grads: Sequence[Tensor], group: Any, losses: LossWatch | None = None, flags: Sequence[bool] = ()
-) -> Tensor:
-    """Sum gradients of one type over the group, in place, in one collective; 16-bit parts in float32.
-
-    The losses and the flags ride along; returns how many ranks had each flag, which nobody has waited for yet.
-    """
+def _sum_coalesced(grads: Sequence[Tensor], group: Any, losses: LossWatch | None, flags: Sequence[bool]) -> Tensor:
+    """Sum gradients of one type, in place, in one collective; losses and flags ride along, and the counts of flags come back."""
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     row = losses.row(wide) if losses is not None else None
     riders = [] if row is None else [row]

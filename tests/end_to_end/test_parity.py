@@ -77,8 +77,8 @@ def cases(models: Iterable[str], first: str = "") -> list[Any]:
 @sees(
     "sync on the world group",
     "GradSync._sum_bucket",
-    "group = self._groups[axes if len(axes) > 1 else axes[0]]",
-    'group = self._groups["dp", "tp"]',
+    'self._groups["tp"], losses',
+    'self._groups["dp", "tp"], losses',
     case="gpt-tied-dp2xtp2-sp",
 )
 @sees(
