@@ -130,12 +130,7 @@ def leaf_of(node: Any) -> Tensor | None:
 
 
 def reach(start: Any, follow: Callable[[Any], list[Any]] = children) -> Iterator[Any]:
-    """Walk over a graph, and yield every node once.
-
-    Args:
-        start: the node to begin at, which is yielded too; None has no graph.
-        follow: from a node to the nodes that are visited next.
-    """
+    """Walk over a graph, and yield every node once."""
     seen: set[Any] = set()
     todo = [start]
     while todo:
@@ -162,10 +157,6 @@ def node_classes(*operations: str) -> frozenset[type]:
 
     torch generates a class for each derivative formula and shows all of them in one module, but has no object that leads
     from an operation to its classes. Their names do: ``add`` makes ``AddBackward0`` and ``AddBackward1``.
-
-    Args:
-        operations: names of classes without ``Backward`` and number, such as ``Add``. One that this torch has not is
-            left out, since no node of its graphs can be of it.
     """
     found = {name.rstrip("0123456789").removesuffix("Backward"): set[type]() for name in vars(torch._C._functions)}
     for name, one in vars(torch._C._functions).items():
@@ -274,11 +265,7 @@ def memory_of(x: Tensor) -> int | None:
 
 
 class GivenAway:
-    """A tensor that was given away as a copy where torch gives a view: a change of it in place must not be lost.
-
-    Args:
-        copy: the tensor; its memory is not kept.
-    """
+    """A tensor that was given away as a copy where torch gives a view: a change of it in place must not be lost."""
 
     def __init__(self, copy: Tensor) -> None:
         self._memory = StorageWeakRef(copy.untyped_storage())

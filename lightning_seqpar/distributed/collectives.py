@@ -49,12 +49,6 @@ def _fill_padding(shard: Tensor, x: Tensor, dim: int, group: ProcessGroup) -> Te
     """Replace the zero padding of a shard, in place, by copies of the last real position; returns the shard.
 
     Padding passes through norms; a row of zeros may become NaN there, and NaN times a zero gradient is NaN.
-
-    Args:
-        shard: this rank's shard of ``x``, ``[b, s/tp, h]`` for ``dim=1``.
-        x: the whole tensor, ``[b, s, h]``.
-        dim: the dim that is divided.
-        group: the ranks over which it is divided.
     """
     chunk = shard.shape[dim]
     real = max(0, min(chunk, x.shape[dim] - group.rank() * chunk))
@@ -206,13 +200,7 @@ REDUCTIONS = (_Reduce, _ReduceScatter)
 
 
 def _applied(function: Any, plain: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Apply an autograd function, or only its forward where gradients are off, as they are in most backwards.
-
-    Args:
-        function: the ``torch.autograd.Function``.
-        plain: what its forward computes, without a node in the graph.
-        args: arguments of either.
-    """
+    """Apply an autograd function, or only its forward where gradients are off, as they are in most backwards."""
     result: Tensor = function.apply(*args) if torch.is_grad_enabled() else plain(*args)
     return result
 

@@ -197,15 +197,7 @@ def _nbytes(value: Any) -> int:
 
 
 def _sent_to_each(given: int, splits: Sequence[int]) -> int | None:
-    """Bytes that an exchange of ``given`` bytes sends to each other rank.
-
-    Args:
-        given: bytes of the tensor that is sent in pieces.
-        splits: positions of it that each rank gets.
-
-    Returns:
-        None where it is no exchange of equal pieces, in which every rank but the sender gets as much.
-    """
+    """Bytes that an exchange of ``given`` bytes sends to each other rank; None if it is no exchange of equal pieces."""
     if len(splits) < 2:
         return None
     *others, own = sorted(splits, reverse=True)

@@ -31,14 +31,7 @@ def uses_exchanges(x: Tensor, group: ProcessGroup) -> bool:
 
 
 class _Exchange:
-    """An exchange under way: a tensor for each rank of the group, and one from each, all of one shape.
-
-    Args:
-        given: the tensor for each rank, by rank; the one for this rank is not sent. None of them requires a gradient.
-        group: the ranks that take part, at least two.
-        async_op: whether the caller goes on computing before it waits, and may free the memory of ``given`` meanwhile.
-        role: which collective the exchange is made for, to count it under that name.
-    """
+    """An exchange under way: a tensor for each rank of the group, and one from each, all of one shape."""
 
     def __init__(self, given: Sequence[Tensor], group: ProcessGroup, async_op: bool, role: ExchangeRole) -> None:
         self._rank = group.rank()
@@ -81,13 +74,7 @@ class _Exchange:
 
 
 class ExchangedAllReduce:
-    """An all-reduce under way: one exchange of full tensors, or for large ones a reduce-scatter and an all-gather.
-
-    Args:
-        x: the tensor to sum, of any shape.
-        group: the ranks that sum.
-        async_op: whether the caller goes on computing before it waits.
-    """
+    """An all-reduce under way: one exchange of full tensors, or for large ones a reduce-scatter and an all-gather."""
 
     def __init__(self, x: Tensor, group: ProcessGroup, async_op: bool) -> None:
         self._group, self._shape, size = group, x.shape, group.size()
@@ -110,14 +97,7 @@ class ExchangedAllReduce:
 
 
 class ExchangedGather:
-    """An all-gather along ``dim`` under way.
-
-    Args:
-        x: this rank's shard, such as ``[b, s/tp, h]`` for ``dim=1``; all ranks' have one shape.
-        dim: the dim along which shards follow each other, not negative.
-        group: the ranks that gather.
-        async_op: whether the caller goes on computing before it waits.
-    """
+    """An all-gather along ``dim`` under way."""
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool) -> None:
         self._dim = dim
@@ -129,15 +109,7 @@ class ExchangedGather:
 
 
 class ExchangedReduceScatter:
-    """A reduce-scatter along ``dim`` under way.
-
-    Args:
-        x: this rank's addend, ``[b, s, h]`` for ``dim=1``, padded so that ``dim`` divides by the group. It requires no
-            gradient.
-        dim: the dim along which the sum is divided.
-        group: the ranks that sum.
-        async_op: whether the caller goes on computing before it waits.
-    """
+    """A reduce-scatter along ``dim`` under way."""
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool) -> None:
         self._exchange = _Exchange(x.chunk(group.size(), dim), group, async_op, ExchangeRole.REDUCE_SCATTER)

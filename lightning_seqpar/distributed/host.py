@@ -23,9 +23,6 @@ class LateNumbers:
 
     They are copied into pinned memory as soon as they are made, and :meth:`read` waits for that copy alone: a step later
     it has long been done.
-
-    Args:
-        numbers: of any shape. Whoever changes it afterwards does not change what is read.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -80,11 +77,6 @@ def send_numbers(numbers: Sequence[float], dtype: torch.dtype, device: torch.dev
 def require_inside(values: Tensor, inside: Tensor, message: str) -> None:
     """Require that indices lie inside of what they index.
 
-    Args:
-        values: the indices.
-        inside: for each of them, whether it does.
-        message: what is said of one that does not, with ``{}`` for its value.
-
     Raises:
         IndexError: on the CPU. Elsewhere, as in torch, the device asserts it, and the host does not wait for that.
     """
@@ -106,10 +98,6 @@ def default_backend(device: torch.device) -> str:
 def host_device(group: ProcessGroup, otherwise: torch.device) -> torch.device:
     """Where numbers that the host has, and reads again, are sent between the ranks of a group.
 
-    Args:
-        group: the ranks.
-        otherwise: the device to use if the group's backend takes no tensors on the CPU.
-
     Returns:
         The CPU if the group has a backend for it (gloo), where the exchange does not wait for the device's work.
     """
@@ -118,13 +106,7 @@ def host_device(group: ProcessGroup, otherwise: torch.device) -> torch.device:
 
 
 def any_rank_has(flags: Sequence[bool], group: ProcessGroup, device: torch.device) -> list[bool]:
-    """Which of some flags are set on any rank; collective over ``group``, and the host waits for the other hosts alone.
-
-    Args:
-        flags: the same number of them on every rank.
-        group: the ranks.
-        device: where they are compared if the group's backend takes no tensors on the CPU.
-    """
+    """Which of some flags are set on any rank; collective over ``group``, and the host waits for the other hosts alone."""
     highest = torch.tensor(flags, dtype=torch.uint8, device=host_device(group, device))
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     return [bool(flag) for flag in highest.tolist()]

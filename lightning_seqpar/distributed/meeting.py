@@ -13,11 +13,6 @@ class Meeting:
 
     A rank that waits in a collective for others that never come ends with the group's timeout, half an hour later and
     without a reason. Here it ends soon, and says who did not come. After the first times nobody waits any more.
-
-    Args:
-        group: the ranks that meet.
-        patience: how long one waits for the others.
-        times: how often they meet.
     """
 
     def __init__(self, group: ProcessGroup, patience: timedelta = timedelta(minutes=2), times: int = 32) -> None:
@@ -31,10 +26,6 @@ class Meeting:
 
     def await_others(self, what: str, remedy: str) -> None:
         """Wait for the other ranks.
-
-        Args:
-            what: for the message: what is done here, such as "logits are read".
-            remedy: for the message: what to write instead.
 
         Raises:
             RuntimeError: on a rank whose others do not come.

@@ -17,14 +17,7 @@ PATIENCE = 3.0
 
 
 class Phase:
-    """A phase that is under way.
-
-    Args:
-        name: what is done, as in "making process groups".
-        total: how many units are to be done; None where nobody knows.
-        bar: whether progress is drawn, where there is a total.
-        write: writes a line.
-    """
+    """A phase that is under way."""
 
     def __init__(self, name: str, total: int | None, bar: bool, write: Callable[[str], None]) -> None:
         self._name, self._total, self._draws, self._write = name, total, bar and total is not None, write
@@ -53,11 +46,7 @@ class Phase:
                 self._write(f"lightning_seqpar: {self._name} ...")
 
     def end(self, seconds: float | None) -> None:
-        """The phase is over: close what was drawn, and say how long it took if it was announced.
-
-        Args:
-            seconds: how long; None if it ended with an error, which has a message of its own.
-        """
+        """The phase is over: close what was drawn, and say how long it took if it was announced."""
         with self._lock:
             self._ended = True
             if self._bar is not None:
@@ -88,13 +77,7 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
-        """Wraps a phase. A thread waits beside it to announce it, and is gone when it ends, however it ends.
-
-        Args:
-            name: what is done, as in "making process groups".
-            total: how many units are to be done, of which :meth:`Phase.advance` counts the ones that are; None where nobody
-                knows.
-        """
+        """Wraps a phase. A thread waits beside it to announce it, and is gone when it ends, however it ends."""
         made = Phase(name, total, self._bars and sys.stderr.isatty(), self._write)
         if not self._shows:
             yield made

@@ -61,13 +61,7 @@ def check_agreement(own: Mapping[str, Any], group: ProcessGroup, device: torch.d
 
 
 def _who_says_what(name: str, values: list[str | None], ranks: list[int]) -> str:
-    """Say which ranks have which value of an entry: ``tp is 2 on ranks 0, 1, 2 and 4 on rank 3``.
-
-    Args:
-        name: the entry.
-        values: its value on each rank of the group; None where the rank has no such entry.
-        ranks: their ranks in the world.
-    """
+    """Say which ranks have which value of an entry: ``tp is 2 on ranks 0, 1, 2 and 4 on rank 3``."""
     parts = []
     for value, count in Counter(values).most_common(_SHOWN):
         where = [str(rank) for rank, own in zip(ranks, values, strict=True) if own == value]
@@ -87,10 +81,6 @@ def describe_start(config: ParallelConfig, version: str) -> dict[str, Any]:
 
     Of a plan that is a file only that fact is compared: its path may differ from node to node, and its content is compared
     once it has been read.
-
-    Args:
-        config: this rank's configuration.
-        version: the version of this package.
     """
     fields = {**config.model_dump(mode="json"), "timeout": f"{config.timeout.total_seconds()} s"}
     if isinstance(config.plan, str) and config.plan.endswith((".yaml", ".yml")):

@@ -21,12 +21,6 @@ def serve_store(address: str, port: int, timeout: timedelta, *, one_node: bool) 
 
     torch shares one server of a port within a process (``multi_tenant``), so what connects to that port later finds this one.
 
-    Args:
-        address: the first rank's, by name or number: ``MASTER_ADDR``.
-        port: ``MASTER_PORT``.
-        timeout: how long one waits for the store.
-        one_node: whether all ranks are on this node.
-
     Returns:
         The store, which keeps the server until it is dropped; None if the address is none of this node's alone (one behind which a
         proxy stands, or a loopback address where other nodes are to come), or the port is taken.
@@ -53,12 +47,7 @@ def serve_store(address: str, port: int, timeout: timedelta, *, one_node: bool) 
 
 
 def keep_gloo_local(address: str, *, one_node: bool) -> None:
-    """Let gloo listen on the loopback interface where all ranks are on one node and meet there, unless the user names another.
-
-    Args:
-        address: the first rank's.
-        one_node: whether all ranks are on this node.
-    """
+    """Let gloo listen on the loopback interface where all ranks are on one node and meet there, unless the user names another."""
     place = _place_of(address, 0, one_node=one_node)
     if place is not None and _is_loopback(place[1]):
         os.environ.update(loopback_only())

@@ -262,11 +262,7 @@ def _refuse_other_strategies(model: nn.Module) -> Callable[..., None]:
 
 
 def refuse_compiled(model: nn.Module, planned: Iterable[str]) -> None:
-    """What torch.compile made of ``planned`` modules, or of modules in or around them, knows nothing of shards.
-
-    Raises:
-        ValueError: naming the module.
-    """
+    """What torch.compile made of ``planned`` modules, or of modules in or around them, knows nothing of shards."""
     names = list(planned)
     for name, module in model.named_modules():
         is_compiled = module._compiled_call_impl is not None or "_orig_mod" in module._modules
@@ -313,11 +309,7 @@ def parallelize(
 
 
 def refuse_unlowered(plan: ResolvedPlan) -> None:
-    """Every style inside the blocks must have a lowered form, and no region may begin or end in a block of another one.
-
-    Raises:
-        ValueError: naming the module and the style, before anything is changed.
-    """
+    """Every style inside the blocks must have a lowered form, and no region may begin or end in a block of another one."""
     for match in plan.decided:
         if not any(stack.covers(match.name) for stack in plan.stacks):
             continue

@@ -39,9 +39,6 @@ class GraphRefusedError(ValueError):
 class BlockGraphs:
     """Compiles blocks, and knows what became of them.
 
-    Args:
-        options: the field ``compile_options``: ``backend``, ``mode``, ``options`` and ``dynamic`` of ``torch.compile``.
-
     Attributes:
         traced: by the name of a block's class, how many graphs were made of it. Blocks of one kind share a graph for training and
             another one for evaluation; lengths of sequences that vary make one more.
@@ -56,14 +53,7 @@ class BlockGraphs:
         self._dtype = torch.get_default_dtype()
 
     def compile(self, block: nn.Module, name: str, alike: int, check: Check | None = None) -> None:
-        """Give a block a forward that is compiled when it is first called.
-
-        Args:
-            block: whose class is changed.
-            name: its name, for messages.
-            alike: the number of blocks that are compiled, which bounds the number of graphs.
-            check: of the graphs. Without one, a block may break into several graphs.
-        """
+        """Give a block a forward that is compiled when it is first called."""
         kind = type(block)
         if kind not in self._classes:
             self._classes[kind] = self._compiled_class(kind, alike, check)
@@ -172,14 +162,7 @@ def _shortened(error: TorchDynamoException) -> str:
 
 
 def compile_plain_blocks(model: nn.Module, compiler: BlockGraphs) -> list[ModuleChange]:
-    """Compile the repeated blocks of a model that is not sharded.
-
-    Returns:
-        What became of them, to take it back.
-
-    Raises:
-        ValueError: if no blocks repeat.
-    """
+    """Compile the repeated blocks of a model that is not sharded."""
     blocks = dict(repeated_blocks(model))
     if not blocks:
         raise ValueError(

@@ -64,11 +64,7 @@ def _enter_ids(axis: ContextAxis) -> Callable[..., Any]:
 def split_context(
     model: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, method: Method
 ) -> ShardedModel:
-    """Let the blocks of a model, of which tp shards nothing, see a part of the sequence each.
-
-    Raises:
-        ValueError: if the plans name no blocks.
-    """
+    """Let the blocks of a model, of which tp shards nothing, see a part of the sequence each."""
     plan = read_plans(model, plans)
     record, axis = whole_model(model, groups), ContextAxis(groups["cp"], method)
     record.hooks += hook_embeddings(plan, axis)

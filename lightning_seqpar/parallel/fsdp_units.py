@@ -111,11 +111,6 @@ def block_lists(model: nn.Module) -> Iterator[str]:
 def units_among(given: Mapping[str, Any], model: nn.Module, blocks: Iterable[str]) -> list[str]:
     """Names of the modules that are each gathered and reduced on their own.
 
-    Args:
-        given: the field ``fsdp``.
-        model: the model.
-        blocks: names of its repeated blocks, which are taken if the field has no ``units``.
-
     Raises:
         ValueError: for a pattern that no module has.
     """
@@ -134,10 +129,6 @@ def units_among(given: Mapping[str, Any], model: nn.Module, blocks: Iterable[str
 
 def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
     """The blocks that are gathered and reduced as a whole, each on its own; the rest of the model is one more unit.
-
-    Args:
-        model: the model.
-        blocks: names of repeated blocks; of one in another the outer one counts.
 
     Returns:
         Names, in order; of a block that is a list of modules, those. One that shares a parameter with anything outside of it is
@@ -181,17 +172,7 @@ class ReplicaSplit:
 
     @classmethod
     def of(cls, model: nn.Module, given: Mapping[str, Any], blocks: Iterable[str], replicas: int) -> ReplicaSplit:
-        """The split of a model.
-
-        Args:
-            model: as a rank of tp holds it.
-            given: the field ``fsdp``.
-            blocks: names of its repeated blocks, as far as a plan names them.
-            replicas: how many ranks share a parameter.
-
-        Raises:
-            ValueError: for an option that there is not, or a pattern that no module has.
-        """
+        """The split of a model."""
         units = units_of(model, units_among(given, model, [*blocks, *block_lists(model)]))
         return cls(replicas, units, fully_shard_options(given))
 
@@ -206,11 +187,7 @@ class ReplicaSplit:
         return self.numel(parameter) * parameter.element_size()
 
     def gathered(self, parameters: Mapping[str, Tensor]) -> int:
-        """Bytes of whole parameters that a rank holds at once in a step: all outside of the units, and those of two units.
-
-        Args:
-            parameters: by name; those of a stage where a pipeline has several.
-        """
+        """Bytes of whole parameters that a rank holds at once in a step: all outside of the units, and those of two units."""
         if self.replicas == 1:
             return 0
         *units, rest = [sum(_bytes_as(p, p.numel(), self._type) for p in unit) for unit in self._groups(parameters)]

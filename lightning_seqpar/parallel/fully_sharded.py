@@ -48,9 +48,6 @@ class _PartsAround:
 
     Outside of those hooks a part is the plain tensor that this rank holds, and inside of them a part again; and so is what the
     unit returns. It is made before ``fully_shard`` is called on the unit, and closed after.
-
-    Args:
-        unit: the module.
     """
 
     def __init__(self, unit: nn.Module) -> None:
@@ -216,15 +213,7 @@ class FullySharded:
         return self._state._cast_output_dtype(out)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model for a step: what is in no block is gathered before, and stays so for all calls within.
-
-        Args:
-            args: of the step.
-            kwargs: of the step.
-
-        Returns:
-            What the step returns.
-        """
+        """Call the model for a step: what is in no block is gathered before, and stays so for all calls within."""
         args, kwargs = self._state._pre_forward(self._model, args, kwargs)
         self._in_step = True
         try:
@@ -317,11 +306,7 @@ class FullySharded:
         return self.root._get_fsdp_state()
 
     def expect_backward(self, loss: Tensor) -> None:
-        """Before a backward: let the root's gradients be reduced at its end, also in the middle of a step.
-
-        Raises:
-            RuntimeError: if a parameter's rows are in the loss.
-        """
+        """Before a backward: let the root's gradients be reduced at its end, also in the middle of a step."""
         refuse_rows(loss)
         if not self._waiting:  # a new sum of gradients begins for what was zeroed
             parameter = self._record.layout.parameter
@@ -357,11 +342,7 @@ class FullySharded:
             raise RuntimeError(_kept(name, "the loss reads it"))
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Give an optimizer that was made before the split the parameters in the place of their old objects.
-
-        Raises:
-            ValueError: if it holds state of them already.
-        """
+        """Give an optimizer that was made before the split the parameters in the place of their old objects."""
         for group in optimizer.param_groups:
             for at, parameter in enumerate(group["params"]):
                 if (name := self._original_names.get(id(parameter))) is not None:
@@ -500,11 +481,7 @@ def _refuse_graph(unit: str) -> Callable[..., None]:
 
 
 def refuse_rows(out: Any) -> None:
-    """Refuse what a step returned if a parameter's rows are in it, which the step took for the parameter.
-
-    Raises:
-        RuntimeError: saying where parameters may be read.
-    """
+    """Refuse what a step returned if a parameter's rows are in it, which the step took for the parameter."""
     if any(is_split(tensor) for tensor in tree_leaves(out)):
         raise RuntimeError(READ_ROWS)
 

@@ -38,13 +38,7 @@ def _norm(tensor: Tensor) -> Tensor:
 
 
 class Spread:
-    """The smallest and the largest norm that each of some tensors has on any rank of an axis; collective over it when made.
-
-    Args:
-        tensors: the same on every rank, but for their values.
-        groups: the process groups.
-        axis: whose ranks are compared; or several.
-    """
+    """The smallest and the largest norm that each of some tensors has on any rank of an axis; collective over it when made."""
 
     def __init__(self, tensors: Sequence[Tensor], groups: ParallelGroups, axis: str | tuple[str, ...] = "tp") -> None:
         on_gpus = [tensor.device for tensor in tensors if tensor.is_cuda]
@@ -66,11 +60,6 @@ class Spread:
 def check_reduced(parameters: Iterable[Tensor], module: nn.Module, groups: ParallelGroups) -> Comparison:
     """Gradients must be equal on all replicas when the optimizer reads them; collective over dp.
 
-    Args:
-        parameters: whose gradients they are.
-        module: names them.
-        groups: the process groups.
-
     Returns:
         What raises RuntimeError on every rank, if one differs. Calling it a step later costs no wait for the device.
     """
@@ -91,13 +80,7 @@ def check_reduced(parameters: Iterable[Tensor], module: nn.Module, groups: Paral
 
 
 def _why_apart(parameter: Tensor, unused: Sequence[Tensor], module: nn.Module) -> str:
-    """A sentence on a gradient that differs between the replicas.
-
-    Args:
-        parameter: whose gradient it is.
-        unused: parameters without a gradient.
-        module: names them.
-    """
+    """A sentence on a gradient that differs between the replicas."""
     names = {id(one): name for name, one in module.named_parameters()}
     what = f"the gradient of {names.get(id(parameter), 'a parameter')} that reaches the optimizer differs between the replicas"
     if unused:
@@ -154,11 +137,7 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
 
 
 def _why_apart_over_tp(gaps: Sequence[float]) -> str:
-    """A sentence on what gradients of whole parameters differ by: one number where a rank scaled all of its gradients.
-
-    Args:
-        gaps: of each parameter, how far its gradients lie apart, relative to the largest; 0 for less than the tolerance.
-    """
+    """A sentence on what gradients of whole parameters differ by: one number where a rank scaled all of its gradients."""
     scaled = "gradients were clipped by torch.nn.utils.clip_grad_norm_, which knows nothing of shards (use self.clip_gradients or "
     scaled += "Trainer(gradient_clip_val=...))"
     other_way = (
@@ -180,10 +159,6 @@ class StageScales:
     """Whether code of the user's has scaled the gradients of each stage of a pipeline by a number of its own.
 
     That is what ``torch.nn.utils.clip_grad_norm_`` does, which knows the gradients of one stage alone.
-
-    Args:
-        parameters: whose gradients are looked at, before that code runs.
-        groups: the process groups.
     """
 
     def __init__(self, parameters: Sequence[Tensor], groups: ParallelGroups) -> None:

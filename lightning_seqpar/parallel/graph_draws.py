@@ -96,14 +96,7 @@ _SUMS = ("reduce_scatter", "all_reduce")
 
 
 class GraphDraws:
-    """Follows through a graph which values are whole, and which are this rank's features.
-
-    Args:
-        graph: a block's, as it was traced.
-        inputs: what it was traced with.
-        layout: of the model's parameters.
-        lowered: the block's region.
-    """
+    """Follows through a graph which values are whole, and which are this rank's features."""
 
     def __init__(
         self, graph: fx.GraphModule, inputs: Sequence[Any], layout: ModelLayout, lowered: LoweredRegion
@@ -125,11 +118,7 @@ class GraphDraws:
         return None
 
     def _follow(self, graph: fx.GraphModule, given: Sequence[str]) -> str:
-        """The state of what a graph returns, given those of its inputs.
-
-        Raises:
-            _WrongDrawError: for a draw that the block's stream is wrong for.
-        """
+        """The state of what a graph returns, given those of its inputs."""
         state: dict[fx.Node, str] = {}
         inputs = iter(given)
         for node in graph.graph.nodes:

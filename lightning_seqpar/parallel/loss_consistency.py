@@ -34,11 +34,7 @@ def _differ(numbers: Sequence[float], limit: float) -> bool:
 
 
 def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
-    """The loss must be the same on all ranks of a replica; collective over the replica.
-
-    Raises:
-        RuntimeError: on every rank of the replica, with the values.
-    """
+    """The loss must be the same on all ranks of a replica; collective over the replica."""
     own = _number(loss)
     axes = groups.loss_axes
     values = [torch.zeros_like(own) for _ in range(groups.size(axes))]
@@ -102,11 +98,7 @@ class LossWatch:
             self.take(row)
 
     def settle(self, *, everything: bool = False) -> None:
-        """Read and compare the losses of earlier steps, or those of this step too (``everything``), which may take a wait.
-
-        Raises:
-            RuntimeError: on every rank of the replica, if the losses differ.
-        """
+        """Read and compare the losses of earlier steps, or those of this step too (``everything``), which may take a wait."""
         for losses, limit in self._unread.take(everything=everything):
             numbers = losses.read()
             if not _differ(numbers, limit):

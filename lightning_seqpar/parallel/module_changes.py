@@ -16,23 +16,14 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ModuleChange:
-    """How one module differs from what the user wrote.
-
-    Attributes:
-        module: the module.
-        own: its class in the user's model.
-        other: its class now.
-        added: names of attributes that it did not have.
-        replaced: what attributes that it has had were before.
-        counts: its whole numbers (features, heads) that differ: ``(before, now)``.
-    """
+    """How one module differs from what the user wrote."""
 
     module: nn.Module
-    own: type
-    other: type
-    added: frozenset[str]
-    replaced: dict[str, Any]
-    counts: dict[str, tuple[int, int]]
+    own: type  # its class in the user's model
+    other: type  # its class now
+    added: frozenset[str]  # attributes that it did not have
+    replaced: dict[str, Any]  # what attributes that it has had were before
+    counts: dict[str, tuple[int, int]]  # whole numbers (features, heads) that differ: before, now
 
     def undo(self) -> None:
         """Give the module its own class and attributes back; what others have set since stays."""

@@ -61,11 +61,7 @@ class NoAttentionError(ValueError):
 
 
 def recomputed(plan: PlannedModel, recompute: Recompute) -> list[str]:
-    """The names of the modules that are recomputed.
-
-    Raises:
-        NoAttentionError: if the attention is asked for, and no block has one.
-    """
+    """The names of the modules that are recomputed."""
     if recompute == "none":
         return []
     if recompute == "full":
@@ -83,14 +79,7 @@ def recomputed(plan: PlannedModel, recompute: Recompute) -> list[str]:
 def make_recomputed(
     plan: PlannedModel, names: Iterable[str], recompute: Recompute, regions: Callable[[str], SequenceRegion | None]
 ) -> None:
-    """Let modules be recomputed: each gets a ``forward`` of its own, as an attribute that hides its class's.
-
-    Args:
-        plan: of the model.
-        names: of the modules.
-        recompute: the field of the configuration.
-        regions: the sequence region of a module; None where nothing is sharded.
-    """
+    """Let modules be recomputed: each gets a ``forward`` of its own, as an attribute that hides its class's."""
     notes = RecomputeNotes(recompute)
     for name in names:
         module = plan.modules[name]

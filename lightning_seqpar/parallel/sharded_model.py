@@ -37,11 +37,7 @@ NEVER_SHARDS = (
 
 
 class PickleGuard:
-    """The first attribute of a module that must not be pickled: pickling it, and so the module, raises. Copies have it too.
-
-    Args:
-        why: the sentence.
-    """
+    """The first attribute of a module that must not be pickled: pickling it, and so the module, raises. Copies have it too."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -77,56 +73,37 @@ class SplitReplicas(Protocol):
 
 @dataclass
 class ShardedModel:
-    """What parallelisation did to a model; found again with :func:`record_of`.
-
-    Attributes:
-        layout: every parameter's layout.
-        groups: the process groups.
-        regions: the sequence regions, one per stack of blocks.
-        changes: what became of its modules, to take it back.
-        restore: gives properties of modules their values back: what they store elsewhere no comparison of the module shows.
-        matches: the plan's rules with the modules and tensors that they hold for, in order.
-        buffers: layouts of the buffers that are cut.
-        recomputed: names of the modules that run again in the backward: the blocks, or their attention.
-        tiled: names of the MLPs that run some tokens at a time.
-        stay_frozen: parameters that may not begin to train, as the plan was proved with them frozen alone.
-        why_frozen: what is wrong when they train.
-        on_shards: parameters whose gradient is partial because they are read inside a sequence region.
-        is_copy: the model is a copy that no trainer trains.
-        replicas: what splits the parts over the data-parallel replicas too; None if every replica holds all of them.
-        stage: what this rank runs of a pipeline; None where there is none.
-        context_blocks: names of the blocks that see a part of the sequence each, where ``cp`` is more than 1.
-        graphs: what compiled the blocks; None if they run eagerly.
-        summoned: names of the parameters that are whole for now.
-        summons: how often that has changed.
-    """
+    """What parallelisation did to a model; found again with :func:`record_of`."""
 
     model: nn.Module
     layout: ModelLayout
     groups: ParallelGroups
-    regions: list[SequenceRegion]
+    regions: list[SequenceRegion]  # one per stack of blocks
     sp: bool
-    matches: list[Match]
-    buffers: dict[str, ParamLayout] = field(default_factory=dict)
+    matches: list[Match]  # the plan's rules with the modules and tensors that they hold for, in order
+    buffers: dict[str, ParamLayout] = field(default_factory=dict)  # those that are cut
     hooks: list[RemovableHandle] = field(default_factory=list)
-    reading: bool = False
+    reading: bool = False  # state_dict may answer
     strategy: Callable[[], Any] = lambda: None
     made_by: object = None
-    is_copy: bool = False
-    on_shards: frozenset[str] = frozenset()
-    recomputed: tuple[str, ...] = ()
-    tiled: tuple[str, ...] = ()
-    stay_frozen: frozenset[str] = frozenset()
-    why_frozen: str = ""
+    is_copy: bool = False  # no trainer trains it
+    on_shards: frozenset[str] = (
+        frozenset()
+    )  # parameters that are read inside a sequence region: partial for that reason
+    recomputed: tuple[str, ...] = ()  # modules that run again in the backward
+    tiled: tuple[str, ...] = ()  # MLPs that run some tokens at a time
+    stay_frozen: frozenset[str] = frozenset()  # the plan was proved with them frozen alone
+    why_frozen: str = ""  # what is wrong when they train
     versions: dict[str, int] = field(default_factory=dict)
-    changes: list[ModuleChange] = field(default_factory=list)
+    changes: list[ModuleChange] = field(default_factory=list)  # what became of its modules, to take it back
+    # Give properties of modules their values back: what they store elsewhere no comparison of the module shows.
     restore: list[Callable[[], None]] = field(default_factory=list)
-    replicas: SplitReplicas | None = None
-    graphs: BlockGraphs | None = None
-    context_blocks: tuple[str, ...] = ()
-    stage: Stage | None = None
-    summoned: frozenset[str] = frozenset()
-    summons: int = 0
+    replicas: SplitReplicas | None = None  # None if every replica holds all parts
+    graphs: BlockGraphs | None = None  # None if blocks run eagerly
+    context_blocks: tuple[str, ...] = ()  # that see a part of the sequence each
+    stage: Stage | None = None  # None without a pipeline
+    summoned: frozenset[str] = frozenset()  # parameters that are whole for now
+    summons: int = 0  # how often that has changed
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:
@@ -140,11 +117,7 @@ class ShardedModel:
         }
 
     def check_versions(self) -> None:
-        """Nobody may have initialised shards by himself: every rank would have given its part the same numbers.
-
-        Raises:
-            ValueError: naming a parameter that was changed.
-        """
+        """Nobody may have initialised shards by himself: every rank would have given its part the same numbers."""
         for name, version in self.versions.items():
             if self.layout.parameter(name)._version != version:
                 raise ValueError(
@@ -153,11 +126,7 @@ class ShardedModel:
                 )
 
     def check_frozen(self) -> None:
-        """What was frozen in the proof must not train, if the proof holds for that alone.
-
-        Raises:
-            RuntimeError: naming a parameter that has thawed.
-        """
+        """What was frozen in the proof must not train, if the proof holds for that alone."""
         for name in sorted(self.stay_frozen):
             if self.layout.parameter(name).requires_grad:
                 raise RuntimeError(
@@ -187,11 +156,7 @@ class ShardedModel:
         ]
 
     def reset_calls(self, *, draws: bool = True) -> None:
-        """A new step begins: forget what aborted calls left.
-
-        Args:
-            draws: whether the step is expected to draw random numbers inside its regions.
-        """
+        """A new step begins: forget what aborted calls left."""
         for region in self.regions:
             region.reset()
             region.streams.draws = draws
@@ -262,11 +227,7 @@ def whole_model(model: nn.Module, groups: ParallelGroups) -> ShardedModel:
 
 
 def refuse_copies(record: ShardedModel) -> None:
-    """What the model holds must not be a copy of one of its shards, which would pass for the whole.
-
-    Raises:
-        RuntimeError: naming the copy.
-    """
+    """What the model holds must not be a copy of one of its shards, which would pass for the whole."""
     for name, module in record.model.named_modules():
         if PART_KEY in module.__dict__ and any(record.layout.of(p) is None for p in module.parameters(recurse=False)):
             raise RuntimeError(

@@ -23,10 +23,6 @@ def summon(record: ShardedModel, patterns: Sequence[str] = ()) -> Generator[None
 
     Nothing can be run on the model meanwhile. Collective over tp, and over dp where replicas split parameters.
 
-    Args:
-        record: of the model.
-        patterns: names of parameters, or patterns of them; none for all.
-
     Raises:
         ValueError: for a pattern that matches nothing, within such a context, or in a pipeline.
     """
@@ -67,12 +63,7 @@ def _is_divided(record: ShardedModel, name: str) -> bool:
 
 
 class _Held:
-    """One parameter whose part is put aside.
-
-    Args:
-        record: of the model.
-        name: of the parameter.
-    """
+    """One parameter whose part is put aside."""
 
     def __init__(self, record: ShardedModel, name: str) -> None:
         self.name, self._record, self.layout = name, record, record.layout[name]
@@ -106,11 +97,7 @@ class _Held:
         self._whole.grad = whole_grad
 
     def put_back(self, *, keeps: bool) -> None:
-        """Let the parameter be this rank's part again.
-
-        Args:
-            keeps: whether what became of the whole one is kept.
-        """
+        """Let the parameter be this rank's part again."""
         whole, whole_grad = self._whole.data, self._whole.grad
         if self._places:
             for module, leaf in self._places:

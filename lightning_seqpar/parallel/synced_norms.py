@@ -19,9 +19,6 @@ def sync_batch_norms(model: nn.Module, groups: ParallelGroups, *, every: bool) -
         groups: the process groups.
         every: all batch norms; otherwise those of the class ``nn.SyncBatchNorm``, which ask for it themselves.
 
-    Returns:
-        What became of them, to take it back.
-
     Raises:
         ValueError: naming a batch norm that can't be synced; the model is untouched then.
     """

@@ -44,22 +44,13 @@ class NoMLPError(ValueError):
 
 @dataclass(frozen=True)
 class MLPTiles:
-    """How the MLPs of the blocks run, some tokens at a time.
-
-    Attributes:
-        tokens: the field ``tile_mlp`` of the configuration.
-        least: the least number of tiles, however few tokens there are.
-    """
+    """How the MLPs of the blocks run, some tokens at a time."""
 
     tokens: int
     least: int = 1
 
     def find(self, plan: PlannedModel) -> list[str]:
-        """The names of the MLPs.
-
-        Raises:
-            NoMLPError: if no module is one.
-        """
+        """The names of the MLPs."""
         if names := mlps(plan):
             return names
         blocks = ", ".join(f"{stack.blocks[0].rpartition('.')[0]}.*" for stack in plan.stacks)
@@ -69,13 +60,7 @@ class MLPTiles:
         )
 
     def apply(self, plan: PlannedModel, names: Iterable[str], regions: Callable[[str], SequenceRegion | None]) -> None:
-        """Let the MLPs of those names compute some tokens at a time.
-
-        Args:
-            plan: of the model.
-            names: of the MLPs.
-            regions: the sequence region of a module; None where nothing is sharded.
-        """
+        """Let the MLPs of those names compute some tokens at a time."""
         for name in names:
             stack = plan.stack_reaching(name)
             assert stack is not None

@@ -13,23 +13,14 @@ from lightning_seqpar.region.hooks import find_argument
 
 
 class CutStack(NamedTuple):
-    """One stack of blocks, as stages see it.
-
-    Attributes:
-        blocks: their names, in order.
-        arg: the argument of a block that carries the activation.
-        returned: of a block's outputs, how many stand in a tuple, of which the first is the activation; 0 where it returns the
-            activation itself.
-        beside: what a block hands to the next one beside the activation, such as a bias that the first one makes: the place in
-            the tuple, and the argument that carries it.
-        readers: chunks that read what the last block returns, other than its own.
-    """
+    """One stack of blocks, as stages see it."""
 
     blocks: tuple[str, ...]
-    arg: Argument
-    returned: int = 0
+    arg: Argument  # of a block, that carries the activation
+    returned: int = 0  # length of the tuple that a block returns, the activation first; 0 where it returns that itself
+    # What a block hands to the next one too, such as a bias: its place in the tuple, and the argument that carries it.
     beside: tuple[tuple[int, Argument], ...] = ()
-    readers: tuple[int, ...] = ()
+    readers: tuple[int, ...] = ()  # chunks that read what the last block returns, other than its own
 
     @property
     def carries(self) -> tuple[Argument, ...]:
@@ -42,12 +33,7 @@ class CutStack(NamedTuple):
         return tuple(at for at, _ in self.beside)
 
     def as_returned(self, x: Tensor, beside: dict[int, Any] | None = None) -> Any:
-        """An activation as a block returns it.
-
-        Args:
-            x: the activation.
-            beside: what stands at the other places; None for tensors that are no numbers.
-        """
+        """An activation as a block returns it."""
         if not self.returned:
             return x
         if beside is None:
@@ -65,22 +51,13 @@ class CutStack(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Where a model is cut.
+    """Where a model is cut. Chunks of blocks go round the stages: of three stages the first has chunks 0, 3, 6, ..."""
 
-    Attributes:
-        blocks: of each chunk the names of its blocks, in order. Chunks go round the stages: of three stages the first has chunks
-            0, 3, 6, ...
-        held: of each stage the names of the parameters that it reads.
-        stacks: the stacks of blocks, in the order in which they run.
-        draws: whether the step draws random numbers while it trains.
-        host_draws: whether it draws from Python's or numpy's generators in the blocks or behind them.
-    """
-
-    blocks: tuple[tuple[str, ...], ...]
-    held: tuple[frozenset[str], ...]
-    stacks: tuple[CutStack, ...]
-    draws: bool = False
-    host_draws: bool = False
+    blocks: tuple[tuple[str, ...], ...]  # of each chunk
+    held: tuple[frozenset[str], ...]  # of each stage the names of the parameters that it reads
+    stacks: tuple[CutStack, ...]  # in the order in which they run
+    draws: bool = False  # the step draws random numbers while it trains
+    host_draws: bool = False  # it draws from Python's or numpy's generators in the blocks or behind them
 
     @property
     def stages(self) -> int:

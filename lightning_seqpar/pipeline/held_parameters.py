@@ -32,18 +32,7 @@ def from_holder(local: Tensor, layout: ParamLayout, groups: ParallelGroups) -> T
 
 
 class HeldParameters:
-    """What a stage holds of a model. Parameters of other stages are NaN, without memory.
-
-    Args:
-        model: the whole model.
-        cut: where it is cut.
-        groups: the process groups, of which ``pp`` is the pipeline.
-        device: of this rank.
-
-    Attributes:
-        number: of this stage.
-        count: how many stages there are.
-    """
+    """What a stage holds of a model. Parameters of other stages are NaN, without memory."""
 
     def __init__(self, model: nn.Module, cut: Cut, groups: ParallelGroups, device: torch.device) -> None:
         self.number, self.count, self._cut = groups.rank("pp"), cut.stages, cut
@@ -93,11 +82,7 @@ class HeldParameters:
         return self._cut.shared(name)
 
     def begin_evaluation(self, replicas: dist.ProcessGroup) -> None:
-        """Get the parameters that the last stage reads behind the blocks. Collective over the pipeline.
-
-        Args:
-            replicas: over which ``fully_shard`` splits parameters, where it does; collective over them too then.
-        """
+        """Get the parameters that the last stage reads behind the blocks. Collective over the pipeline."""
         wanted = self._behind_blocks
         for name, parameter in self._model.named_parameters():
             if name not in wanted:
@@ -116,14 +101,7 @@ class HeldParameters:
         self.leave_out(self._device)
 
     def check_graph(self, loss: Tensor) -> None:
-        """What this stage computes must read no parameter that is not here.
-
-        Args:
-            loss: what :meth:`run` returned.
-
-        Raises:
-            RuntimeError: naming the parameter.
-        """
+        """What this stage computes must read no parameter that is not here."""
         absent = {id(p): name for name, p in self._model.named_parameters() if not self.holds(name)}
         for node in reach(loss.grad_fn):
             if (leaf := leaf_of(node)) is not None and id(leaf) in absent:
@@ -158,11 +136,7 @@ class HeldParameters:
         return [(n, p) for n, p in self._model.named_parameters() if len(self._cut.shared(n)) > 1 and p.requires_grad]
 
     def refuse_kept(self) -> None:
-        """Where a window begins, gradients that several stages hold must be zero: what is kept would be summed once more.
-
-        Raises:
-            RuntimeError: naming the parameter.
-        """
+        """Where a window begins, gradients that several stages hold must be zero: what is kept would be summed once more."""
         for name, parameter in self._shared_parameters():
             if self.holds(name) and parameter.grad is not None and bool(local_rows(parameter.grad).any()):
                 raise RuntimeError(

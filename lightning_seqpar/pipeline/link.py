@@ -25,29 +25,20 @@ def refuse_nested(x: Any) -> None:
 
 
 class Message(NamedTuple):
-    """What a tensor on its way between stages belongs to.
-
-    Attributes:
-        micro_batch: its number.
-        chunk: the number of the chunk of blocks that takes the activation, or has taken it and sends its gradient.
-        slot: 0 for the activation between two blocks, 1, 2, ... for what is handed on beside it, -1, -2, ... for the end of a
-            stack.
-    """
+    """What a tensor on its way between stages belongs to."""
 
     micro_batch: int
-    chunk: int
-    slot: int = 0
+    chunk: int  # that takes the activation, or has taken it and sends its gradient
+    slot: int = (
+        0  # 0: the activation between two blocks; 1, 2, ...: what goes beside it; -1, -2, ...: the end of a stack
+    )
 
 
 _NONE = Message(0, 0)
 
 
 def _facts(x: Tensor, message: Message = _NONE, wants_gradient: bool = False, beside: Tensor | None = None) -> Tensor:
-    """What is told of a tensor before it is sent; ``beside`` is two numbers in float64.
-
-    Raises:
-        ValueError: for a tensor of another dtype than floats have, or of too many dims.
-    """
+    """What is told of a tensor before it is sent; ``beside`` is two numbers in float64."""
     if x.dtype not in _DTYPES or x.ndim > _MOST_DIMS:
         raise ValueError(
             f"an activation of dtype {x.dtype} and shape {list(x.shape)} can't be sent to another stage: it must be of "
@@ -68,14 +59,7 @@ def _empty(facts: Tensor) -> tuple[Tensor, bool, Message]:
 
 
 def from_stage(stage: int, x: Tensor | None, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """A tensor of one stage, on every stage. Collective over the pipeline.
-
-    Args:
-        stage: the number of the stage.
-        x: the tensor on that stage, None on the others.
-        group: the process group of the pipeline.
-        device: of this rank.
-    """
+    """A tensor of one stage, on every stage; ``x`` is None on the others. Collective over the pipeline."""
     facts = torch.empty(_FACTS, dtype=torch.int64, device=device) if x is None else _facts(x)
     dist.broadcast(facts, group=group, group_src=stage)
     x = _empty(facts)[0] if x is None else x.detach().contiguous()
@@ -128,10 +112,6 @@ class Link:
 
     def receive(self, what: str, message: Message) -> tuple[Tensor, bool, list[float]]:
         """The next tensor from the neighbour, whether it waits for its gradient, and the two numbers beside it.
-
-        Args:
-            what: it is, for messages.
-            message: what it must belong to.
 
         Raises:
             RuntimeError: if the neighbour has ended, does not send in time, or sent what belongs to another micro-batch.

@@ -13,9 +13,6 @@ class OneForwardOneBackward:
 
     Behind each forward one backward runs, that of the micro-batch which is as many behind as there are stages behind this one; the
     rest run at the window's end. So the last stage holds the activations of one micro-batch, and the one before it of two.
-
-    Args:
-        stages_behind: how many stages come behind this one.
     """
 
     def __init__(self, stages_behind: int) -> None:
@@ -23,12 +20,7 @@ class OneForwardOneBackward:
         self._waiting: deque[Callable[[], None]] = deque()
 
     def add(self, backward: Callable[[], None], *, is_last: bool) -> None:
-        """A micro-batch's forward is done.
-
-        Args:
-            backward: runs its backward.
-            is_last: whether it is the window's last one.
-        """
+        """A micro-batch's forward is done."""
         self._waiting.append(backward)
         while len(self._waiting) > self._behind:
             self._waiting.popleft()()
@@ -42,13 +34,7 @@ class OneForwardOneBackward:
 
 
 class Part(NamedTuple):
-    """A forward or a backward of one micro-batch through one chunk of a stage.
-
-    Attributes:
-        micro_batch: its number in the window, from 0 on.
-        chunk: which of the stage's chunks.
-        is_backward: whether it is the backward.
-    """
+    """A forward or a backward of one micro-batch of the window (from 0 on) through one chunk of a stage."""
 
     micro_batch: int
     chunk: int
@@ -67,12 +53,6 @@ def interleave(stage: int, stages: int, chunks: int, micro_batches: int) -> list
     A round of micro-batches, as many as there are stages or a few more, goes through the first chunks of all stages, then through
     the second ones, and so on. Behind the first forwards (:func:`warm_up`) forwards and backwards take turns. Rounds are as equal
     as they can be: with a short one at the end stages would wait for each other for ever.
-
-    Args:
-        stage: the number of the stage.
-        stages: how many there are.
-        chunks: how many each has.
-        micro_batches: how many the window has.
     """
     forwards = list(_in_rounds(stages, chunks, micro_batches, is_backward=False))
     backwards = list(_in_rounds(stages, chunks, micro_batches, is_backward=True))

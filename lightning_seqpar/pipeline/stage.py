@@ -254,9 +254,6 @@ class Stage(HeldParameters):
 
         Behind the last block all stages go on with what it returned on the last one, and do the same from there: they return
         the same, log the same and count the same. Call it between :meth:`begin_evaluation` and :meth:`end_evaluation`.
-
-        Raises:
-            RuntimeError: if it came to its end in the middle of the blocks.
         """
         self._begin_step()
         self._goes_on = True
@@ -341,11 +338,7 @@ class Stage(HeldParameters):
         return hook
 
     def _check_beside(self, name: str, came: Sequence[float], own: Tensor) -> None:
-        """What a block is given beside its activation must be the same where it runs as on the stage before.
-
-        Raises:
-            RuntimeError: if it is not.
-        """
+        """What a block is given beside its activation must be the same where it runs as on the stage before."""
         if any(abs(a - b) > 1e-6 * max(1.0, abs(a), abs(b)) for a, b in zip(came, own.tolist(), strict=True)):
             raise RuntimeError(
                 f"stage {self.number} of {self.count}: what {name} is given beside its activation (a mask, positions) is not what "

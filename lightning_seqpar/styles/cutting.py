@@ -18,11 +18,7 @@ Units = int | str | tuple[int | str, ...] | None
 
 
 def kind_of_linear(name: str, style: str, plan: PlannedModel) -> LinearKind:
-    """How a planned linear keeps its weight.
-
-    Raises:
-        ValueError: for a module that is no linear.
-    """
+    """How a planned linear keeps its weight."""
     kind = plan.kind_of(name)
     if kind is None:
         module = plan.modules[name]
@@ -34,11 +30,7 @@ def kind_of_linear(name: str, style: str, plan: PlannedModel) -> LinearKind:
 
 
 def unwrapped_dim(name: str, dim: int, style: str, plan: PlannedModel) -> int:
-    """The dim along which a parameter is cut that its module multiplies itself, counted from the front.
-
-    Raises:
-        ValueError: for a parameter of a linear, or one whose module nothing is gathered for.
-    """
+    """The dim along which a parameter is cut that its module multiplies itself, counted from the front."""
     plan.stack_of(name)
     shape, module = list(plan.tensor(name).shape), name.rpartition(".")[0]
     if not -len(shape) <= dim < len(shape):
@@ -56,11 +48,7 @@ def unwrapped_dim(name: str, dim: int, style: str, plan: PlannedModel) -> int:
 
 
 def segment_lengths(name: str, segments: Segments, units: Units, features: int, plan: PlannedModel) -> list[int]:
-    """The lengths of the segments that ``features`` out-features consist of.
-
-    Raises:
-        ValueError: if they do not add up.
-    """
+    """The lengths of the segments that ``features`` out-features consist of."""
     if isinstance(segments, tuple) and isinstance(segments[0], int):
         sizes = [int(size) for size in segments]
         if sum(sizes) != features:
@@ -82,11 +70,7 @@ def segment_lengths(name: str, segments: Segments, units: Units, features: int, 
 
 
 def unit_counts(name: str, units: Units, segments: Sequence[int | str], plan: PlannedModel) -> list[int]:
-    """Of how many units each segment consists; without units, each feature is one.
-
-    Raises:
-        ValueError: for more or fewer units than segments, fewer than one in any, or a name that is no attribute.
-    """
+    """Of how many units each segment consists; without units, each feature is one."""
     if units is None:
         return [int(size) for size in segments]
     if not isinstance(units, tuple):

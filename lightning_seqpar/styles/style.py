@@ -139,11 +139,7 @@ class ArgumentsRule(Rule):
 
 
 def each_once(args: tuple[Argument, ...], what: str) -> tuple[Argument, ...]:
-    """Arguments of a rule as they are.
-
-    Raises:
-        ValueError: if there are none, or one stands there twice.
-    """
+    """Arguments of a rule as they are."""
     if not args or len(set(args)) != len(args):
         raise ValueError(f"args={list(args)}: name each argument to {what} once, by position or keyword")
     return args
@@ -151,18 +147,11 @@ def each_once(args: tuple[Argument, ...], what: str) -> tuple[Argument, ...]:
 
 @dataclass(frozen=True)
 class Match:
-    """A rule, and one name of a model that it holds for.
-
-    Attributes:
-        name: of a module, or of a tensor.
-        rule: what holds for it.
-        source: who wrote the rule, for the plan's table.
-        of_tensor: whether the name is a parameter's or a buffer's.
-    """
+    """A rule, and one name of a model that it holds for: a module's, or a tensor's."""
 
     name: str
     rule: Rule
-    source: str
+    source: str  # who wrote the rule, for the plan's table
     of_tensor: bool = False
 
 
@@ -180,23 +169,16 @@ class UnevenUnitsError(ValueError):
 
 @dataclass
 class Stack:
-    """One stack of blocks and what belongs to it.
+    """One stack of blocks and what belongs to it."""
 
-    Attributes:
-        owner: the module that runs the blocks.
-        blocks: their names, in order.
-        dim: the tensor dim of the sequence.
-        sp: whether activations between them are shards along the sequence.
-        arg: the argument of a block that carries the activation.
-        exits: modules at whose output the region ends; at the last block's where there are none.
-    """
-
-    owner: str
+    owner: str  # the module that runs the blocks
     blocks: list[str]
-    dim: int
-    sp: bool = True
-    arg: Argument = 0
-    exits: list[str] = field(default_factory=list)
+    dim: int  # of the sequence
+    sp: bool = True  # activations between the blocks are shards along the sequence
+    arg: Argument = 0  # of a block, that carries the activation
+    exits: list[str] = field(
+        default_factory=list
+    )  # where the region ends; at the last block's output if there are none
 
     @property
     def shown(self) -> str:
@@ -216,14 +198,6 @@ class PlannedModel:
     """A model and the rules that hold for it: what a style looks at when it checks, and when it lays out parameters.
 
     It needs the size of the axis ``tp``, and no process group: a plan for 512 ranks is read on one.
-
-    Args:
-        model: the whole model.
-        matches: every rule with every name that it holds for, in the plan's order; a later one wins.
-        styles: the names of all styles, in the order in which they are checked and applied.
-        size: number of tensor-parallel ranks.
-        sp: whether activations between blocks are shards along the sequence, where a blocks rule does not say otherwise.
-        loss_chunk: tokens of which a head that is sharded by vocabulary makes logits at once.
 
     Raises:
         ValueError: for rules that name no blocks, or say what can't be of stacks and where they end.
@@ -316,15 +290,7 @@ class PlannedModel:
         self._decide()
 
     def refuse_uneven(self, name: str, count: int) -> NoReturn:
-        """Refuse what does not divide by tp.
-
-        Args:
-            name: of a linear, or of an attention that is replaced.
-            count: how many units it has.
-
-        Raises:
-            UnevenUnitsError: always.
-        """
+        """Refuse what does not divide by tp."""
         text = f"{name}: {count} units (heads or features) do not divide by tp={self.size}; {sizes_that_divide('tp', count)}"
         raise UnevenUnitsError(text, self._whole_around(name))
 
@@ -348,11 +314,7 @@ class PlannedModel:
     # ---- where a module is -----------------------------------------------------------------------------------------
 
     def stack_of(self, name: str) -> Stack:
-        """The stack whose blocks hold the module.
-
-        Raises:
-            ValueError: if the module lies outside of all blocks.
-        """
+        """The stack whose blocks hold the module."""
         for stack in self.stacks:
             if stack.covers(name):
                 return stack
@@ -404,11 +366,7 @@ class PlannedModel:
         return tensor
 
     def number_at(self, name: str, attribute: str) -> int:
-        """A whole-number attribute of a module, or of the nearest one around it.
-
-        Raises:
-            ValueError: if no module on the way up has it.
-        """
+        """A whole-number attribute of a module, or of the nearest one around it."""
         at = name if name in self.modules else name.rpartition(".")[0]
         known: dict[str, None] = {}
         while True:
@@ -454,26 +412,15 @@ def _without_undone(matches: Sequence[Match]) -> list[Match]:
 
 @dataclass
 class Application:
-    """One plan that is being carried out on a model: what a style needs to change it.
-
-    Attributes:
-        plan: the plan, read and checked.
-        group: the tensor-parallel process group.
-        rank: this rank's place in it.
-        regions: the sequence regions, by the first block of their stack.
-        buffers: layouts of the buffers that styles have cut.
-        restore: calls that give properties their values back: what they store elsewhere no comparison of a module shows.
-            They are made in reverse order.
-        lowered: what compiled blocks know of their region, by the first block of their stack; empty where none is compiled.
-    """
+    """One plan that is being carried out on a model: what a style needs to change it."""
 
     plan: PlannedModel
-    group: ProcessGroup
-    rank: int
-    regions: dict[str, SequenceRegion]
-    buffers: dict[str, ParamLayout] = field(default_factory=dict)
-    restore: list[Callable[[], None]] = field(default_factory=list)
-    lowered: dict[str, LoweredRegion] = field(default_factory=dict)
+    group: ProcessGroup  # of tp
+    rank: int  # in it
+    regions: dict[str, SequenceRegion]  # by the first block of their stack
+    buffers: dict[str, ParamLayout] = field(default_factory=dict)  # those that styles have cut
+    restore: list[Callable[[], None]] = field(default_factory=list)  # of properties, called in reverse order
+    lowered: dict[str, LoweredRegion] = field(default_factory=dict)  # regions of compiled blocks, by the first block
 
     def module(self, name: str) -> nn.Module:
         """The module of that name."""

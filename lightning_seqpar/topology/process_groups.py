@@ -182,13 +182,7 @@ class ParallelGroups:
 
     @classmethod
     def fake(cls, topology: ProcessTopology, rank: int, *, split_rank: int | None = None) -> ParallelGroups:
-        """An object that answers ranks and sizes without ``torch.distributed``; asking it for a group raises.
-
-        Args:
-            topology: the grid.
-            rank: the rank that it answers for.
-            split_rank: first pipeline stage of the decoder, in an encoder-decoder model.
-        """
+        """An object that answers ranks and sizes without ``torch.distributed``; asking it for a group raises."""
         groups = cls.__new__(cls)
         groups._place(topology, rank, None, split_rank)
         groups._fake = True
@@ -201,10 +195,6 @@ class ParallelGroups:
 
         They need no ``torch.distributed`` and work on any device. Shapes, memory and counts of traffic are those of the
         rank; values are not.
-
-        Args:
-            topology: the grid.
-            rank: the rank that the process acts as.
         """
         groups = cls.fake(topology, rank)
         groups._fake = False
@@ -352,11 +342,7 @@ class ParallelGroups:
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=self.topology.axes)
 
     def over_gloo(self, timeout: timedelta | None = None) -> ParallelGroups:
-        """The same groups once more, on the CPU; collective over the topology's ranks.
-
-        Args:
-            timeout: how long a collective waits.
-        """
+        """The same groups once more, on the CPU; collective over the topology's ranks."""
         mapping, rank = tuple(self._mapping), self._world_rank
         return ParallelGroups(
             *(self.topology, rank, mapping),
