@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -128,40 +129,41 @@ def test_one_sum_for_each_type_and_the_flags_and_losses_ride():
     assert measured == formula == (3, (SIZE + 2) * 4 + SIZE * 8 * 2 + 6)  # over replicas they go alone, as bytes
 
 
-def norms_apart(count: int, dtype: torch.dtype) -> tuple[list[float], list[float], float]:
+def norms_apart() -> None:
     """One number far back differs between the ranks; the transposed tensor has no memory in one piece."""
     groups = ParallelGroups(ProcessTopology(["dp", "tp"], [1, 2]), dist.get_rank())
-    torch.manual_seed(0)
-    grad = torch.randn(count, 2).to(dtype).t()
-    exact = float(grad.double().norm())
-    grad[1, count - 1] += 100.0 * groups.rank("tp")
-    lows, highs = Spread([grad, torch.zeros(0, dtype=dtype), torch.full((3,), 2.0, dtype=dtype)], groups).read()
-    return lows, highs, exact
+    for dtype, count in itertools.product((torch.float64, torch.float32, torch.bfloat16), (3, 2**18 + 1)):
+        torch.manual_seed(0)
+        grad = torch.randn(count, 2).to(dtype).t()
+        exact = float(grad.double().norm())
+        grad[1, count - 1] += 100.0 * groups.rank("tp")
+        lows, highs = Spread([grad, torch.zeros(0, dtype=dtype), torch.full((3,), 2.0, dtype=dtype)], groups).read()
+        # In the gradients' own precision: far below how far ranks may lie apart.
+        limit = 1e-9 if dtype == torch.float64 else tolerance(torch.float32) / 10
+        assert abs(lows[0] - exact) <= limit * exact
+        assert highs[0] > lows[0] * (1 + 1e-3)
+        assert (lows[1], highs[1]) == (0.0, 0.0)
+        assert all(abs(number - 12**0.5) <= limit for number in (lows[2], highs[2]))
 
 
 @sees("gradients compared by their beginning", "grad_checks:_norm", "flat.split(block), 2", "flat.split(block)[:1], 2")
 def test_norms_that_ranks_compare_are_those_of_whole_gradients():
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        # In the gradients' own precision: far below how far ranks may lie apart.
-        limit = 1e-9 if dtype == torch.float64 else tolerance(torch.float32) / 10
-        for count in (3, 2**18 + 1):
-            for lows, highs, exact in run_distributed(norms_apart, 2, count, dtype):
-                assert abs(lows[0] - exact) <= limit * exact
-                assert highs[0] > lows[0] * (1 + 1e-3)
-                assert (lows[1], highs[1]) == (0.0, 0.0)
-                assert all(abs(number - 12**0.5) <= limit for number in (lows[2], highs[2]))
+    run_distributed(norms_apart, 2)
 
 
-def told_of_replicas(number: float, apart: float) -> str:
+def told_of_replicas(cases: list[tuple[float, float]]) -> list[str]:
     """What the comparison of the replicas' gradients says: of a parameter that no loss reads, and one with these numbers."""
     model, _, groups, _ = build(1)
-    model.a.grad = torch.full((SIZE,), number, dtype=torch.float64) + apart * groups.rank("dp")
-    model.c.grad = torch.ones(SIZE)
-    try:
-        check_reduced(model.parameters(), model, groups)()
-    except RuntimeError as error:
-        return str(error)
-    return "alike"
+    told = []
+    for number, apart in cases:
+        model.a.grad = torch.full((SIZE,), number, dtype=torch.float64) + apart * groups.rank("dp")
+        model.c.grad = torch.ones(SIZE)
+        try:
+            check_reduced(model.parameters(), model, groups)()
+            told.append("alike")
+        except RuntimeError as error:
+            told.append(str(error))
+    return told
 
 
 @sees(
@@ -172,9 +174,9 @@ def told_of_replicas(number: float, apart: float) -> str:
 )
 def test_gradients_of_replicas_are_compared_and_no_numbers_are_no_difference():
     # An overflow is everywhere alike: the scaler skips the step, and one process would train on with it.
-    for number, apart in ((1.0, 0.0), (float("inf"), 0.0), (float("nan"), 0.0), (0.0, 0.0)):
-        assert run_distributed(told_of_replicas, 2, number, apart) == ["alike", "alike"]
-    for told in run_distributed(told_of_replicas, 2, 1.0, 0.5):
-        assert told.startswith(
+    cases = [(1.0, 0.0), (float("inf"), 0.0), (float("nan"), 0.0), (0.0, 0.0), (1.0, 0.5)]
+    for *told, last in run_distributed(told_of_replicas, 2, cases):
+        assert told == ["alike"] * 4
+        assert last.startswith(
             "the gradient of a that reaches the optimizer differs between the replicas, and b got none: "
         )

@@ -73,62 +73,6 @@ def test_a_wrong_option_shows_itself(rule, says):
         parse_rule({"pattern": "a", **rule})
 
 
-# ---- what a plan can't do to a model ---------------------------------------------------------------------------
-
-
-EXTRA: dict[str, tuple[dict[str, Any], str]] = {
-    "vocab in a block": (
-        {"pattern": "model.blocks.*.mlp.up", "style": "vocab"},
-        "an embedding or a head outside the blocks",
-    ),
-    "vocab of a norm": (
-        {"pattern": "model.norm", "style": "vocab"},
-        "takes an nn.Embedding or an nn.Linear, and this is a LayerNorm",
-    ),
-    "whole block": (
-        {"pattern": "model.blocks.*", "style": "whole"},
-        "names a module inside a block, and this is a block",
-    ),
-    "width of a linear": ({"pattern": "model.blocks.*.mlp.up", "style": "full_width"}, "takes a norm"),
-    "no such dim": (
-        {"pattern": "model.blocks.*.norm1.weight", "style": "local_heads", "dim": 2},
-        r"it has shape \[16\] and no dim 2",
-    ),
-    "a linear's heads": (
-        {"pattern": "model.blocks.*.mlp.up.bias", "style": "local_heads"},
-        "it belongs to a linear that is a column already",
-    ),
-    "no such tensor": (
-        {"pattern": "model.blocks.*.norm1.wight", "style": "local_heads"},
-        r"matches no parameter or buffer; near names: .*'model.blocks.\*.norm1.weight'",
-    ),
-    "units for each": (
-        {"pattern": "model.blocks.*.attn.qkv", "style": "column", "segments": 3, "units": [4, 4]},
-        "2 units for 3 segments; give one for all, or one for each",
-    ),
-    "outside": ({"pattern": "model.norm", "style": "copy"}, "'model.norm' is planned but lies outside the blocks"),
-    "another stack's end": (
-        {"pattern": "model.norm", "style": "exit", "blocks": "model.layers.*"},
-        "names blocks='model.layers.*', which no 'blocks' rule does",
-    ),
-    "a view that reads nothing": (
-        {"pattern": "model.blocks.*.attn", "style": "set", "divide": ["config.n_head"]},
-        "'set' names 'config.n_head', which CausalSelfAttention does not have",
-    ),
-}
-
-
-def refuse_each() -> None:
-    for rule, says in EXTRA.values():
-        strategy = SeqParallelStrategy(tp=2, plan=models.plan(extra=[rule]))
-        with pytest.raises(ValueError, match=says):
-            quiet_trainer(devices=2, strategy=strategy, max_steps=1).fit(models.GPT(), models.loader(4))
-
-
-def test_what_a_rule_can_not_do_is_refused():
-    run_distributed(refuse_each, 2)
-
-
 # ---- vocabulary ------------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,10 @@ def resolved(model: nn.Module, *rules: dict[str, Any], size: int = 2, base: bool
     return ResolvedPlan(model, [*plans, ShardingPlan.from_rules(rules)], size, True)
 
 
+def silent(tp: int) -> ParallelGroups:
+    return ParallelGroups.silent(ProcessTopology.from_config(ParallelConfig(tp=tp), tp))
+
+
 def held(plan: ResolvedPlan, name: str, *styles: str) -> list[style.Rule]:
     return [match.rule for match in plan.decided if match.name == name and match.rule.style in styles]
 
@@ -157,6 +161,83 @@ def test_refusals_name_the_modules_of_the_model():
     )
     with pytest.raises(ValueError, match=r"if they are tied\): \{pattern: model.head, style: vocab\}"):
         ResolvedPlan(models.GPT(), resolve_plans("auto", models.GPT()), 2, True, loss_chunk=4)
+
+
+BAD_RULES = [
+    ("{pattern: model.head, style: column}", "'model.head' is planned but lies outside the blocks"),
+    (
+        "{pattern: model.blocks.*.attn, style: set, divide: [heads]}",
+        "'set' names 'heads', which CausalSelfAttention does not have",
+    ),
+    ("{pattern: model.blocks.*.attn, style: set, divide: [training]}", "can't be divided by tp=2"),
+    (
+        "{pattern: model.blocks.*.attn.qkv, style: column, segments: 5}",
+        "48 out-features do not divide into 5 equal segments",
+    ),
+    (
+        "{pattern: model.blocks.*.attn.qkv, style: column, segments: [16, 16]}",
+        "segments .16, 16. sum to 32, the linear has 48",
+    ),
+    (
+        "{pattern: model.blocks.*.attn.qkv, style: column, segments: [48, 0]}",
+        "segments .48, 0.: give each of them 1 feature or more",
+    ),
+    (
+        "{pattern: model.blocks.*.attn.qkv, style: column, segments: 3, units: -1}",
+        "units=.-1, -1, -1.: give 1 or more for each segment, such as the number of heads",
+    ),
+    ("{pattern: model.blocks.*.attn.qkv, style: column, units: heads}", "units='heads' is no whole-number attribute"),
+    ("{pattern: model.blocks.*.mlp.up, style: replace}", "'replace' knows nn.MultiheadAttention, and this is a Linear"),
+    (
+        "{pattern: model.blocks.*.norm1, style: row}",
+        "style 'row' takes an nn.Linear, and this is a torch.nn.modules.normalization.LayerNorm",
+    ),
+    ("{pattern: model.norm, style: scatter}", "'scatter' names a block, and this is none"),
+    ("{pattern: model.blocks.*.mlp.up, style: vocab}", "an embedding or a head outside the blocks"),
+    ("{pattern: model.norm, style: vocab}", "takes an nn.Embedding or an nn.Linear, and this is a LayerNorm"),
+    ("{pattern: model.blocks.*, style: whole}", "names a module inside a block, and this is a block"),
+    ("{pattern: model.blocks.*.mlp.up, style: full_width}", "takes a norm"),
+    ("{pattern: model.blocks.*.norm1.weight, style: local_heads, dim: 2}", r"it has shape \[16\] and no dim 2"),
+    ("{pattern: model.blocks.*.mlp.up.bias, style: local_heads}", "it belongs to a linear that is a column already"),
+    (
+        "{pattern: model.blocks.*.norm1.wight, style: local_heads}",
+        r"matches no parameter or buffer; near names: .*'model.blocks.\*.norm1.weight'",
+    ),
+    (
+        "{pattern: model.blocks.*.attn.qkv, style: column, segments: 3, units: [4, 4]}",
+        "2 units for 3 segments; give one for all, or one for each",
+    ),
+    ("{pattern: model.norm, style: copy}", "'model.norm' is planned but lies outside the blocks"),
+    (
+        "{pattern: model.norm, style: exit, blocks: model.layers.*}",
+        "names blocks='model.layers.*', which no 'blocks' rule does",
+    ),
+    (
+        "{pattern: model.blocks.*.attn, style: set, divide: [config.n_head]}",
+        "'set' names 'config.n_head', which CausalSelfAttention does not have",
+    ),
+]
+"""Rules behind right ones, and what is said of them."""
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ([{"pattern": "model.norm", "style": "exit"}], "has no 'blocks' rule"),
+        (models.rules()[:1], "the plan shards nothing"),
+        *(([*models.rules(), yaml.safe_load(rule)], says) for rule, says in BAD_RULES),
+    ],
+)
+def test_a_plan_that_can_not_be_carried_out_leaves_the_model_untouched(rules, says):
+    model = models.GPT()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    text = str(model)
+    with pytest.raises(ValueError, match=says):
+        parallelize(model, [ShardingPlan.from_rules(rules)], silent(2))
+    assert str(model) == text
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    model.state_dict()
 
 
 class TwoStacks(nn.Module):
@@ -323,13 +404,11 @@ def test_counts_that_are_read_off_tensors_are_those_of_the_whole_model():
         {"pattern": "layers.*.attn.{slopes,kv_slopes}", "style": "local_heads"},
         {"pattern": "layers.*.attn", "style": "set", "ratio": {"groups": ["n_head", "n_kv"]}},
     ]
-    silent = ParallelGroups.silent(ProcessTopology.from_config(ParallelConfig(tp=4), 4))
     with pytest.raises(
         ValueError, match=r"layers.0.attn.kv_slopes: 2 heads or features at dim 0 do not divide by tp=4"
     ):
-        parallelize(model, [ShardingPlan.from_rules(rules)], silent)
-    silent = ParallelGroups.silent(ProcessTopology.from_config(ParallelConfig(tp=2), 2))
-    parallelize(model, [ShardingPlan.from_rules(rules)], silent)
+        parallelize(model, [ShardingPlan.from_rules(rules)], silent(4))
+    parallelize(model, [ShardingPlan.from_rules(rules)], silent(2))
     attn = model["layers"][1]["attn"]
     assert (attn.n_head, attn.n_kv, attn.groups) == (4, 1, 4)
 
