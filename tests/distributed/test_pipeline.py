@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
 import re
-from collections import deque
 from typing import Any
 
 import lightning as L
@@ -14,13 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from byte_gpt import ByteGPT
 from torch import Tensor, nn
 
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import infer_blocks, infer_plan
 from lightning_seqpar.inference.pipeline_cut import HowToCut, deal_out, find_cut
-from lightning_seqpar.parallel.apply import parallelize, whole_tensor
+from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.pipeline.schedule import OneForwardOneBackward
 from lightning_seqpar.pipeline.stage import Stage
@@ -33,18 +30,6 @@ from tests.helpers import dropping, models
 from tests.helpers.fit import class_named
 from tests.helpers.slices import rest
 from tests.mutants import sees
-
-STEPS, MICRO = 3, 3
-"""Updates, and micro-batches of each."""
-
-
-class Deep(models.GPT):
-    """Four blocks."""
-
-    def __init__(self, tied: bool = True) -> None:
-        super().__init__(tied)
-        self.model = ByteGPT(dim=16, n_head=4, n_layer=4, context=16, tied=tied, vocab=31)
-        models.perturb(self)
 
 
 class Biased(models.GPT):
@@ -96,7 +81,7 @@ class BeginsToRead(Biased):
         return loss + self.embed.weight.mean() if self.begins else loss
 
 
-OWN: dict[str, Any] = {one.__name__: one for one in (Deep, Biased, Skipping, BeginsToRead)}
+OWN: dict[str, Any] = {one.__name__: one for one in (Biased, Skipping, BeginsToRead)}
 
 
 def made(name: str, args: dict[str, Any]) -> L.LightningModule:
@@ -105,10 +90,10 @@ def made(name: str, args: dict[str, Any]) -> L.LightningModule:
     return module
 
 
-def batches(length: int) -> list[Any]:
-    data = models.tokens(count=4 * STEPS * MICRO, length=length).tensors[0]
-    # Micro-batches of different sizes and lengths.
-    return [[data[4 * at : 4 * at + 3 + at % 2, : length - at % 3]] for at in range(STEPS * MICRO)]
+def batches() -> list[Any]:
+    """Micro-batches of different sizes and lengths."""
+    data = models.tokens(count=12, length=9).tensors[0]
+    return [[data[4 * at : 4 * at + 3 + at % 2, : 9 - at % 3]] for at in range(3)]
 
 
 def groups_of(tp: int = 1) -> ParallelGroups:
@@ -130,160 +115,10 @@ def stage_of(
     return Stage(module, cut, groups, torch.device("cpu"))
 
 
-Found = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
-
-
-def train(name: str, args: dict[str, Any], length: int, *, pipelined: bool, tp: int = 1, sp: bool = True) -> Found:
-    """The losses, the last gradients and the weights; of a stage, of what it holds, and losses on the last stage alone."""
-    module, data = made(name, args), batches(length)
-    groups = None
-    if tp > 1:
-        groups = groups_of(tp)
-    stage = stage_of(module, data[0], groups, sp=sp) if pipelined else None
-    record = record_of(module)
-    schedule = OneForwardOneBackward(0 if stage is None else stage.stages_behind)
-    optimizer = module.configure_optimizers()
-    losses, most = [], 0
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        alive = deque([0])
-        for at in range(MICRO):
-            number = step * MICRO + at
-            if record is not None:
-                record.reset_calls()
-
-            def run(number: int = number) -> Tensor:
-                return module.training_step(data[number], number)
-
-            loss = run() if stage is None else stage.run(run)
-            if stage is not None:
-                stage.check_graph(loss)
-            losses.append(float(loss.detach()))
-            alive.append(alive[-1] + 1)
-
-            def backward(loss: Tensor = loss, alive: deque[int] = alive) -> None:
-                (loss / MICRO).backward()
-                alive.append(alive[-1] - 1)
-
-            schedule.add(backward, is_last=at == MICRO - 1)
-        most = max(most, *alive)
-        if stage is not None:
-            stage.settle()
-            stage.sum_shared()
-        for n, layout in record.layout.items() if record is not None else ():
-            if layout.is_partial and (grad := module.get_parameter(n).grad) is not None:
-                dist.all_reduce(grad, group=groups["tp"])
-        optimizer.step()
-    if stage is not None:
-        assert most == min(MICRO, stage.stages_behind + 1)
-        losses = losses if stage.is_last else []
-    held = {n: p for n, p in module.named_parameters() if stage is None or stage.holds(n)}
-    absent = [p for n, p in module.named_parameters() if n not in held]
-    assert all(p.grad is None and p.untyped_storage().nbytes() == p.element_size() for p in absent)
-    grads = {n: p.grad for n, p in held.items() if p.grad is not None}
-    weights = {n: p.detach().clone() for n, p in held.items()}
-    if record is not None:
-        assert sum(layout.is_sharded for layout in record.layout.values()) >= 12
-        grads, weights = (
-            {n: whole_tensor(x, record.layout[n], groups) for n, x in found.items()} for found in (grads, weights)
-        )
-    return losses, grads, weights
-
-
-CASES = [
-    ("GPT", {"tied": True}), ("GPT", {"tied": False}), ("Encoder", {"batch_first": False}), ("Biased", {}),
-    ("Zoo", {"kind": "gqa"}), ("Zoo", {"kind": "alibi"}), ("Zoo", {"kind": "parallel_residual"}),
-    *(("HuggingFace", {"family": family}) for family in ("llama", "qwen3", "gpt2", "gpt_neox", "mistral", "phi3")),
-]  # fmt: skip
-DEEP = [("Deep", {"tied": True}), ("Deep", {"tied": False}), ("Biased", {})]
-
-
-SHARDED = [("GPT", {"tied": True}), *CASES[1:3], CASES[4], *CASES[7:10]]
-
-
-def train_all(cases: list[tuple[str, dict[str, Any]]], length: int, tp: int, sp: bool) -> list[Found | str]:
-    out: list[Found | str] = []
-    for case in cases:
-        try:
-            out.append(train(*case, length, pipelined=True, tp=tp, sp=sp))
-        except ValueError as error:
-            out.append(str(error))
-    return out
-
-
-@sees(
-    "pp: the micro-batch that came last goes back first",
-    "OneForwardOneBackward.add",
-    "self._waiting.popleft()()",
-    "self._waiting.pop()()",
-    case="pp2",
-)
-@sees(
-    "pp: gradients of tied weights not summed",
-    "HeldParameters.sum_shared",
-    "        if not shared:\n",
-    "        if shared:\n",
-    case="pp2",
-)
-@sees(
-    "pp: what comes back is scaled by what stands for the loss",
-    "_HandOn.backward",
-    "ctx.message)[0] if ctx.wants",
-    "ctx.message)[0] * grad if ctx.wants",
-    case="pp2",
-)
-@sees(
-    "pp: a stage's activation is that of another block",
-    "Stage._take_at",
-    "self._is_awaited = False",
-    "self._is_awaited = name == self._cut.blocks[self.number][0]",
-    case="pp2",
-)
-@sees(
-    "pp: a stage's graph is followed across the cut",
-    "_Traced.take",
-    "put_argument(where, _detached(x), args, kwargs)",
-    "put_argument(where, x, args, kwargs)",
-    case="pp2",
-)
-@sees(
-    "pp: a stage holds all parameters",
-    "HeldParameters.leave_out",
-    ".expand(parameter.shape)",
-    ".repeat(*parameter.shape)",
-    case="pp2",
-)
-@sees(
-    "pp: gradients that several stages hold are summed in another order on each",
-    "HeldParameters._sum_over",
-    "            before[0].add_(part)\n",
-    "            before[0].sub_(part)\n",
-    case="pp4",
-)
-@pytest.mark.parametrize(
-    ("world", "tp", "sp", "cases"),
-    [(2, 1, True, CASES), (4, 1, True, DEEP), (4, 2, True, SHARDED), rest(4, 2, False, SHARDED)],
-    ids=["pp2", "pp4", "pp2-tp2", "pp2-tp2-no-sp"],
-)
-def test_stages_are_one_process(world, tp, sp, cases):
-    everywhere = run_distributed(train_all, world, cases, 9, tp, sp)
-    for at, (name, args) in enumerate(cases):
-        losses, grads, weights = train(name, args, 9, pipelined=False)
-        norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
-        found = [rank[at] for rank in everywhere]
-        assert not isinstance(found[0], str), (name, args, found[0])
-        assert torch.allclose(torch.tensor(found[-1][0]), torch.tensor(losses), rtol=1e-12, atol=0), (name, args)
-        for what, expected, limit in ((1, grads, 1e-9 * norm), (2, weights, 1e-9)):
-            assert {n for one in found for n in one[what]} == set(expected), (name, args)
-            for one in found:
-                for n, x in one[what].items():
-                    assert (x - expected[n]).abs().max() <= limit, (name, args, n)
-
-
 def refused(name: str, args: dict[str, Any]) -> str:
     module = made(name, args)
     try:
-        stage_of(module, batches(9)[0])
+        stage_of(module, batches()[0])
     except ValueError as error:
         return str(error)
     return ""
@@ -328,7 +163,7 @@ def test_what_can_not_be_cut_is_refused(name, args, stages, says):
 
 
 def begin_to_read() -> None:
-    module, data = made("BeginsToRead", {}), batches(9)
+    module, data = made("BeginsToRead", {}), batches()
     stage = stage_of(module, data[0])
     module.begins = True
     loss = stage.run(lambda: module.training_step(data[0], 0))
@@ -364,7 +199,7 @@ class Dropping(Biased):
 
 def drop(rate: float) -> tuple[list[tuple[int, Tensor]], list[Tensor]]:
     torch.manual_seed(5)
-    module, data = Dropping(rate).double(), batches(9)
+    module, data = Dropping(rate).double(), batches()
     stage = stage_of(module, data[0])
     module.masks, after = [], []
     for _ in range(2):
@@ -437,7 +272,7 @@ class HostDraws(Biased):
 
 def draw_on_host() -> list[float]:
     random.seed(3), np.random.seed(3)
-    module, data = HostDraws().double(), batches(9)
+    module, data = HostDraws().double(), batches()
     stage = stage_of(module, data[0])
     module.mixed = []
     for at in range(3):
@@ -490,7 +325,7 @@ OWN |= {one.__name__: one for one in (OwnGenerator, Twice, MaskOfEmbeddings)}
 
 
 def run_one(kind: str) -> None:
-    module, data = OWN[kind]().double(), batches(9)
+    module, data = OWN[kind]().double(), batches()
     module.log = lambda *given, **more: None
     stage = stage_of(module, data[0])
     for at in range(2):
@@ -554,7 +389,7 @@ class Probed(Biased):
 
 
 def probe() -> tuple[float, list[bool]]:
-    module, data = Probed().double(), batches(9)
+    module, data = Probed().double(), batches()
     stage = stage_of(module, data[0])
     module.between = []
     losses = [stage.run(lambda at=at: module.training_step(data[0], at)) for at in range(2)]
@@ -579,7 +414,7 @@ def test_what_passed_by_is_no_number_and_what_was_unread_is_there():
 
 
 def begin_to_draw() -> None:
-    module, data = Dropping(0.0).double(), batches(9)
+    module, data = Dropping(0.0).double(), batches()
     stage = stage_of(module, data[0])
     before = torch.get_rng_state()
     stage.run(lambda: module.training_step(data[0], 0)).backward()
@@ -601,27 +436,8 @@ def test_draws_that_no_example_made_are_told():
         run_distributed(begin_to_draw, 2)
 
 
-def evaluate() -> list[float]:
-    module, data = made("GPT", {}), batches(9)
-    stage = stage_of(module, data[0])
-    module.eval()
-    with torch.no_grad():
-        found = [stage.run(lambda at=at: module.training_step(data[at], at)) for at in range(3)]
-    stage.settle()
-    return [float(loss) for loss in found]
-
-
-def test_without_gradients_only_activations_are_sent():
-    first, last = run_distributed(evaluate, 2)
-    module = made("GPT", {}).eval()
-    assert all(math.isnan(loss) for loss in first)
-    with torch.no_grad():
-        expected = [float(module.training_step(batch, 0)) for batch in batches(9)[:3]]
-    assert last == pytest.approx(expected, rel=1e-12)
-
-
 def mix_up() -> None:
-    module, data = made("GPT", {}), batches(9)
+    module, data = made("GPT", {}), batches()
     stage = stage_of(module, data[0])
     losses = [stage.run(lambda at=at: module.training_step(data[at], at)) for at in range(2)]
     for loss in losses if stage.is_last else losses[::-1]:
@@ -648,7 +464,7 @@ class Leaving(models.GPT):
 
 
 def leave_out() -> None:
-    module, data = Leaving().double(), batches(9)
+    module, data = Leaving().double(), batches()
     stage = stage_of(module, data[0])
     stage.run(lambda: module.training_step(data[0], 1))
 

@@ -26,7 +26,14 @@ CACHED = ("HuggingFace", {"family": "llama", "use_cache": True})  # as the libra
 DEEP: tuple[str, dict[str, Any]] = ("GPT", {"tied": True, "layers": 4})
 UNTIED: tuple[str, dict[str, Any]] = ("GPT", {"tied": False, "layers": 5})
 DEEP_LLAMA = ("HuggingFace", {"family": "llama", "num_hidden_layers": 4})
+BIASED: tuple[str, dict[str, Any]] = ("distributed.test_pipeline:Biased", {})
 ADAPTED = ("Adapted", {"family": "llama", "targets": ["q_proj", "down_proj"]})
+
+
+FAMILIES = [
+    BIASED, *(("Zoo", {"kind": kind}) for kind in ("gqa", "alibi", "parallel_residual")),
+    *(("HuggingFace", {"family": family}) for family in ("qwen3", "gpt2", "gpt_neox", "mistral", "phi3")),
+]  # fmt: skip
 
 
 def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int) -> list[Any]:
@@ -39,6 +46,13 @@ def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int)
     "if not self.holds(name)]",
     "if not name]",
     case="dp",
+)
+@sees(
+    "pp: gradients that several stages hold are summed in another order on each",
+    "HeldParameters._sum_over",
+    "            before[0].add_(part)\n",
+    "            before[0].sub_(part)\n",
+    case="four",
 )
 @sees(
     "pp: parts of a sequence arrive as whole ones",
@@ -77,6 +91,8 @@ def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int)
         rest(4, [(*TIED, {"pp": 2, **COMPILED}), (*TIED, {"pp": 2, "order": "dp-pp-cp-tp"}),
                  (*TIED, {"pp": 2, "ddp": {"find_unused_parameters": True}}),
                  (*TIED, {"pp": 2, **FSDP, "fsdp": {"reshard_after_forward": False}})]),
+        (2, [(*case, {"pp": 2}) for case in FAMILIES]),
+        (4, [(*DEEP, {"pp": 4}), (*BIASED, {"pp": 4}), (*FAMILIES[1], {"pp": 2, "tp": 2}), (*FAMILIES[4], {"pp": 2, "tp": 2})]),
         (2, [(*DEEP, TURNS), (*UNTIED, {**TURNS, "recompute": "full"}), ("GPT", {"layers": 6}, {"pp": 2, "virtual_pp": 3}),
              (*DEEP_LLAMA, {**TURNS, "recompute": "selective", "tile_mlp": 4, "loss_chunk": 4})]),
         (4, [(*DEEP, TURNS), (*UNTIED, {**TURNS, **FSDP}), (*DEEP, {**TURNS, "tp": 2}),
@@ -86,7 +102,8 @@ def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int)
                  (*DEEP, {**TURNS, "ddp": {"find_unused_parameters": True}}), (*UNTIED, {**TURNS, "pp_layers": [1, 1, 2, 1]})]),
         rest(8, [(*TIED, {"pp": 2, "tp": 2}), (*TIED, {"pp": 2, "tp": 2, **FSDP}), (*TIED, {"pp": 2, "cp": 2, "tp": 2})]),
     ],
-    ids=["recompute", "dp", "cp", "tp", "cp-more", "tp-more", "dp-more", "turns", "turns-four", "turns-more", "three axes"],
+    ids=["recompute", "dp", "cp", "tp", "cp-more", "tp-more", "dp-more",
+         "families", "four", "turns", "turns-four", "turns-more", "three axes"],
 )  # fmt: skip
 @pytest.mark.more
 def test_stages_beside_all_else_are_one_process(world, cases):
