@@ -208,7 +208,6 @@ COSTS, DRAWS, TELLS = (
 WHY_UNSEEN: dict[str, tuple[str, ...]] = {
     COSTS: (
         "products wait for the shortest collectives", "a stretch under activation checkpointing",
-        "more is kept where somebody looks", "who looked once decides for good",
         "weight-grad products made before their collective starts", "a collective waited for where it starts",
         "what a backward left is not let go", "a checkpoint is held by its norms",
         "what was gathered again is not let go after its last user", "columns' sum waits for one that has no gradient",

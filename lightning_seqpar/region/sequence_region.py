@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from lightning_seqpar.activations.elementwise_spans import ElementwiseSpans
+from lightning_seqpar.activations.elementwise_recompute import ElementwiseSpans
 from lightning_seqpar.activations.policy import SavePolicy
 from lightning_seqpar.context.axis import ContextAxis
 from lightning_seqpar.context.seq_part import SeqPart, local_of
