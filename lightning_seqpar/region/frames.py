@@ -192,15 +192,13 @@ class FrameStack:
 
         Unlike :meth:`open_recompute` it needs no shape to find the call by, so calls of several lengths are told apart.
         """
-        outer, count = self.current, len(self._outer)
         length = known.length if known.is_shard else None
         task = current_backward()
-        self._push(Frame(outer.module, False, length, known.ndim, known.batch, known.chunks, task=task, repeats=True))
-        try:
+        frame = Frame(
+            self.current.module, False, length, known.ndim, known.batch, known.chunks, task=task, repeats=True
+        )
+        with self._within(frame):
             yield
-        finally:  # torch ends a recompute with an exception, as soon as all is there that the backward needs
-            del self._outer[count:]
-            self.current = outer
 
     @contextmanager
     def alone(self, shape: tuple[int, ...], *, is_shard: bool) -> Iterator[None]:
@@ -210,11 +208,17 @@ class FrameStack:
             shape: of those positions on this rank, ``[b, s/tp, h]``, or ``[s/tp, h]`` of flattened tokens.
             is_shard: whether each tensor-parallel rank has as many others.
         """
-        outer, count, task = self.current, len(self._outer), current_backward()
-        dim = self._dim if len(shape) == 3 else 0
+        task, dim = current_backward(), self._dim if len(shape) == 3 else 0
         length = shape[dim] * self._size if is_shard else None
         batch = shape[1 - dim] if len(shape) == 3 else 1
-        self._push(Frame(outer.module, False, length, 3, batch, task=task, repeats=task != NO_BACKWARD))
+        with self._within(Frame(self.current.module, False, length, 3, batch, task=task, repeats=task != NO_BACKWARD)):
+            yield
+
+    @contextmanager
+    def _within(self, frame: Frame) -> Iterator[None]:
+        """A context with a frame of its own; torch ends a recompute with an exception, as soon as all is there that it needs."""
+        outer, count = self.current, len(self._outer)
+        self._push(frame)
         try:
             yield
         finally:

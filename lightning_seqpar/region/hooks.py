@@ -416,39 +416,51 @@ def make_shards(region: SequenceRegion, name: str) -> Callable[..., Any]:
     return hook
 
 
-def slice_arguments(region: SequenceRegion, name: str, wanted: Sequence[Argument], dim: int) -> Callable[..., Any]:
+def slice_arguments(
+    take: Callable[[Tensor, int, str], Tensor], name: str, wanted: Sequence[Argument], dim: int
+) -> Callable[..., Any]:
     """A pre-hook of a module on local heads: of each argument in ``wanted`` a rank takes its heads, along ``dim``.
 
     An argument of one head stands for all heads and is left as it is.
+
+    Args:
+        take: the method ``slice`` of the region's data path, eager or lowered.
+        name: of the module.
+        wanted: those arguments.
+        dim: the tensor dim of the heads.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for arg in wanted:
             where, x = find_argument(name, arg, args, kwargs)
             if isinstance(x, Tensor) and x.shape[dim] > 1:  # one head stands for all
-                args, kwargs = put_argument(where, region.path.slice(x, dim, f"{name}, argument {arg!r}"), args, kwargs)
+                args, kwargs = put_argument(where, take(x, dim, f"{name}, argument {arg!r}"), args, kwargs)
         return args, kwargs
 
     return hook
 
 
-def widen(region: SequenceRegion, name: str) -> Callable[..., Any]:
-    """A pre-hook of a module over the whole width: it reads all ranks' features, ``[b, s, f/tp]`` → ``[b, s, f]``."""
+def widen(gather: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """A pre-hook of a module over the whole width: it reads all ranks' features, ``[b, s, f/tp]`` → ``[b, s, f]``.
+
+    Args:
+        gather: the method ``gather_features`` of the region's data path, eager or lowered.
+    """
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
-        return (region.path.gather_features(args[0]), *args[1:])
+        return (gather(args[0]), *args[1:])
 
     return hook
 
 
-def narrow(region: SequenceRegion, name: str) -> Callable[..., Any]:
+def narrow(rank: int, size: int, name: str) -> Callable[..., Any]:
     """A hook of such a module: of its output each rank keeps its own features, ``[b, s, f]`` → ``[b, s, f/tp]``."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if not isinstance(out, Tensor):
             raise ValueError(f"{name}: 'full_width' takes a module that returns a tensor, not a {type(out).__name__}")
-        width = out.shape[-1] // region.size
-        return out.narrow(out.ndim - 1, region.rank * width, width)
+        width = out.shape[-1] // size
+        return out.narrow(out.ndim - 1, rank * width, width)
 
     return hook
 

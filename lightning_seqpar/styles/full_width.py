@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.region import lowered
 from lightning_seqpar.region.hooks import narrow, widen
 from lightning_seqpar.styles.style import Application, PlannedModel, Rule
 
@@ -29,11 +28,13 @@ class FullWidthRule(Rule):
 
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """It reads all ranks' features."""
-        yield application.module(name).register_forward_pre_hook(widen(application.region_of(name), name))
+        yield application.module(name).register_forward_pre_hook(
+            widen(application.region_of(name).path.gather_features)
+        )
 
     def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Of what it makes, this rank's features stay."""
-        yield application.module(name).register_forward_hook(narrow(application.region_of(name), name))
+        yield application.module(name).register_forward_hook(narrow(application.rank, application.plan.size, name))
 
     def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
         """It has a lowered form."""
@@ -41,8 +42,8 @@ class FullWidthRule(Rule):
 
     def lowered_before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """It reads all ranks' features."""
-        yield application.module(name).register_forward_pre_hook(lowered.widen(application.lowered_at(name)))
+        yield application.module(name).register_forward_pre_hook(widen(application.lowered_at(name).gather_features))
 
     def lowered_after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Of what it makes, this rank's features stay."""
-        yield application.module(name).register_forward_hook(lowered.narrow(application.lowered_at(name)))
+        yield application.module(name).register_forward_hook(narrow(application.rank, application.plan.size, name))
