@@ -120,7 +120,6 @@ def rare() -> dict[str, Setup]:
             PRODUCTS + "FrozenRows", {}, True, kind="passing_dense", training={"steps": 3}
         ),
         "frozen rows not marked": own(PRODUCTS + "FrozenRows", {}, True, kind="passing_dense", training={"steps": 3}),
-        "draws beside raw parameters accepted": own(PRODUCTS + "Later", {}, True, kind="dropping"),
         "counts of heads read off tensors that are cut already": own("Zoo", by_hand("raw_attention"), kind="raw_attention"),
         "an earlier rule wins over a later one": own("GPT", overruled()),
         "of several rules that set attributes the last alone holds": own(
@@ -209,7 +208,6 @@ COSTS, DRAWS, TELLS = (
 WHY_UNSEEN: dict[str, tuple[str, ...]] = {
     COSTS: (
         "products wait for the shortest collectives", "a stretch under activation checkpointing",
-        "more is kept where somebody looks", "who looked once decides for good",
         "weight-grad products made before their collective starts", "a collective waited for where it starts",
         "what a backward left is not let go", "a checkpoint is held by its norms",
         "what was gathered again is not let go after its last user", "columns' sum waits for one that has no gradient",
@@ -223,9 +221,9 @@ WHY_UNSEEN: dict[str, tuple[str, ...]] = {
     DRAWS: (
         "every rank draws the same masks", "whole activations dropped out apart", "every step draws the same masks",
         "a norm that draws run again", "what is drawn in a stretch drawn again",
-        "a recompute that begins behind a pause goes on with its stream", "an order of samples taken for no draw",
-        "a rate that rises from zero goes unseen", "stochastic depth on the rank's own stream without sp",
-        "draws beside raw parameters accepted", "recompute: random streams not restored",
+        "a recompute that begins in the own stream does not find the replicated one", "an order of samples taken for no draw",
+        "stochastic depth on the rank's own stream without sp",
+        "recompute: random streams not restored",
         "tile_mlp: ranks of cp drop out alike", "tile_mlp: a tile drops out anew in the backward",
     ),
     TELLS: (

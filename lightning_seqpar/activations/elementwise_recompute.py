@@ -8,7 +8,8 @@ numbers, so the values are the same to the last bit. What lies between the colum
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,18 +18,9 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from lightning_seqpar.activations.norm_recompute import apply_mask, dropout, drops
-from lightning_seqpar.activations.outer_hooks import (
-    HandedOver,
-    HandedOverSource,
-    Hooks,
-    can_be_source,
-    fills_its_storage,
-)
-from lightning_seqpar.activations.policy import hooks_in_force
 from lightning_seqpar.activations.replay import REPLAYED, Autocast, is_constant, is_plain
 from lightning_seqpar.distributed.autograd import (
     function_mode,
-    is_of_checkpoint,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     saved_tensor_hooks,
@@ -62,24 +54,14 @@ class _Step(NamedTuple):
 
 
 class _SavedTensor:
-    """What a graph node saves in place of a tensor.
+    """What a graph node saves in place of a tensor: the tensor itself, or the place in the span from which it is recomputed."""
 
-    The tensor itself; what somebody else's hooks made of it; or the place in the span from which it is recomputed.
-    """
-
-    __slots__ = ("_handed", "_offset", "_shape", "_slot", "_span", "_stride", "_version", "tensor")
+    __slots__ = ("_offset", "_shape", "_slot", "_span", "_stride", "_version", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
         self._version = tensor._version
-        self._handed: HandedOver | None = None
         self._slot, self._span = -1, cast(ElementwiseRecompute | None, None)
-
-    def hand_over(self, hooks: Hooks) -> None:
-        """Let somebody else's hooks keep the tensor, unless it was let go of, or changed so that nobody may have it."""
-        tensor = self.tensor
-        if tensor is not None and tensor._version == self._version:
-            self._handed, self.tensor = HandedOver(hooks, tensor), None
 
     def drop(self, span: ElementwiseRecompute, slot: int) -> None:
         """Let go of the tensor, whose memory is that of the value ``slot`` of ``span``, which can be recomputed."""
@@ -101,8 +83,6 @@ class _SavedTensor:
                     "operation, and the backward needs it as it was; write the change as a new tensor"
                 )
             return self.tensor
-        if self._handed is not None:
-            return self._handed.take()
         assert self._span is not None
         made = self._span.value(self._slot, self)
         return made.as_strided(self._shape, self._stride, self._offset)
@@ -111,27 +91,20 @@ class _SavedTensor:
 class ElementwiseRecompute(TorchFunctionMode):
     """Records the functions that run on the outputs of column linears, and what autograd saves, until :meth:`close`.
 
-    It is a function mode and a pair of saved-tensor hooks, which are opened and closed around the user's code. Where somebody
-    else's hooks are active, its own take their place on torch's stack, so that the stack is as deep as before and whoever
-    leaves the context of theirs removes ours; what is kept in the end goes through theirs.
+    It is a function mode and a pair of saved-tensor hooks, which are opened and closed around the user's code.
 
     Args:
-        outer: somebody else's hooks, if there are any.
-
-    Attributes:
-        outer_hooks: those that these hooks stand in for.
-        was_disturbed: once closed, whether somebody's hooks or mode began or ended within it, so that nothing could be replaced.
+        count: told of each tensor that is kept in the end, by a counter of kept bytes; None where nobody counts.
     """
 
     is_transparent = True  # this mode changes no result
 
-    def __init__(self, outer: Hooks | None) -> None:
+    def __init__(self, count: Callable[[Tensor], Tensor] | None) -> None:
         super().__init__()
-        self.outer_hooks, self.was_disturbed = outer, False
+        self._count = count
         self._slots: dict[int, int] = {}  # by the id of a tensor, its index in _tensors
         self._tensors: list[Tensor | None] = []  # sources are kept, other values only until close
         self._versions: list[int] = []
-        self._handed: dict[int, HandedOverSource] = {}  # by index, sources that somebody else's hooks keep
         self._steps: list[_Step] = []
         self._sources: list[int] = []
         self._homes: dict[int, int] = {}  # by storage, the index of the value that was made in it
@@ -139,7 +112,7 @@ class ElementwiseRecompute(TorchFunctionMode):
         self._packed: list[_SavedTensor] = []  # cleared at close, since they refer to the span
         self._dropped: frozenset[int] = frozenset()
         self._spoiled = False
-        self._records = self._keeps = self._has_mode = self._has_hooks = True
+        self._records = self._keeps = True
         self._values: dict[int, Tensor] = {}
         self._waiting: set[int] = set()
 
@@ -147,18 +120,15 @@ class ElementwiseRecompute(TorchFunctionMode):
     def open() -> ElementwiseRecompute | None:
         """Open a span, which records from now on.
 
-        None where it must not: under somebody's function mode, or in an activation checkpoint, where whatever is saved is let
-        go of anyway and must be saved alike in the recomputation.
+        None where it must not: under somebody's function mode or saved-tensor hooks, such as an activation checkpoint's, whose
+        recomputation must save alike. A counter of kept bytes (:attr:`SavedBytes.keep`) is told what is kept.
         """
-        if function_mode() is not None:
-            return None  # it may change what functions do, and would not see the recomputation
-        outer = hooks_in_force()
-        if is_of_checkpoint(outer) or not saved_tensor_hooks_allowed():
-            return None
-        made = ElementwiseRecompute(outer)
+        outer = saved_tensor_hooks()
+        count = getattr(getattr(outer[0], "__self__", None), "counted", None) if outer is not None else None
+        if function_mode() is not None or (outer is not None and count is None) or not saved_tensor_hooks_allowed():
+            return None  # a mode may change what functions do, and would not see the recomputation
+        made = ElementwiseRecompute(count)
         made.__enter__()  # type: ignore[no-untyped-call]
-        if outer is not None:
-            pop_saved_tensor_hooks()
         push_saved_tensor_hooks(made._pack, made._unpack)
         return made
 
@@ -169,7 +139,8 @@ class ElementwiseRecompute(TorchFunctionMode):
     def pause(self) -> None:
         """Stop recording where the row linear begins; what it saves still counts."""
         self._records = False
-        self._pop_mode()
+        if function_mode() is self:
+            self.__exit__(None, None, None)
 
     def close(self, *, done: bool) -> bool:
         """End the span: replace saved tensors by recipes, if that saves memory.
@@ -181,45 +152,22 @@ class ElementwiseRecompute(TorchFunctionMode):
             Whether anything was replaced.
         """
         self._keeps = False
-        # If the user's code left a mode or hooks on top of these, the record may be incomplete.
-        alone = not self._has_mode and self._pop_hooks()
-        self.was_disturbed = not alone
-        gained = done and alone and not self._spoiled and self._is_intact() and self._settle()
-        if self.outer_hooks is not None:
-            for packed in self._packed:
-                packed.hand_over(self.outer_hooks)
+        top = saved_tensor_hooks()
+        if top is not None and top[0] == self._pack:
+            pop_saved_tensor_hooks()
+        else:
+            done = False  # the user's code left hooks on top of these, so the record may be incomplete
+        gained = done and not self._spoiled and self._is_intact() and self._settle()
         if not gained:
             self._steps, self._sources = [], []
+        self._tensors = [tensor if at in self._sources else None for at, tensor in enumerate(self._tensors)]
+        if self._count is not None:
+            kept = (*self._tensors, *(packed.tensor for packed in self._packed))
+            for tensor in kept:
+                if tensor is not None and not isinstance(tensor, Parameter):
+                    self._count(tensor)
         self._slots, self._homes, self._packed = {}, {}, []
-        needed = {at for at in self._sources if at not in self._handed}
-        self._tensors = [tensor if at in needed else None for at, tensor in enumerate(self._tensors)]
         return gained
-
-    def release(self) -> bool:
-        """Remove its mode and hooks if they are on top of their stacks.
-
-        Returns:
-            Whether nothing is left to do: hooks that stand in for others may stay, since they hand everything on.
-        """
-        self._pop_mode()
-        self._pop_hooks()
-        return not self._has_mode and (not self._has_hooks or self.outer_hooks is not None)
-
-    def _pop_mode(self) -> None:
-        """Remove the function mode if it is the innermost."""
-        if self._has_mode and function_mode() is self:
-            self.__exit__(None, None, None)
-            self._has_mode = False
-
-    def _pop_hooks(self) -> bool:
-        """Remove the saved-tensor hooks if they are the innermost, and put back those they stand in for; whether they are gone."""
-        top = saved_tensor_hooks()
-        if self._has_hooks and top is not None and top[0] == self._pack:
-            pop_saved_tensor_hooks()
-            if self.outer_hooks is not None:
-                push_saved_tensor_hooks(*self.outer_hooks)
-            self._has_hooks = False
-        return not self._has_hooks
 
     # ---- recording -------------------------------------------------------------------------------------------
 
@@ -306,8 +254,6 @@ class ElementwiseRecompute(TorchFunctionMode):
         packed = _SavedTensor(tensor)
         if self._keeps:
             self._packed.append(packed)
-        elif self.outer_hooks is not None:
-            packed.hand_over(self.outer_hooks)
         return packed
 
     @staticmethod
@@ -341,11 +287,6 @@ class ElementwiseRecompute(TorchFunctionMode):
         gain = {storage_id(home): home.nbytes() for _, home in homes if storage_id(home) in self._homes}
         if sum(tensor.untyped_storage().nbytes() for tensor in extra.values()) >= sum(gain.values()):
             return False
-        if self.outer_hooks is not None:
-            given = {at: tensor for at, tensor in kept_sources if not isinstance(tensor, Parameter)}
-            if not all(can_be_source(tensor) for tensor in given.values()):
-                return False  # what their hooks return could not be laid out as it was
-            dropped += self._hand_over(given)
         self._steps, self._sources = steps[::-1], sources
         for at, tensor in kept_sources:
             self._tensors[at] = tensor.detach()  # with its graph, the graph would refer to itself and never be freed
@@ -353,31 +294,6 @@ class ElementwiseRecompute(TorchFunctionMode):
             packed.drop(self, slot)
         self._dropped = frozenset(id(packed) for packed, _ in dropped)
         return True
-
-    def _hand_over(self, sources: dict[int, Tensor]) -> list[tuple[_SavedTensor, int]]:
-        """Let somebody else's hooks keep the sources, each once.
-
-        Args:
-            sources: by index.
-
-        Returns:
-            What nodes saved of a source's memory, with the source's index: it is read off the source, and not kept twice.
-        """
-        assert self.outer_hooks is not None
-        homes: dict[int, int] = {}
-        for at, tensor in sources.items():
-            self._handed[at] = HandedOverSource(self.outer_hooks, tensor.detach())
-            if fills_its_storage(tensor) and not (tensor.is_conj() or tensor.is_neg()):
-                homes.setdefault(storage_id(tensor), at)
-        found = []
-        for packed in self._packed:
-            saved = packed.tensor
-            where = None if saved is None else homes.get(storage_id(saved))
-            if saved is None or where is None or saved.is_conj() or saved.is_neg():
-                continue
-            if saved.dtype == sources[where].dtype and saved._version == self._versions[where]:
-                found.append((packed, where))
-        return found
 
     def _keep_odd_views(self) -> None:
         """Keep memory that a node reads as another type than it was made as, or conjugated: a view would give other numbers."""
@@ -415,9 +331,6 @@ class ElementwiseRecompute(TorchFunctionMode):
         """
         values: dict[int, Tensor] = {}
         for at in self._sources:
-            if (handed := self._handed.get(at)) is not None:
-                values[at] = handed.take()
-                continue
             tensor = self._tensors[at]
             assert tensor is not None
             if tensor._version != self._versions[at]:
@@ -434,3 +347,62 @@ class ElementwiseRecompute(TorchFunctionMode):
                     out = step.call(*args, **kwargs)
                 values.update(zip(step.out, (out,) if isinstance(out, Tensor) else out, strict=True))
         return values
+
+
+class ElementwiseSpans:
+    """Opens and closes the spans of one region, one at a time: at its column and row linears.
+
+    Args:
+        worth: whether an activation of so many bytes on a rank is worth recomputing.
+    """
+
+    def __init__(self, worth: Callable[[int], bool]) -> None:
+        self._worth = worth
+        self._span: ElementwiseRecompute | None = None
+        self._columns: list[Any] = []
+
+    def after_column(self, out: Tensor, column: Any) -> None:
+        """Note the output of a column linear, and open a span at the first one.
+
+        Args:
+            out: the output, ``[b, s, f/tp]``.
+            column: the layer, whose ``recomputes_elementwise`` says whether a span was worthwhile last time.
+        """
+        if not column.recomputes_elementwise or not out.requires_grad or not torch.is_grad_enabled():
+            return
+        if self._span is None:
+            if not self._worth(out.nbytes):
+                return
+            self._span, self._columns = ElementwiseRecompute.open(), []
+        if self._span is not None:
+            self._span.add(out)
+            self._columns.append(column)
+
+    @contextmanager
+    def row(self) -> Iterator[None]:
+        """Wraps the product of a row linear, which saves its input, and ends the span."""
+        if self._span is None:
+            yield
+            return
+        self._span.pause()
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            self._end(done=done)
+
+    def drop(self) -> None:
+        """End a span that no row ended, where the block ends."""
+        if self._span is not None:
+            self._span.pause()
+            self._end(done=False)
+
+    def _end(self, *, done: bool) -> None:
+        """Close the span; columns whose span saved no memory once are not recorded again."""
+        span, self._span = self._span, None
+        assert span is not None
+        gained = span.close(done=done)
+        for column in self._columns:
+            column.recomputes_elementwise = column.recomputes_elementwise and gained
+        self._columns = []

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lightning_seqpar.activations.replay import Autocast, is_plain
 from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.distributed.autograd import function_mode, is_node_of, leaf_of, once_differentiable, reach
 from lightning_seqpar.distributed.collectives import passes_none
-from lightning_seqpar.distributed.rng import drawn_apart, get_streams, set_streams
+from lightning_seqpar.distributed.rng import drawn_apart, kept_streams
 
 _STATE = "_seqpar_norm"
 """Attribute of a norm that has its :class:`_NormState`."""
@@ -41,12 +42,6 @@ class _NormState:
         self.saves = saves
         self.repeatable: bool | None = None
         self.of_positions: bool | None = None
-
-
-def is_repeatable(module: nn.Module) -> bool | None:
-    """Whether a norm's forward gives the same for the same input; None before its first input was tried."""
-    state: _NormState = module.__dict__[_STATE]
-    return state.repeatable
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------
@@ -142,16 +137,7 @@ class NormCall:
 
 
 def _with_leaves(module: nn.Module, x: Tensor, own: dict[str, Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
-    """The module's own forward with new leaves for its input and parameters, so that no hook of the real ones fires.
-
-    Args:
-        module: the norm.
-        x: its input.
-        own: its parameters.
-
-    Returns:
-        The leaf of the input, those of the parameters, and the output.
-    """
+    """The leaves of input and parameters (new ones, so that no hook of the real ones fires) and the output of a norm's forward."""
     parameters = module._parameters
     real = dict(parameters)
     leaves = {name: p.detach().requires_grad_() for name, p in own.items()}
@@ -288,12 +274,8 @@ def _is_of_positions(module: nn.Module, x: SeqPart) -> bool:
     if state.of_positions is None and min(x.place.chunks.counts) == 0:
         return False  # a rank without positions can't tell
     if state.of_positions is None:
-        streams, before, own = get_streams(x.device), dict(module.__dict__), module.__dict__
-        with torch.no_grad():
+        with _trial(module, x):
             part, local = _plain(module, x), _plain(module, x.local)
-        set_streams(streams, x.device)
-        own.clear()
-        own.update(before)
         state.of_positions = (
             isinstance(part, SeqPart)
             and part.place.dim == x.place.dim
@@ -303,24 +285,22 @@ def _is_of_positions(module: nn.Module, x: SeqPart) -> bool:
     return state.of_positions
 
 
-def _try(module: nn.Module, x: Tensor) -> bool:
-    """Run a norm twice and compare: equal outputs, no random draw, no attribute written, no other tensor read.
-
-    Random streams and the module's attributes are put back.
-    """
-    streams, before, own = get_streams(x.device), dict(module.__dict__), module.__dict__
-    with torch.no_grad():
-        first, second = _plain(module, x), _plain(module, x)
-    _, _, *drawn_before = streams
-    _, _, *drawn_after = get_streams(x.device)
-    drawn = any(a is not None and not torch.equal(a, b) for a, b in zip(drawn_before, drawn_after, strict=True))
-    noted = len(own) != len(before) or any(own.get(name, before) is not value for name, value in before.items())
-    # The trial leaves no trace, so that the real call counts and draws as the first one.
-    set_streams(streams, x.device)
+@contextmanager
+def _trial(module: nn.Module, x: Tensor) -> Iterator[None]:
+    """A context in which a norm is tried; behind it random streams and the module's attributes are as before."""
+    own, before = module.__dict__, dict(module.__dict__)
+    with kept_streams(x.device), torch.no_grad():
+        yield
     own.clear()
     own.update(before)
+
+
+def _try(module: nn.Module, x: Tensor) -> bool:
+    """Runs a norm twice and compares: equal outputs, and no other tensor with a gradient is read."""
+    with _trial(module, x):
+        first, second = _plain(module, x), _plain(module, x)
     same = type(first) is Tensor and first.shape == x.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
-    if not same or drawn or noted or first.data_ptr() == x.data_ptr():
+    if not same or first.data_ptr() == x.data_ptr():
         return False
     leaf, leaves, out = _with_leaves(module, x, {name: p for name, p in module._parameters.items() if p is not None})
     return not _reads_others(out, [leaf, *leaves])
@@ -407,12 +387,7 @@ def _recomputing_class(cls: Any, forward: Any) -> Any:
     return made
 
 
-def _always(count: int) -> bool:
-    """Every activation is worth recomputing."""
-    return True
-
-
-def make_recomputing(module: nn.Module, saves: Callable[[int], bool] = _always) -> None:
+def make_recomputing(module: nn.Module, saves: Callable[[int], bool]) -> None:
     """Turn a norm (see :func:`is_norm`) or an ``nn.Dropout`` into the form that saves less, in place.
 
     Args:

@@ -37,7 +37,7 @@ class SavePolicy:
         """Whether an activation of which each rank has ``shard_bytes`` is recomputed (or gathered again) rather than kept."""
         if self.regather != "auto":
             return self.regather
-        return shard_bytes * self.size > self.keep_up_to and not is_of_checkpoint(hooks_in_force())
+        return shard_bytes * self.size > self.keep_up_to and not is_of_checkpoint(saved_tensor_hooks())
 
     def remakes_between_blocks(self, held_bytes: int) -> bool:
         """The same for an activation between the blocks, of which a rank holds ``held_bytes``: without sequence parallelism all."""
@@ -48,14 +48,6 @@ class SavePolicy:
         return whole_bytes > self.overlap_from or self.regather != "auto"
 
 
-def hooks_in_force() -> tuple[Any, Any] | None:
-    """The pair of saved-tensor hooks that decides what is kept: the innermost, or the one that it stands in for."""
-    hooks = saved_tensor_hooks()
-    while hooks is not None and (outer := getattr(_owner(hooks), "outer_hooks", None)) is not None:
-        hooks = outer
-    return hooks
-
-
 def keeper() -> weakref.ref[Any] | None:
     """The activation checkpoint that keeps what is saved now, by its hook, which may hold what it runs again; None outside of any.
 
@@ -63,10 +55,5 @@ def keeper() -> weakref.ref[Any] | None:
     tensor must not depend on operations before the checkpoint began: whoever replaces a tensor compares the keepers. Other hooks on
     saved tensors (offloading, counting) are taken to give back what they got.
     """
-    hooks = hooks_in_force()
+    hooks = saved_tensor_hooks()
     return weakref.ref(hooks[0]) if hooks is not None and is_of_checkpoint(hooks) else None
-
-
-def _owner(hooks: tuple[Any, Any]) -> Any:
-    """The object whose method a pack hook is; None if it is no method."""
-    return getattr(hooks[0], "__self__", None)

@@ -33,11 +33,8 @@ from lightning_seqpar.distributed.autograd import (
 )
 from lightning_seqpar.distributed.collectives import (
     all_gather,
-    gather_from_sequence_parallel_region,
     passes_none,
-    reduce_from_tensor_parallel_region,
     reduce_scatter,
-    reduce_scatter_to_sequence_parallel_region,
 )
 
 T = TypeVar("T")
@@ -291,9 +288,8 @@ class _GatherOver(torch.autograd.Function):
 
     @staticmethod
     @passes_none
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # the result will be differentiated
-            return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), *_NONE
         pending = PendingReduceScatter(grad, ctx.dim, ctx.group, async_op=True)
         return ctx.slot.give(pending), *_NONE
 
@@ -309,9 +305,8 @@ class _ReduceScatterOver(torch.autograd.Function):
 
     @staticmethod
     @passes_none
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return gather_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length), *_NONE
         pending = PendingGather(grad, ctx.dim, ctx.group, ctx.length, async_op=True)
         return ctx.slot.give(pending), *_NONE
 
@@ -327,9 +322,8 @@ class _CopyOver(torch.autograd.Function):
 
     @staticmethod
     @passes_none
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return reduce_from_tensor_parallel_region(grad, ctx.group), *_NONE
         pending = PendingAllReduce(grad, ctx.group, async_op=True)
         return ctx.slot.give(pending), *_NONE
 

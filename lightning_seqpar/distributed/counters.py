@@ -63,6 +63,9 @@ class SavedBytes:
             self._storages[storage_id(storage)] = storage
         return tensor
 
+    counted = keep
+    """What tells these hooks from others: whoever replaces what is saved may tell it what is kept in the end."""
+
     def keep_caches(self) -> None:
         """Count what torch's selective activation checkpoints cache, too. Call it behind the forward, before the backward."""
         for tensor in selective_checkpoint_caches():

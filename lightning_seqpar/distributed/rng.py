@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_seqpar.distributed.autograd import generator_id, in_backward, unseen
+from lightning_seqpar.distributed.autograd import generator_id, unseen
 
 
 def get_streams(device: torch.device) -> list[Any]:
@@ -119,16 +119,11 @@ def share_streams(group: ProcessGroup, source: int, device: torch.device) -> Non
     set_streams(state, device)
 
 
-STILL = b"still"
-"""What stands for a use of a rank's own stream from which nothing was drawn, nor from the replicated one meanwhile."""
-
-
 class RankStreams:
     """Switches torch's generators between the replicated stream and this tensor-parallel rank's own stream.
 
     Draws on whole activations (``[b, s, h]``, alike on every rank) must come from the replicated stream; draws on shards
-    (``[b, s/tp, h]``) and on local heads from the rank's own. Between :meth:`begin` and :meth:`end` draws are the rank's
-    own; between :meth:`pause` and :meth:`resume` they are replicated again.
+    (``[b, s/tp, h]``) and on local heads from the rank's own. From :meth:`begin` to :meth:`end` draws are the rank's own.
 
     The own stream is not kept from one use to the next: each :meth:`begin` seeds it from the replicated stream's state and
     the rank. So ``seed_everything`` alone decides both streams, and a run that is resumed from a checkpoint draws what it
@@ -136,268 +131,108 @@ class RankStreams:
     was, as in a run on one process; otherwise one draw further, so that the next :meth:`begin` seeds anew.
 
     A recompute (activation checkpointing) must draw what the forward drew. It restores the state that the generators had
-    where the checkpointed part began and may then run any part of the forward, with or without the switches around it. So
-    within a backward a switch does not rely on a count of what began and ended: it looks up what the forward's switch did
-    at the present state of the generators, and does the same. Where the forward did nothing there, it does nothing.
-
-    To switch costs host time. Where a model has drawn nothing in many steps, nothing is switched (:attr:`draws` is off), and
-    :meth:`end` only sees whether a generator has moved nonetheless: from there on streams are switched again. What was drawn
-    until then came from the replicated stream, which goes on one draw further, as behind a rank's own.
+    where the checkpointed part began, and the seed in that state tells which stream it is: the replicated stream that an own
+    one was seeded from is remembered by the own one's seed.
 
     Args:
         rank: the tensor-parallel rank.
 
     Attributes:
-        draws: whether draws are to be expected in this step; :meth:`forget` sets it back.
-        drawn: for each time that the own stream was used in this step, the position that it reached (:data:`STILL` if nothing
-            was drawn), and ``b"between"`` where the replicated stream moved between two of them. Steps that drew alike have
-            equal lists.
+        draws: whether draws are to be expected in this step. Without, nothing is switched and no state is read.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self.draws = True
-        self.drawn: list[bytes] = []
-        self._behind: list[_State] = []  # the replicated stream after the last end()
-        self._replicated: list[_State] = []
-        self._begun: list[_State] = []  # the replicated stream at begin()
-        self._own: list[_State] = []
-        self._started: list[_State] = []
-        self._depth = 0
-        self._paused = False
-        self._led_to: dict[
-            tuple[Any, int], list[_State] | None
-        ] = {}  # the state that a switch led to; None if ambiguous
-        self._recompute = _RecomputeState()
+        self.forget()
 
-    @property
-    def on(self) -> bool:
-        """Whether :meth:`begin` was called and not yet ended, paused or not."""
-        return (self._recompute.depth if in_backward() else self._depth) > 0
+    def forget(self) -> None:
+        """Start a new step: no recompute of the last one is to come."""
+        self.draws = True
+        self._seeded_from: dict[int, _Origin] = {}  # by the seed of an own stream
+        self._alike: set[tuple[int, bytes]] = set()
 
     @property
     def own(self) -> bool:
         """Whether a draw would come from the rank's own stream now."""
-        return self._recompute.own if in_backward() else self._depth > 0 and not self._paused
+        return torch.default_generator.initial_seed() in self._seeded_from
 
-    def forget(self) -> None:
-        """Start a new step: end what is begun, and drop what was noted for recomputes, since none is to come."""
-        while self._depth:
-            self._end()
-        self._led_to, self._recompute = {}, _RecomputeState()
-        self.drawn, self._behind, self.draws = [], [], True
-
-    def begin(self, *, nests: bool = True) -> None:
-        """From here on, draws come from this rank's own stream.
-
-        Args:
-            nests: where the own stream is begun already, whether this call needs an :meth:`end` of its own. Without, it
-                does nothing there.
-        """
-        if in_backward():
-            if self._repeat("begin"):
-                self._recompute.depth, self._recompute.own = 1, True
-            elif nests and self._recompute.depth:
-                self._recompute.depth += 1
-            return
-        if self._depth:
-            self._depth += nests
-            return
-        self._depth = 1
-        self._begun = self._replicated = _states()
-        if self._behind and _differ(self._behind, self._replicated):
-            self.drawn.append(b"between")
-        if not self.draws:
-            return
-        _reseed(self._replicated, self._rank)
-        self._started = _states()
-        self._note("begin", self._replicated, self._started)
-
-    def end(self) -> None:
-        """From here on, draws are replicated again, unless an outer :meth:`begin` is still open.
-
-        The replicated stream goes on where it was, or one draw further if the own stream was used.
-        """
-        if not in_backward():
-            self._end()
-            return
-        self._recompute.depth = max(0, self._recompute.depth - 1)
-        if self._recompute.depth == 0:
-            self._repeat("end")
-            self._recompute.own = False
-
-    def _end(self) -> None:
-        """End the innermost begin of the forward, if there is one; the outermost one goes back to the replicated stream."""
-        if self._depth == 0:
-            return
-        self._depth -= 1
-        if self._depth:
-            return
-        before = _states()
-        if not self.draws:
-            self._paused, self._behind = False, before
-            used = [_differ([a], [b]) for a, b in zip(before, self._begun, strict=True)]
-            self.draws = any(used)
-            self.drawn.append(b"unexpected" if self.draws else STILL)
-            if self.draws:  # ranks may have drawn different numbers of numbers: where they go on from must be alike
-                _restore(self._begun)
-                _advance(used)
-                self._behind = _states()
-            return
-        own = self._resume("end", before)
-        _restore(self._replicated)
-        used = [_differ([a], [b]) for a, b in zip(own, self._started, strict=True)]
-        moved = any(used) or _differ(self._begun, self._replicated)
-        self.drawn.append(b"".join(state.position for state in own) if moved else STILL)
-        _advance(used)
-        self._behind = _states() if any(used) else self._replicated
-        self._note("end", before, self._behind)
-
-    def pause(self) -> None:
-        """From here on, and until :meth:`resume`, draws are replicated: a whole activation is computed.
-
-        Does nothing where the own stream is not begun, or paused already.
-        """
-        if in_backward():
-            self._recompute.own &= not self._repeat("pause")
-            return
-        if self._paused or self._depth == 0:
-            return
-        self._paused = True
-        if not self.draws:
-            return
-        self._own = _states()
-        _restore(self._replicated)
-
-    def resume(self, where: Any = None) -> None:
-        """End a :meth:`pause`: the whole activation was dealt out to the ranks, and draws are the rank's own again.
-
-        Args:
-            where: an object that tells the places in the model apart that call this. Two places may resume at the same
-                state of the generators and must not be taken for one another in a recompute.
-
-        Raises:
-            ValueError: in a recompute, if the forward resumed twice at this state of the generators with different
-                results, so that it is not known which of the two is run again.
-        """
-        if in_backward():
-            self._recompute.own |= self._repeat(("resume", where))
-        elif self._paused and not self.draws:
-            self._paused = False
-        elif self._paused:
-            self._resume(where, _states())
-
-    def _resume(self, where: Any, now: list[_State]) -> list[_State]:
-        """End a pause, if there is one, with the generators at ``now``; returns the state of the own stream.
-
-        If replicated numbers were drawn in the pause, the own stream moves on by one draw, so that no two pauses begin at
-        the same state.
-        """
-        if not self._paused:
-            return now
-        _restore(self._own)
-        own = self._own
-        if moved := _differ(now, self._replicated):
-            self._note("pause", own, self._replicated)
-            fresh = not _differ(own, self._started)
-            _advance([True] * len(now))  # the next pause begins at a state of its own
-            own = _states()
-            if fresh:
-                self._started = own
-        self._replicated, self._paused = now, False
-        if moved or where != "end":
-            self._note(("resume", where), now, own)
-        return own
-
-    def _note(self, what: Any, before: list[_State], after: list[_State]) -> None:
-        """Note for a recompute that the switch ``what`` led from the state ``before`` to ``after``.
-
-        A switch that led to two different states from the same one is noted as ambiguous.
-        """
-        key = (what, _key(before))
-        known = self._led_to.get(key, after)
-        self._led_to[key] = after if known is after or (known is not None and not _differ(known, after)) else None
-
-    def _repeat(self, what: Any) -> bool:
-        """Repeat in a recompute what the switch ``what`` of the forward did at the present state of the generators.
-
-        Returns:
-            Whether the forward made that switch at this state; if not, nothing was changed.
-
-        Raises:
-            ValueError: if the forward made it twice at this state, with different results.
-        """
-        key = (what, _key(_states()))
-        if key not in self._led_to:
+    def begin(self) -> bool:
+        """Switch to this rank's own stream; returns whether that was not the current one already."""
+        if not self.draws or self.own:
             return False
-        after = self._led_to[key]
-        if after is None:
-            raise ValueError(
-                f"random numbers: {what[1] if isinstance(what, tuple) else what} ran twice at one state of the generators, and an "
-                "activation checkpoint that begins between a whole activation and its columns can't tell which of the two it runs "
-                "again; let the checkpoint begin in front of the module, or set its dropout to 0"
-            )
-        _restore(after)
+        replicated = _states()
+        _reseed(replicated, self._rank)
+        fresh = [_position(state) for state in _states()]
+        self._seeded_from[torch.default_generator.initial_seed()] = _Origin(replicated, fresh)
         return True
 
+    def end(self) -> bool:
+        """Switch to the replicated stream; returns whether that was not the current one already.
 
-class _RecomputeState:
-    """Where the switches of the recompute under way stand.
-
-    Attributes:
-        depth: how many times the own stream was begun in it and not ended. A recompute that starts within a begun stream
-            did not see that begin, so this may be too low.
-        own: whether the last switch led to the rank's own stream.
-    """
-
-    def __init__(self) -> None:
-        self.depth, self.own = 0, False
-
-
-class _State(NamedTuple):
-    """The state of one generator.
-
-    Attributes:
-        tensor: as the generator takes it.
-        bits: the same as bytes, to compare states.
-    """
-
-    tensor: Tensor
-    bits: bytes
-
-    @property
-    def position(self) -> bytes:
-        """How far the generator has gone in its sequence.
-
-        In torch's states these bytes follow the seed; on a CPU the numbers of the Mersenne twister come after them.
+        It goes on where it was, or one draw further if the own stream was used.
         """
-        return self.bits[8:24]
+        if not self.draws or not self.own:
+            return False
+        replicated, fresh = self._seeded_from[torch.default_generator.initial_seed()]
+        used = [_position(state) != at for state, at in zip(_states(), fresh, strict=False)]
+        _restore(replicated)
+        _advance(used)
+        return True
+
+    def note_alike(self) -> None:
+        """Note for a recompute that what is drawn next is drawn alike on all ranks."""
+        self._alike.add(self._place())
+
+    def was_alike(self) -> bool:
+        """Whether :meth:`note_alike` was called at the present state of the own stream."""
+        return bool(self._alike) and self._place() in self._alike
+
+    @staticmethod
+    def _place() -> tuple[int, bytes]:
+        return torch.default_generator.initial_seed(), b"".join(_position(state) for state in _states())
 
 
-def _differ(a: list[_State], b: list[_State]) -> bool:
-    """Whether any generator has another state in ``b`` than in ``a``."""
-    return any(x.bits != y.bits for x, y in zip(a, b, strict=True))
+class _Origin(NamedTuple):
+    """Where a rank's own stream began.
+
+    Attributes:
+        replicated: the states that it was seeded from.
+        fresh: the positions of the generators before the first draw.
+    """
+
+    replicated: list[Tensor]
+    fresh: list[bytes]
 
 
-def _key(states: list[_State]) -> int:
-    """A number for the states of all generators, to look them up by."""
-    return hash(tuple(state.bits for state in states))
+class StepDraws:
+    """Tells of each step whether it drew from torch's generators, made where the step begins.
+
+    Args:
+        expected: whether streams are switched in it (:attr:`RankStreams.draws`).
+    """
+
+    def __init__(self, *, expected: bool) -> None:
+        self._expected, self._before = expected, _states()
+
+    def end(self) -> bool:
+        """Whether the step has drawn; if unexpectedly, ranks may have drawn apart, and go on alike from here."""
+        drawn = [not torch.equal(a, b) for a, b in zip(self._before, _states(), strict=False)]
+        if any(drawn) and not self._expected:
+            _restore(self._before)
+            _advance(drawn)
+        return any(drawn)
 
 
 class OneStream(RankStreams):
     """A :class:`RankStreams` that never switches, for a step on the meta device, whose draws give no numbers."""
 
-    def begin(self, *, nests: bool = True) -> None:
-        """Nothing is switched."""
+    def begin(self) -> bool:
+        """Switches nothing."""
+        return False
 
-    def end(self) -> None:
-        """Nothing is switched."""
-
-    def pause(self) -> None:
-        """Nothing is switched."""
-
-    def resume(self, where: Any = None) -> None:
-        """Nothing is switched."""
+    def end(self) -> bool:
+        """Switches nothing."""
+        return False
 
 
 def _generators() -> list[torch.Generator]:
@@ -408,22 +243,34 @@ def _generators() -> list[torch.Generator]:
     return generators
 
 
-def _states() -> list[_State]:
+def _states() -> list[Tensor]:
     """The states of torch's own generators now."""
-    states = [generator.get_state() for generator in _generators()]
-    return [_State(state, state.numpy().tobytes()) for state in states]
+    return [generator.get_state() for generator in _generators()]
 
 
-def _restore(states: list[_State]) -> None:
+def _position(state: Tensor) -> bytes:
+    """How far a generator has gone since it was seeded.
+
+    In torch's states these bytes follow the seed; on a CPU the numbers of the Mersenne twister come after them.
+    """
+    return state[8:24].numpy().tobytes()
+
+
+def _differ(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Whether any generator has another state in ``b`` than in ``a``."""
+    return not all(map(torch.equal, a, b))
+
+
+def _restore(states: list[Tensor]) -> None:
     """Set torch's own generators to states that :func:`_states` returned."""
     for generator, state in zip(_generators(), states, strict=False):
-        generator.set_state(state.tensor)
+        generator.set_state(state)
 
 
-def _reseed(states: list[_State], rank: int) -> None:
+def _reseed(states: list[Tensor], rank: int) -> None:
     """Seed each generator from its state and the tensor-parallel rank."""
     for generator, state in zip(_generators(), states, strict=True):
-        digest = hashlib.blake2b(state.bits, digest_size=8, salt=rank.to_bytes(4, "little"))
+        digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8, salt=rank.to_bytes(4, "little"))
         generator.manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
 
 
@@ -475,7 +322,7 @@ class StageStreams:
     """
 
     def __init__(self) -> None:
-        self._before: list[_State] = []
+        self._before: list[Tensor] = []
         self._host_before = self._host_at_blocks = b""
 
     def begin(self) -> None:

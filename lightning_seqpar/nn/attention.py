@@ -136,7 +136,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v of this rank's heads: ``[b, heads/tp, s, d]`` each."""
         whole = self.region.path.gather(query, self.full_name)
-        self.region.rng.begin_columns(self.full_name, tuple(whole.shape[:-1]))
+        self.region.rng.begin_features()
         if key is query:
             packed = self._column(whole, self.in_proj_weight, self.in_proj_bias)
             return [self._split(part) for part in packed.chunk(3, -1)]

@@ -358,10 +358,9 @@ class ColumnParallelLinear(_ParallelLinear):
         region = self.region
         if not self.gathers_input:
             x = resolve(x)
-            region.rng.begin_columns(self.full_name, tuple(x.shape[:-1]))
+            region.rng.begin_features()
             region.observers.column_begins(x, self.full_name)
             return self._note_output(sharded_linear(x, self.weight, self.bias, region, transposed=self.transposed))
-        tokens: tuple[int, ...] = ()
         region.open_gather(x, self.full_name)
         try:
             if region.sp and region.path.policy.remakes(x.nbytes):
@@ -370,11 +369,10 @@ class ColumnParallelLinear(_ParallelLinear):
             else:
                 whole = local_of(region.path.gather(x, self.full_name))
                 out = sharded_linear(whole, self.weight, self.bias, region, transposed=self.transposed)
-            tokens = tuple(out.shape[:-1])
         finally:
             region.close_gather()
             region.frames.finish(self.full_name)
-            region.rng.begin_columns(self.full_name, tokens)
+            region.rng.begin_features()
         return self._note_output(out)
 
     def _note_output(self, out: Tensor) -> Tensor:
@@ -420,7 +418,7 @@ class RowParallelLinear(_ParallelLinear):
             with self.region.elementwise_spans.row():
                 partial = self._product(x)
         except BaseException:  # also what stops an activation checkpoint's recomputation, once it has all tensors
-            self.region.rng.abort_columns()
+            self.region.rng.end_features()
             raise
         if self.leaves_partial:
             if self.bias is not None:

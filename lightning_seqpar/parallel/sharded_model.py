@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.distributed.rng import Drawn
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
@@ -174,15 +173,6 @@ class ShardedModel:
             for name, path in paths.items()
             if any(self.is_inside(".".join(path[:at])) for at in range(1, len(path)))
         ]
-
-    def check_draw(self, drawn: Drawn) -> None:
-        """A random draw of a forward must fit the stream that it comes from."""
-        for region in self.regions:
-            region.check_draw(drawn)
-
-    def drawn(self) -> tuple[tuple[bytes, ...], ...]:
-        """Which draws this step made from the ranks' own streams, as far as their ends tell."""
-        return tuple(tuple(region.streams.drawn) for region in self.regions)
 
     def check_closed(self, out: Any = None) -> None:
         """A step ended with ``out``: no shard must be given away."""

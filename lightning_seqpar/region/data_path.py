@@ -214,7 +214,7 @@ class DataPath:
         if self._context is not None:
             x, _ = self._context.enter(x, self.dim)
         self._placement.check_whole_output(x, module)
-        self._rng.end_whole(module)
+        self._rng.end_whole()
         return scatter_to_sequence_parallel_region(x, self.dim, self.group)
 
     # ---- columns and rows ------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class DataPath:
 
     def reduce(self, x: Tensor, module: str) -> Tensor:
         """The partial sums of a row linear, summed."""
-        self._rng.end_row()
+        self._rng.end_features()
         if not self.sp:
             reduced = reduce_from_tensor_parallel_region(local_of(x), self.group)
             return x.like(reduced) if isinstance(x, SeqPart) else reduced

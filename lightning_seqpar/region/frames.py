@@ -77,19 +77,17 @@ class Frame:
         repeats: whether a backward computes a part of a call again in this frame, with the lengths that the call had.
         gather_scopes: for each module with gathered inputs that is running, the outermost first, the graph nodes of what was
             gathered for it.
-        rows_left: for each of them, the number of row linears in it that have not run yet.
         gathered: activations that were gathered for the modules that are running.
         wholes: activations that are the same on all ranks.
         copied: sequence lengths of activations that were whole already where columns read them.
         overlap_seq_nr: the autograd sequence number at which weight-gradient products run under the backward of the last
             row's reduce-scatter; None for no overlap.
         unreduced: modules with gathered inputs that returned before their row ran, and the graph nodes of those inputs.
-        sum_widths: for each running module whose output is reduced where it returns, the widths of its columns on this rank.
-        sum_features: for each of them, the graph nodes of the features that it is given; None if it is given whole activations.
+        sum_features: for each running module whose output is reduced where it returns, the graph nodes of the features that it
+            is given; None if it is given whole activations.
         partial_nodes: graph nodes of the partial sums that rows left for such a module to reduce.
-        unwrapped: number of running modules that multiply sharded parameters themselves.
         dealt_out: in a module that deals this rank's positions out to experts, where they lie in its input.
-        column_tokens: between a column and its row, the dims of the column's input in front of its features; else None.
+        switched_streams: whether draws come from the rank's own random stream since the call began.
     """
 
     module: str = ""
@@ -103,18 +101,15 @@ class Frame:
     resumed_by: str | None = None
     repeats: bool = False
     gather_scopes: list[list[Any]] = field(default_factory=list)
-    rows_left: list[int] = field(default_factory=list)
     gathered: list[GatheredActivation] = field(default_factory=list)
     wholes: list[weakref.ref[Tensor]] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
     overlap_seq_nr: int | None = None
     unreduced: list[tuple[str, list[Any]]] = field(default_factory=list)
-    sum_widths: list[frozenset[int]] = field(default_factory=list)
     sum_features: list[list[Any] | None] = field(default_factory=list)
     partial_nodes: list[Any] = field(default_factory=list)
-    unwrapped: int = 0
     dealt_out: Place | None = None
-    column_tokens: tuple[int, ...] | None = None
+    switched_streams: bool = False
 
     @property
     def sources(self) -> list[Any]:
@@ -124,10 +119,6 @@ class Frame:
     def is_call_of(self, module: str) -> bool:
         """Whether a call of the module of that name opened it."""
         return self.is_call and self.module == module
-
-    def leave_rows(self) -> None:
-        """Forget which column ran last: no column's features are on their way to a row any more."""
-        self.column_tokens = None
 
 
 class FrameStack:
@@ -201,15 +192,13 @@ class FrameStack:
 
         Unlike :meth:`open_recompute` it needs no shape to find the call by, so calls of several lengths are told apart.
         """
-        outer, count = self.current, len(self._outer)
         length = known.length if known.is_shard else None
         task = current_backward()
-        self._push(Frame(outer.module, False, length, known.ndim, known.batch, known.chunks, task=task, repeats=True))
-        try:
+        frame = Frame(
+            self.current.module, False, length, known.ndim, known.batch, known.chunks, task=task, repeats=True
+        )
+        with self._within(frame):
             yield
-        finally:  # torch ends a recompute with an exception, as soon as all is there that the backward needs
-            del self._outer[count:]
-            self.current = outer
 
     @contextmanager
     def alone(self, shape: tuple[int, ...], *, is_shard: bool) -> Iterator[None]:
@@ -219,11 +208,17 @@ class FrameStack:
             shape: of those positions on this rank, ``[b, s/tp, h]``, or ``[s/tp, h]`` of flattened tokens.
             is_shard: whether each tensor-parallel rank has as many others.
         """
-        outer, count, task = self.current, len(self._outer), current_backward()
-        dim = self._dim if len(shape) == 3 else 0
+        task, dim = current_backward(), self._dim if len(shape) == 3 else 0
         length = shape[dim] * self._size if is_shard else None
         batch = shape[1 - dim] if len(shape) == 3 else 1
-        self._push(Frame(outer.module, False, length, 3, batch, task=task, repeats=task != NO_BACKWARD))
+        with self._within(Frame(self.current.module, False, length, 3, batch, task=task, repeats=task != NO_BACKWARD)):
+            yield
+
+    @contextmanager
+    def _within(self, frame: Frame) -> Iterator[None]:
+        """A context with a frame of its own; torch ends a recompute with an exception, as soon as all is there that it needs."""
+        outer, count = self.current, len(self._outer)
+        self._push(frame)
         try:
             yield
         finally:

@@ -204,7 +204,6 @@ def gather_arguments(
     copied: Sequence[Argument] = (),
     *,
     local_width: bool = False,
-    rows: int = 1,
     deals_out: bool = False,
 ) -> Callable[..., Any]:
     """A pre-hook of a module around columns and rows: its arguments become whole, ``[b, s/tp, h]`` → ``[b, s, h]``.
@@ -218,7 +217,6 @@ def gather_arguments(
         gathered: arguments that are shards.
         copied: arguments that are whole already (an encoder's states), or None.
         local_width: whether the module reads this rank's width off its input: then it gets a stand-in of that width.
-        rows: the number of row linears in it.
         deals_out: whether the module deals tokens out to experts: of a sequence that is dealt out over context-parallel ranks
             it is given this rank's positions as all there are.
     """
@@ -238,7 +236,7 @@ def gather_arguments(
                 style = "gather" if arg in gathered else "copy"
                 raise ValueError(f"{name}: argument {arg!r} is a {type(x).__name__}; {style!r} takes tensors")
             if not done:
-                region.open_gather(x, name, rows)
+                region.open_gather(x, name)
             if id(x) not in done:
                 given = x.to(widest) if widest is not None and x.is_floating_point() else x
                 whole = region.path.gather(given, name) if arg in gathered else region.path.copy(given, name)
@@ -287,7 +285,7 @@ def close_gather(
         first = out[0] if isinstance(out, list | tuple) and out else out
         region.close_gather(first if isinstance(first, Tensor) else None, name)
         if out is None:  # it raised
-            region.rng.abort_columns()
+            region.rng.end_features()
         elif heads is not None and isinstance(out, list | tuple):
             for item in out[1:]:
                 if isinstance(item, Tensor):
@@ -304,12 +302,9 @@ def close_gather(
 
 def begin_sum(
     region: SequenceRegion,
-    name: str,
     added: Sequence[tuple[nn.Module, str]],
     rows: Sequence[tuple[nn.Module, str]],
-    widths: frozenset[int],
     *,
-    unwrapped: bool,
     of_features: bool,
 ) -> Callable[..., None]:
     """A pre-hook of a module that returns one term of a sum over ranks.
@@ -319,11 +314,8 @@ def begin_sum(
 
     Args:
         region: in which the module lies.
-        name: of the module.
         added: parameters that it adds, each as the module that holds it and the attribute.
         rows: parameters that it multiplies as rows itself, likewise.
-        widths: of its columns on this rank; of its rows, if it is given features.
-        unwrapped: whether it multiplies sharded parameters itself, without linears.
         of_features: whether it is given this rank's features, and has rows alone.
     """
 
@@ -333,7 +325,7 @@ def begin_sum(
                 parameter = holder._parameters[leaf]
                 if parameter is not None and not parameter.requires_grad:
                     holder.__dict__[leaf] = MarkRow.apply(parameter, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
-        region.begin_sum(name, widths, unwrapped=unwrapped, features=args if of_features else None)
+        region.begin_sum(args if of_features else None)
         if region.rank:
             for holder, leaf in added:
                 parameter = holder._parameters[leaf]
@@ -343,17 +335,16 @@ def begin_sum(
     return hook
 
 
-def end_sum(region: SequenceRegion, hidden: Sequence[tuple[nn.Module, str]], *, unwrapped: bool) -> Callable[..., None]:
+def end_sum(region: SequenceRegion, hidden: Sequence[tuple[nn.Module, str]]) -> Callable[..., None]:
     """A hook of such a module, which returned or raised: the parameters that :func:`begin_sum` hid show again.
 
     Args:
         region: in which the module lies.
         hidden: those parameters, each as the module that holds it and the attribute.
-        unwrapped: as for :func:`begin_sum`.
     """
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
-        region.end_sum(unwrapped=unwrapped)
+        region.end_sum()
         for holder, leaf in hidden:
             holder.__dict__.pop(leaf, None)
 
@@ -425,84 +416,85 @@ def make_shards(region: SequenceRegion, name: str) -> Callable[..., Any]:
     return hook
 
 
-def slice_arguments(region: SequenceRegion, name: str, wanted: Sequence[Argument], dim: int) -> Callable[..., Any]:
+def slice_arguments(
+    take: Callable[[Tensor, int, str], Tensor], name: str, wanted: Sequence[Argument], dim: int
+) -> Callable[..., Any]:
     """A pre-hook of a module on local heads: of each argument in ``wanted`` a rank takes its heads, along ``dim``.
 
     An argument of one head stands for all heads and is left as it is.
+
+    Args:
+        take: the method ``slice`` of the region's data path, eager or lowered.
+        name: of the module.
+        wanted: those arguments.
+        dim: the tensor dim of the heads.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for arg in wanted:
             where, x = find_argument(name, arg, args, kwargs)
             if isinstance(x, Tensor) and x.shape[dim] > 1:  # one head stands for all
-                args, kwargs = put_argument(where, region.path.slice(x, dim, f"{name}, argument {arg!r}"), args, kwargs)
+                args, kwargs = put_argument(where, take(x, dim, f"{name}, argument {arg!r}"), args, kwargs)
         return args, kwargs
 
     return hook
 
 
-def widen(region: SequenceRegion, name: str) -> Callable[..., Any]:
-    """A pre-hook of a module over the whole width: it reads all ranks' features, ``[b, s, f/tp]`` → ``[b, s, f]``."""
+def widen(gather: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """A pre-hook of a module over the whole width: it reads all ranks' features, ``[b, s, f/tp]`` → ``[b, s, f]``.
+
+    Args:
+        gather: the method ``gather_features`` of the region's data path, eager or lowered.
+    """
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
-        return (region.path.gather_features(args[0]), *args[1:])
+        return (gather(args[0]), *args[1:])
 
     return hook
 
 
-def narrow(region: SequenceRegion, name: str) -> Callable[..., Any]:
+def narrow(rank: int, size: int, name: str) -> Callable[..., Any]:
     """A hook of such a module: of its output each rank keeps its own features, ``[b, s, f]`` → ``[b, s, f/tp]``."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if not isinstance(out, Tensor):
             raise ValueError(f"{name}: 'full_width' takes a module that returns a tensor, not a {type(out).__name__}")
-        width = out.shape[-1] // region.size
-        return out.narrow(out.ndim - 1, region.rank * width, width)
+        width = out.shape[-1] // size
+        return out.narrow(out.ndim - 1, rank * width, width)
 
     return hook
 
 
-def switch_streams(region: SequenceRegion, what: Literal["begin", "end", "pause", "resume"]) -> Callable[..., None]:
-    """A hook or pre-hook: from here on draws come from another stream.
+def draw_alike(
+    region: SequenceRegion, *, always: bool, switch: Literal["begin", "end"] = "end"
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """A pre-hook and a hook of a module that draws: in between all ranks draw alike, or each for itself.
 
     Args:
         region: in which the module lies.
-        what: the method of :class:`~lightning_seqpar.distributed.rng.RankStreams` that is called.
+        always: whether streams are switched at each call; else where the input is the same on all ranks.
+        switch: the method of :class:`~lightning_seqpar.distributed.rng.RankStreams` that is called in front of the module;
+            behind it the other one is.
     """
-
-    def hook(module: nn.Module, *args: Any) -> None:
-        streams = region.streams
-        if what == "resume":
-            streams.resume(id(module))
-        else:
-            getattr(streams, what)()
-
-    return hook
-
-
-def draw_alike(region: SequenceRegion, *, always: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-    """A pre-hook and a hook of a module that draws: in between all ranks draw alike.
-
-    Args:
-        region: in which the module lies.
-        always: whether they do so at each call; else where the input is the same on all ranks.
-    """
+    back: Literal["begin", "end"] = "begin" if switch == "end" else "end"
     switched: list[bool] = []
 
     def reads_whole(args: tuple[Any, ...]) -> bool:
         return bool(args) and isinstance(args[0], Tensor) and region.columns.is_whole(local_of(args[0]))
 
-    pause, resume = switch_streams(region, "pause"), switch_streams(region, "resume")
-
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        recomputes = in_backward()  # then the streams do what the forward did at this state
-        switched.append(recomputes or (region.streams.own and (always or reads_whole(args))))
-        if switched[-1]:
-            pause(module)
+        streams, switches = region.streams, always
+        if not always and streams.own:
+            if in_backward():
+                switches = streams.was_alike()
+            elif module.training and module.p and reads_whole(args):
+                streams.note_alike()
+                switches = True
+        switched.append(switches and getattr(streams, switch)())
 
     def behind(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if switched and switched.pop():
-            resume(module)
+            getattr(region.streams, back)()
         if isinstance(out, Tensor) and reads_whole(args):
             region.columns.note_whole(local_of(out))
 

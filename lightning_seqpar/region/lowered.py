@@ -111,10 +111,10 @@ class LoweredRegion:
 
     # ---- other dims ----------------------------------------------------------------------------------------------
 
-    def slice(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of a whole tensor along a head or feature dim."""
+    def slice(self, x: Tensor, dim: int, what: str) -> Tensor:
+        """This rank's part of a whole tensor along a head or feature dim; messages call the tensor ``what``."""
         if x.shape[dim] % self.size:
-            raise ValueError(f"{x.shape[dim]} heads or features at dim {dim} do not divide by tp={self.size}")
+            raise ValueError(f"{what}: {x.shape[dim]} heads or features at dim {dim} do not divide by tp={self.size}")
         return traced.scatter_to_sequence_parallel_region(x, dim % x.ndim, self.group)
 
     def gather_features(self, x: Tensor) -> Tensor:
@@ -186,41 +186,6 @@ def forget_gathered(lowered: LoweredRegion) -> Callable[..., None]:
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         lowered.wholes.pop()
-
-    return hook
-
-
-def slice_arguments(lowered: LoweredRegion, name: str, wanted: Sequence[Argument], dim: int) -> Callable[..., Any]:
-    """A pre-hook of a module on local heads: of each argument in ``wanted`` a rank takes its heads, along ``dim``.
-
-    An argument of one head stands for all heads and is left as it is.
-    """
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for arg in wanted:
-            where, x = find_argument(name, arg, args, kwargs)
-            if isinstance(x, Tensor) and x.shape[dim] > 1:
-                args, kwargs = put_argument(where, lowered.slice(x, dim), args, kwargs)
-        return args, kwargs
-
-    return hook
-
-
-def widen(lowered: LoweredRegion) -> Callable[..., Any]:
-    """A pre-hook of a module over the whole width: it reads all ranks' features, ``[b, s, f/tp]`` → ``[b, s, f]``."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
-        return (lowered.gather_features(args[0]), *args[1:])
-
-    return hook
-
-
-def narrow(lowered: LoweredRegion) -> Callable[..., Any]:
-    """A hook of such a module: of its output each rank keeps its own features, ``[b, s, f]`` → ``[b, s, f/tp]``."""
-
-    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        width = out.shape[-1] // lowered.size
-        return out.narrow(-1, lowered.rank * width, width)
 
     return hook
 

@@ -9,13 +9,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from lightning_seqpar.distributed.rng import Drawn
 from lightning_seqpar.region.ancestry import check_ancestry, check_reduced, passes_by_rows
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.graph_span import GraphSpan
 from lightning_seqpar.region.partial_sum_check import LossLeakCheck, PartialSumCheck
-from lightning_seqpar.region.rng_checks import DrawContext
-from lightning_seqpar.region.rng_scope import RngScope
 from lightning_seqpar.region.schedule import WatchSchedule
 from lightning_seqpar.region.shard_placement import ShardPlacement
 from lightning_seqpar.region.sharded_outputs import ShardedOutputs
@@ -33,7 +30,6 @@ class Observers:
         dim: the tensor dim of the sequence.
         sp: whether activations between the blocks are shards along the sequence.
         frames: the calls of the region's blocks.
-        rng: which random stream draws come from.
 
     Attributes:
         schedule: when each watcher looks; a strategy puts its own here, which counts steps.
@@ -43,9 +39,8 @@ class Observers:
         loss_leaks: what a loss must not read of modules that return a sum over ranks.
     """
 
-    def __init__(self, region: str, group: ProcessGroup, dim: int, sp: bool, frames: FrameStack, rng: RngScope) -> None:
-        self._region, self._size, self._dim, self._sp = region, group.size(), dim, sp
-        self._frames, self._rng = frames, rng
+    def __init__(self, region: str, group: ProcessGroup, dim: int, sp: bool, frames: FrameStack) -> None:
+        self._size, self._dim, self._sp, self._frames = group.size(), dim, sp, frames
         self.schedule = WatchSchedule()
         self.placement = ShardPlacement(region, dim, frames)
         self.span = GraphSpan()
@@ -150,13 +145,3 @@ class Observers:
         """Such an output was reduced over the ranks."""
         if self.schedule.walks_graphs and self.schedule.watches_columns(self._frames):
             self.loss_leaks.note(module, reduced, gathers)
-
-    # ---- random draws ----------------------------------------------------------------------------------------
-
-    def drawn(self, draw: Drawn) -> None:
-        """Random numbers were drawn in a forward.
-
-        Raises:
-            ValueError: if they would not be what one process draws, in distribution.
-        """
-        DrawContext.now(self._region, self._sp, self._dim, self._frames, self._rng).check(draw)

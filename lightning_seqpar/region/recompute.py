@@ -21,10 +21,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_seqpar.activations.policy import hooks_in_force
 from lightning_seqpar.activations.regather import RegatheredInput
 from lightning_seqpar.context.seq_part import SeqPart, local_of
-from lightning_seqpar.distributed.autograd import in_backward, is_of_checkpoint, saved_tensor_hooks_allowed
+from lightning_seqpar.distributed.autograd import (
+    in_backward,
+    is_of_checkpoint,
+    saved_tensor_hooks,
+    saved_tensor_hooks_allowed,
+)
 from lightning_seqpar.distributed.rng import HostDraws
 from lightning_seqpar.layout.attributes import ModelAttributes
 from lightning_seqpar.layout.stand_in import StandIn, resolve, stand_in
@@ -84,7 +88,8 @@ class RecomputedForward:
         """
         if not torch.is_grad_enabled() or not saved_tensor_hooks_allowed():
             return self._forward(*args, **kwargs)
-        if in_backward() or is_of_checkpoint(hooks_in_force()):  # a reentrant checkpoint shows in the backward alone
+        # A reentrant checkpoint shows in the backward alone.
+        if in_backward() or is_of_checkpoint(saved_tensor_hooks()):
             self.notes.tell(
                 "a checkpoint",
                 f"{self.name} runs inside an activation checkpoint of the model's own (gradient_checkpointing_enable?), which "

@@ -26,103 +26,35 @@ class RngScope:
     def __init__(self, rank: int, sp: bool, frames: FrameStack) -> None:
         self.streams = RankStreams(rank)
         self._sp, self._frames = sp, frames
-        self._blocks = 0  # that are running, one in another
-
-    def reset(self) -> None:
-        """Begin a step on the replicated stream, and forget what was noted for recomputes."""
-        self._blocks = 0
-        self.streams.forget()
-
-    @property
-    def in_block(self) -> bool:
-        """Whether a block is running."""
-        return self._blocks > 0
 
     def begin_block(self) -> None:
-        """A block begins: on shards each rank draws for itself. Between blocks (layerdrop) all ranks draw alike."""
-        self._blocks += 1
-        self._frames.current.leave_rows()
+        """Switches to the rank's own stream on shards; between blocks (layerdrop) all ranks draw alike."""
+        self._frames.current.switched_streams = self._sp and self.streams.begin()
+
+    def end_block(self, *, aborted: bool) -> None:
+        """Switches back at the end of a block; of one that raised, a column may have no row."""
+        if self._frames.current.switched_streams or (aborted and not self._sp):
+            self.streams.end()
+
+    def begin_whole(self) -> None:
+        """Switches to the replicated stream where, among shards, something whole begins: ``[b, s, h]``."""
+        if self._sp:
+            self.streams.end()
+
+    def end_whole(self) -> None:
+        """Switches back where that becomes shards again."""
         if self._sp:
             self.streams.begin()
 
-    def end_block(self, *, aborted: bool) -> None:
-        """A block ended.
+    def begin_features(self) -> None:
+        """Switches to the rank's own stream at a column, or another module that makes or reads this rank's features."""
+        self.streams.begin()
 
-        Args:
-            aborted: whether it raised. Then a column in it may have no row, and what the column began is ended here.
-        """
-        self._blocks = max(0, self._blocks - 1)
-        self._frames.current.leave_rows()
-        if self._sp or aborted:
-            self.streams.end()
-        if aborted and self._blocks == 0:
-            while self.streams.on:
-                self.streams.end()
-
-    def begin_gathering(self, rows: int) -> None:
-        """A module with gathered inputs begins: what it draws in front of its columns is for whole activations.
-
-        Args:
-            rows: the number of row linears in it.
-        """
-        if self._sp:
-            self.streams.pause()
-        frame = self._frames.current
-        frame.leave_rows()
-        frame.rows_left.append(rows)
-
-    def end_gathering(self, module: str) -> None:
-        """The module of that name ended: behind it, in its block, activations are what they were before."""
-        if self._sp:
-            self.streams.resume(("behind", module))
-        del self._frames.current.rows_left[-1:]
-
-    def begin_whole(self) -> None:
-        """A module that every rank computes whole begins, among shards: all ranks draw alike in it."""
-        self.streams.pause()
-
-    def end_whole(self, module: str) -> None:
-        """The module of that name ended, and what it made becomes shards again."""
-        self.streams.resume(module)
-
-    def begin_columns(self, module: str, tokens: tuple[int, ...]) -> None:
-        """A column linear runs: its features, and the draws for them, are this rank's own.
-
-        Args:
-            module: the column's name.
-            tokens: the dims of its input in front of the features: ``(b, s)`` for ``[b, s, h]``.
-        """
-        frame = self._frames.current
-        frame.leave_rows()
-        frame.column_tokens = tokens
-        self.begin_features(module)
-
-    def begin_features(self, module: str) -> None:
-        """A module of that name runs which makes this rank's features, or is given them: draws for them are its own."""
-        if self._sp:
-            self.streams.resume(module)
-        else:
-            self.streams.begin(nests=False)
-
-    def end_row(self) -> None:
-        """A row linear ran and its partial sums are reduced: without sequence parallelism its output is whole again."""
-        frame = self._frames.current
-        if frame.rows_left:
-            frame.rows_left[-1] -= 1
-        if not frame.rows_left or frame.rows_left[-1] <= 0:
-            frame.leave_rows()
+    def end_features(self) -> None:
+        """Switches back where a row's output is whole: reduced without sequence parallelism, or its row raised."""
         if not self._sp:
             self.streams.end()
 
     def leave_partial(self) -> None:
-        """A row linear ran whose partial sums a module around it reduces: what is drawn for them must be drawn alike."""
-        self._frames.current.leave_rows()
-        if self._sp:
-            self.streams.pause()
-        else:
-            self.streams.end()
-
-    def abort_columns(self) -> None:
-        """Something between a column and its row raised: end what the column began."""
-        while not self._sp and self.streams.on:
-            self.streams.end()
+        """Switches to the replicated stream behind a row whose partial sums a module around it reduces."""
+        self.streams.end()

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from lightning_seqpar.distributed.autograd import in_backward
-from lightning_seqpar.distributed.rng import STILL
 from lightning_seqpar.region.frames import FrameStack
-
-_MANY = 2**14
-"""Patterns of random draws that are remembered."""
 
 
 class WatchSchedule:
@@ -29,8 +25,6 @@ class WatchSchedule:
     what else a loss reads of such a module    noted there
     tensors of which this rank has a part      noted in a forward (:meth:`watches_forward`), looked for in what each module
                                                around the blocks, and each step, returns
-    random draws                               in training steps that are due, and in one behind a step that drew as none
-                                               did before (:meth:`watches_draws`)
     batch, loss, buffers, gradients, outputs,  where the step is due
     who reads parameters
     =========================================  =========================================================================
@@ -54,8 +48,6 @@ class WatchSchedule:
     def begin_run(self) -> None:
         """A model was set up: its steps are counted from here, and nothing is known of what they draw."""
         self._steps: Counter[str] = Counter()
-        self._known_draws: set[int] = set()
-        self._draws_are_new = False
         self._has_drawn = False
         self.walks_graphs = True
 
@@ -107,31 +99,13 @@ class WatchSchedule:
 
     # ---- random draws ----------------------------------------------------------------------------------------
 
-    def watches_draws(self, loop: str) -> bool:
-        """Whether each random draw of the current step is looked at."""
-        return loop == "training" and (self._draws_are_new or self.is_due(loop))
-
     def expects_draws(self, loop: str) -> bool:
-        """Whether the current step may draw random numbers: not if no training step of this run has, and it is none to watch.
+        """Whether the current step may draw random numbers: not if no training step of this run has, and it is not due."""
+        return loop != "training" or self._has_drawn or self.is_due(loop)
 
-        A step is watched again by the powers of two, and one that draws nonetheless is seen at the end of the block in which it
-        does.
-        """
-        return loop != "training" or self._has_drawn or self._draws_are_new or self.is_due(loop)
-
-    def note_draws(self, drawn: Sequence[Sequence[bytes]], *, watched: bool) -> None:
-        """What a training step drew: one that draws as none before did (a rate that rises from zero) has the next one watched.
-
-        Args:
-            drawn: for each region what its streams' ``drawn`` says; equal for steps that drew alike.
-            watched: whether the draws of that step were looked at.
-        """
-        if len(self._known_draws) >= _MANY:
-            self._known_draws.clear()
-        if watched:
-            self._known_draws.add(hash(drawn))
-        self._draws_are_new = hash(drawn) not in self._known_draws
-        self._has_drawn = self._has_drawn or any(each != STILL for region in drawn for each in region)
+    def note_draws(self, *, drawn: bool) -> None:
+        """Notes whether a training step drew random numbers."""
+        self._has_drawn = self._has_drawn or drawn
 
     # ---- within a forward ------------------------------------------------------------------------------------
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from lightning_seqpar.activations.elementwise_spans import ElementwiseSpans
+from lightning_seqpar.activations.elementwise_recompute import ElementwiseSpans
 from lightning_seqpar.activations.policy import SavePolicy
 from lightning_seqpar.context.axis import ContextAxis
 from lightning_seqpar.context.seq_part import SeqPart, local_of
-from lightning_seqpar.distributed.rng import Drawn, RankStreams
+from lightning_seqpar.distributed.rng import RankStreams
 from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.region.column_inputs import ColumnInputs
 from lightning_seqpar.region.data_path import DataPath
@@ -68,7 +68,7 @@ class SequenceRegion:
         place = self.rank if context is None else self.rank + self.size * context.rank
         self.rng = RngScope(place, sp, self.frames)
         self.columns = ColumnInputs(self.frames)
-        self.observers = Observers(self.name, group, dim, sp, self.frames, self.rng)
+        self.observers = Observers(self.name, group, dim, sp, self.frames)
         self.path = DataPath(group, dim, policy, self.frames, self.rng, self.columns, self.observers, context)
         self.elementwise_spans = ElementwiseSpans(policy.remakes)
         self.blocks: tuple[str, ...] = ()
@@ -106,20 +106,12 @@ class SequenceRegion:
         """Whether an autograd node of this step was made inside the region."""
         return self.observers.span.holds(node)
 
-    def check_draw(self, drawn: Drawn) -> None:
-        """Require that a random draw in a forward comes from the stream that it must come from.
-
-        Raises:
-            ValueError: for draws that would not be what one process draws, in distribution.
-        """
-        self.observers.drawn(drawn)
-
     # ---- steps and calls -------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """A step begins: nothing of earlier calls is left."""
         self.frames.reset()
-        self.rng.reset()
+        self.streams.forget()
         self.observers.step_begins()
 
     def begin_call(self, module: str) -> None:
@@ -153,39 +145,31 @@ class SequenceRegion:
 
     # ---- modules with gathered inputs ------------------------------------------------------------------------
 
-    def open_gather(self, x: Tensor, module: str, rows: int = 1) -> None:
-        """A module whose arguments are gathered begins; ``x`` is the first of them, and so many row linears are in it."""
+    def open_gather(self, x: Tensor, module: str) -> None:
+        """A module whose arguments are gathered begins; ``x`` is the first of them."""
         if self.sp:
             self.frames.open_recompute(x, module)
-        self.rng.begin_gathering(rows)
+        self.rng.begin_whole()
         self.columns.open()
 
     def close_gather(self, out: Tensor | None = None, module: str = "") -> None:
         """It returned the activation ``out``; or raised, where that is None."""
-        self.rng.end_gathering(module)
+        self.rng.end_whole()
         self.observers.gathering_ended(local_of(out), module, self.columns.close())
 
     # ---- modules that return a sum over ranks ----------------------------------------------------------------
 
-    def begin_sum(
-        self, module: str, widths: frozenset[int], *, unwrapped: bool, features: Sequence[Any] | None = None
-    ) -> None:
+    def begin_sum(self, features: Sequence[Any] | None = None) -> None:
         """A module begins whose output is reduced where it returns.
 
         Args:
-            module: its name.
-            widths: of its columns on this rank; of its rows, if it is given features.
-            unwrapped: whether it multiplies sharded parameters itself: then no column tells where whole activations end.
             features: its arguments, if they are this rank's features; None if they are whole activations.
         """
-        frame = self.frames.current
-        frame.sum_widths.append(widths)
         nodes = None
         if features is not None:
             nodes = [x.grad_fn for x in map(local_of, features) if isinstance(x, Tensor) and x.grad_fn is not None]
-            self.rng.begin_features(module)
-        frame.sum_features.append(nodes)
-        frame.unwrapped += unwrapped
+            self.rng.begin_features()
+        self.frames.current.sum_features.append(nodes)
 
     def leave_partial(self, partial: Tensor) -> None:
         """A row linear in it made partial sums, ``[b, s, h]``."""
@@ -218,11 +202,9 @@ class SequenceRegion:
             return SeqPart.wrap(reduced, place)
         return reduced
 
-    def end_sum(self, *, unwrapped: bool) -> None:
-        """It returned, or raised."""
+    def end_sum(self) -> None:
+        """Ends the sum after the module's forward returned or raised."""
         frame = self.frames.current
-        if unwrapped:
-            frame.unwrapped = max(0, frame.unwrapped - 1)
-        del frame.sum_widths[-1:], frame.sum_features[-1:]
-        if not frame.sum_widths:
+        del frame.sum_features[-1:]
+        if not frame.sum_features:
             frame.partial_nodes = []

@@ -26,7 +26,7 @@ from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.context.seq_part import SeqPart, whole_of
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.host import OneStepLate
-from lightning_seqpar.distributed.rng import DrawWatch
+from lightning_seqpar.distributed.rng import StepDraws
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
 from lightning_seqpar.parallel.fully_sharded import READ_ROWS, FullySharded, refuse_rows
 from lightning_seqpar.parallel.grad_checks import Comparison, StageScales, check_reduced, check_replicated
@@ -146,11 +146,12 @@ class SteppingStrategy(StagedStrategy):
         """Run a step of the user's that is the current one, checked, and look at what it returns."""
         record, schedule = record_of(self._module), self._schedule
         assert record is not None
-        record.reset_calls(draws=schedule.expects_draws(loop))
-        watched = schedule.watches_draws(loop)
+        expects = schedule.expects_draws(loop)
+        record.reset_calls(draws=expects)
+        draws = StepDraws(expected=expects) if loop == "training" else None
         looks = self._weights is not None and loop == "training" and schedule.is_due(loop)
         try:
-            with DrawWatch(record.check_draw) if watched else nullcontext(), self._looking_at_weights(looks):
+            with self._looking_at_weights(looks):
                 out = step(*args, **kwargs)
         except Exception as error:
             if self._split is not None:
@@ -167,8 +168,8 @@ class SteppingStrategy(StagedStrategy):
             refuse_rows(out)
         if self._split is not None and loop != "training":
             self._split.settle()
-        if loop == "training":
-            schedule.note_draws(record.drawn(), watched=watched)
+        if draws is not None:
+            schedule.note_draws(drawn=draws.end())
             out = _with_whole_extras(out)
         else:
             if any(isinstance(tensor, ShardedLogits | SeqPart) for tensor in tensors_in(out)):
@@ -189,7 +190,7 @@ class SteppingStrategy(StagedStrategy):
         return nullcontext() if self._weights is None or not self._weights.is_watching else self._weights.paused()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's training step. Its random draws are watched when that is due, or the last step drew otherwise."""
+        """Run the user's training step."""
         self._comparisons.begin_step()
         if self._sync is not None:
             self._sync.begin_step()

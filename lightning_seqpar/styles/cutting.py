@@ -8,7 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.layout.adapters import BASE
 from lightning_seqpar.layout.linear_kind import LinearKind
-from lightning_seqpar.region.hooks import switch_streams
+from lightning_seqpar.region.hooks import draw_alike
 from lightning_seqpar.styles.style import IMPLIED, Application, PlannedModel
 
 Segments = int | tuple[int | str, ...]
@@ -96,8 +96,9 @@ def hook_adapter_dropout(name: str, application: Application, *, alike: bool) ->
     if not alike and region.sp:
         return  # inside a block of shards all draws are the rank's own
     for module in dropout.children():
-        yield module.register_forward_pre_hook(switch_streams(region, "pause" if alike else "begin"))
-        yield module.register_forward_hook(switch_streams(region, "resume" if alike else "end"))
+        before, behind = draw_alike(region, always=True, switch="end" if alike else "begin")
+        yield module.register_forward_pre_hook(before)
+        yield module.register_forward_hook(behind)
 
 
 def unfit_adapter(name: str, plan: PlannedModel) -> str | None:

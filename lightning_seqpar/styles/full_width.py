@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.region import lowered
 from lightning_seqpar.region.hooks import narrow, widen
 from lightning_seqpar.styles.style import Application, PlannedModel, Rule
 
@@ -29,16 +28,9 @@ class FullWidthRule(Rule):
 
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """It reads all ranks' features."""
-        if application.is_lowered(name):
-            hook = lowered.widen(application.lowered_at(name))
-        else:
-            hook = widen(application.region_of(name), name)
-        yield application.module(name).register_forward_pre_hook(hook)
+        path = application.lowered_at(name) if application.is_lowered(name) else application.region_of(name).path
+        yield application.module(name).register_forward_pre_hook(widen(path.gather_features))
 
     def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Of what it makes, this rank's features stay."""
-        if application.is_lowered(name):
-            hook = lowered.narrow(application.lowered_at(name))
-        else:
-            hook = narrow(application.region_of(name), name)
-        yield application.module(name).register_forward_hook(hook)
+        yield application.module(name).register_forward_hook(narrow(application.rank, application.plan.size, name))

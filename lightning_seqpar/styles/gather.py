@@ -62,12 +62,9 @@ def hook_entry(
         yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
         return
     plan, region = application.plan, application.region_of(name)
-    sums = [n for n in plan.named("reduce") if inside(n, name) and plan.sums_features(n)]
-    alone = [n for n, m in plan.named("row").items() if not m.of_tensor and not any(inside(n, one) for one in sums)]
-    rows = len(sums) + sum(inside(n, name) for n in alone)
     # Experts are dealt tokens out, each by itself: they are given this rank's positions of a sequence as all there are.
     around = [n for n in plan.named("reduce") if inside(name, n) and not plan.sums_features(n)]
-    hook = gather_arguments(region, name, gathered, copied, local_width=local_width, rows=rows, deals_out=bool(around))
+    hook = gather_arguments(region, name, gathered, copied, local_width=local_width, deals_out=bool(around))
     yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
 
 

@@ -13,7 +13,6 @@ from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import shrink
-from lightning_seqpar.region import lowered
 from lightning_seqpar.region.hooks import slice_arguments
 from lightning_seqpar.styles.cutting import Segments, Units, segment_lengths, unit_counts
 from lightning_seqpar.styles.style import Application, PlannedModel, Rule, Target, each_once
@@ -80,10 +79,7 @@ class LocalHeadsRule(Rule):
 
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Of the arguments the module sees this rank's part."""
-        if self.args is None:
-            return
-        if application.is_lowered(name):
-            hook = lowered.slice_arguments(application.lowered_at(name), name, self.args, self.dim)
-        else:
-            hook = slice_arguments(application.region_of(name), name, self.args, self.dim)
-        yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
+        if self.args is not None:
+            path = application.lowered_at(name) if application.is_lowered(name) else application.region_of(name).path
+            hook = slice_arguments(path.slice, name, self.args, self.dim)
+            yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)

@@ -53,18 +53,11 @@ class ReduceRule(Rule):
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """What it adds to the partial sums counts on the first rank alone."""
         plan, parts = application.plan, _Parts(name, application)
-        of_features = plan.sums_features(name)
-        styles = plan.named("row") if of_features else plan.named("column")
-        linears = [n for n, m in styles.items() if inside(n, name) and (of_features or not m.of_tensor)]
-        widths = frozenset(plan.shards[n].local_length(application.rank) for n in linears)
         hook = begin_sum(
             application.region_of(name),
-            name,
             parts.holders(parts.once),
             parts.holders(parts.rows),
-            widths,
-            unwrapped=parts.unwrapped,
-            of_features=of_features,
+            of_features=plan.sums_features(name),
         )
         yield application.module(name).register_forward_pre_hook(hook)
 
@@ -74,20 +67,18 @@ class ReduceRule(Rule):
         rows, once = parts.holders(parts.rows), parts.holders(parts.once)
         yield module.register_forward_hook(reduce_output(region, name, rows, once))
         hidden = parts.holders([*parts.once, *parts.rows])
-        yield module.register_forward_hook(end_sum(region, hidden, unwrapped=parts.unwrapped), always_call=True)
+        yield module.register_forward_hook(end_sum(region, hidden), always_call=True)
 
 
 class _Parts:
-    """What a reducing module holds: its row parameters, those that the first rank alone adds, and whether it multiplies itself."""
+    """The row parameters that a reducing module holds, and those that the first rank alone adds."""
 
     def __init__(self, name: str, application: Application) -> None:
         plan = application.plan
         self._modules = plan.modules
-        unwrapped = plan.unwrapped_parameters
-        held = [key for key in (*unwrapped, *plan.named("once")) if inside(key, name)]
+        held = [key for key in (*plan.unwrapped_parameters, *plan.named("once")) if inside(key, name)]
         self.rows = [key for key in held if key in plan.named("row")]
         self.once = [key for key in held if key in plan.named("once")]
-        self.unwrapped = any(key.rpartition(".")[0] == name for key in unwrapped) and not plan.sums_features(name)
 
     def holders(self, names: Sequence[str]) -> list[tuple[nn.Module, str]]:
         """The module that holds each of these parameters, and the parameter's own name in it."""

@@ -8,7 +8,6 @@ import gc
 import json
 import subprocess
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -25,8 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.activations.regather import RegatheredInput
 from lightning_seqpar.activations.wgrad_overlap import BackwardExchange, DeferredWgrad, WgradProduct
-from lightning_seqpar.context.seq_part import plain_of
-from lightning_seqpar.distributed.counters import SavedBytes
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.grad_sync import GradSync
@@ -926,51 +923,6 @@ def hooks_left() -> bool:
 @sees("a checkpoint is held by its norms", "keeper", "return weakref.ref(hooks[0]) if", "return hooks[0] if")
 def test_a_checkpoint_goes_with_what_it_kept():
     assert run_distributed(hooks_left, 2) == [False, False]
-
-
-def kept(use: str, looks: bool) -> tuple[int, int]:
-    """Bytes that a counter of ours and one of somebody else see."""
-    model, _, _ = make(2, True)
-    owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    homes: dict[int, torch.UntypedStorage] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        if (home := plain_of(x).untyped_storage()).data_ptr() not in owned:
-            homes[home.data_ptr()] = home
-        return x
-
-    counting = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-    if use == "recomputed":
-        model.calls[1] = _recomputed(False)
-    if use == "around a block" and looks:
-        model.calls = [_within(lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x))] * 3
-    batch = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(0))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with (
-            SavedBytes(exclude=model.parameters()) as saved,
-            counting if looks and use != "around a block" else nullcontext(),
-        ):
-            loss_of(model, batch)
-    assert not told
-    return saved.total, sum(home.nbytes() for home in homes.values())
-
-
-def check_kept() -> None:
-    for use in ("plain", "recomputed", "around a block"):
-        (ours, _), (rest, theirs) = kept(use, False), kept(use, True)
-        assert theirs > 0, use
-        assert ours == rest + theirs, (use, ours, rest, theirs)
-
-
-@sees(
-    "more is kept where somebody looks",
-    "ElementwiseRecompute.open",
-    "if is_of_checkpoint(outer) or",
-    "if (outer is not None and not hasattr(getattr(outer[0], '__self__', None), 'keep')) or",
-)
-def test_what_is_kept_does_not_depend_on_who_looks():
-    run_distributed(check_kept, 2)
 
 
 @pytest.fixture(scope="module")

@@ -244,7 +244,7 @@ def step_aside(reentrant: bool) -> list[str]:
 @sees(
     "recompute: inside another checkpoint too",
     "RecomputedForward.__call__",
-    "if in_backward() or is_of_checkpoint(hooks_in_force()):",
+    "if in_backward() or is_of_checkpoint(saved_tensor_hooks()):",
     "if False:",
     case="False",
 )

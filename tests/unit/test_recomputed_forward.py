@@ -130,7 +130,7 @@ def test_a_cache_is_not_filled_twice():
 @sees(
     "recompute: a checkpoint's gathers are made twice",
     "SavePolicy.remakes",
-    " and not is_of_checkpoint(hooks_in_force())",
+    " and not is_of_checkpoint(saved_tensor_hooks())",
     "",
 )
 def test_under_a_checkpoint_auto_makes_nothing_a_second_time():

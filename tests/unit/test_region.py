@@ -179,20 +179,15 @@ def test_loops_are_counted_apart_and_from_their_beginning():
     assert schedule.is_first("training")
 
 
-def test_a_step_that_draws_as_none_before_has_the_next_one_watched():
+def test_draws_are_expected_in_due_steps_and_once_a_step_drew():
     schedule = WatchSchedule()
-    for _ in range(16):
+    for step in range(1, 33):
         schedule.begin_step("training")
-        assert schedule.watches_draws("training")
-        schedule.note_draws(("nothing",), watched=True)
-    seen = []
-    for drawn in ("nothing", "nothing", "a mask", "a mask", "a mask", "nothing"):
-        schedule.begin_step("training")
-        seen.append(schedule.watches_draws("training"))
-        schedule.note_draws((drawn,), watched=seen[-1])
-    assert seen == [False, False, False, True, False, False]
-    schedule.begin_step("validation")
-    assert not schedule.watches_draws("validation")
+        assert schedule.expects_draws("training") is (step <= 16 or step == 32)
+        schedule.note_draws(drawn=step == 32)
+    assert schedule.expects_draws("validation")
+    schedule.begin_step("training")
+    assert schedule.expects_draws("training")
 
 
 def test_a_recompute_is_not_watched_again():
