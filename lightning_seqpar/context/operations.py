@@ -6,6 +6,7 @@ whole. A function without a handler is run on whole sequences.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
@@ -63,6 +64,13 @@ def handles(
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str, default: Any = None) -> Any:
     return args[at] if len(args) > at else kwargs.get(name, default)
+
+
+def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a Python function by name, with its defaults."""
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def _has_parts(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -354,57 +362,45 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SeqPart.wrap(func(equation, *locals_), place.at(right.index(letter)))
 
 
-_OF_HEADS = (
-    "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v",
-    "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask",
-    "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "static_k", "static_v", "average_attn_weights",
-    "is_causal",
-)  # fmt: skip
-
-
 @handles("multi_head_attention_forward", composed=True)
 def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.multi_head_attention_forward`` of queries ``[s, b, h]``: projections of the part around torch's attention."""
-    given = {
-        "training": True,
-        "need_weights": True,
-        "average_attn_weights": True,
-        **dict(zip(_OF_HEADS, args, strict=False)),
-        **kwargs,
-    }
+    given = arguments_of(func, args, kwargs)
     q: Any
     k: Any
     v: Any
-    q, k, v, mask = (given.get(name) for name in ("query", "key", "value", "attn_mask"))
+    q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
     rare = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
     if (
         not isinstance(q, SeqPart)
         or q.ndim != 3
         or q._place.dim
         or not q._place.is_plain
-        or any(given.get(name) is not None and given.get(name) is not False for name in rare)
+        or any(given[name] is not None and given[name] is not False for name in rare)
     ):
         return NotImplemented
-    if given.get("is_causal") and mask is None:
+    if given["is_causal"] and mask is None:
         return NotImplemented  # torch's own message
-    padding = given.get("key_padding_mask")
-    separate = given.get("use_separate_proj_weight")
+    padding = given["key_padding_mask"]
+    separate = given["use_separate_proj_weight"]
     weights = [given[f"{name}_proj_weight"] for name in "qkv"] if separate else given["in_proj_weight"].chunk(3)
-    biases = (None,) * 3 if given.get("in_proj_bias") is None else given["in_proj_bias"].chunk(3)
+    biases = (None,) * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
     heads, (length, count, width) = given["num_heads"], q.shape
     q, k, v = (
         F.linear(x, weight, bias).reshape(x.shape[0], count, heads, -1).permute(1, 2, 0, 3)
         for x, weight, bias in zip((q, k, v), weights, biases, strict=True)
     )
-    dropout = given.get("dropout_p", 0.0) if given["training"] else 0.0
-    causal = bool(given.get("is_causal")) and padding is None and not given["need_weights"]
+    dropout = given["dropout_p"] if given["training"] else 0.0
+    causal = bool(given["is_causal"]) and padding is None and not given["need_weights"]
     if causal:
         mask = None
     added = (
-        None if mask is None else _added(mask, q.dtype).reshape(-1, 1 if mask.ndim == 2 else heads, *mask.shape[-2:])
+        None
+        if mask is None
+        else added_mask(mask, q.dtype).reshape(-1, 1 if mask.ndim == 2 else heads, *mask.shape[-2:])
     )
     if padding is not None:
-        padded = _added(padding, q.dtype)[:, None, None, :]
+        padded = added_mask(padding, q.dtype)[:, None, None, :]
         added = padded if added is None else added + padded
     shares = None
     if given["need_weights"]:
@@ -419,11 +415,11 @@ def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return out, shares
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as numbers that are added to scores; where a mask of truth values is true no query looks."""
+def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as numbers to add to scores: minus infinity where a bool mask is true."""
     if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
 
 
 @handles("embedding", homes=(F,))
@@ -432,13 +428,10 @@ def look_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, *rest = args or (None,)
     if not isinstance(x, SeqPart) or _has_parts(rest, kwargs):
         return NotImplemented
-    given = {**dict(zip(_OF_EMBEDDING, args, strict=False)), **kwargs}
+    given = arguments_of(func, args, kwargs)
     if any(given.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")):
         return NotImplemented
     return SeqPart.wrap(func(x._local, *rest, **kwargs), x._place)
-
-
-_OF_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 
 
 # ---- dims ------------------------------------------------------------------------------------------------------

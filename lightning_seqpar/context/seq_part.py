@@ -259,7 +259,7 @@ class SeqPart(Tensor):
             RuntimeError: for what would change or name a copy alone, in place of the sequence.
         """
         named: dict[str, Any] = dict(kwargs) if kwargs else {}
-        if func in _FACTS:
+        if func in FACTS:
             with without_overrides():
                 return func(*args, **named)
         _settle((*args, *named.values()) if named else args)
@@ -443,7 +443,7 @@ COMPOSED: set[Any] = set()
 VIEWS: set[Any] = set()
 """Functions with a handler whose result is a view of their first argument: a change of it in place changes the argument."""
 
-_FACTS = frozenset(
+FACTS = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in (
             "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested",
@@ -455,6 +455,7 @@ _FACTS = frozenset(
         torch.is_tensor,
     ]
 )  # fmt: skip
+"""Functions that read what the whole and its part have in common, and none of the numbers."""
 
 
 def local_of(x: Any) -> Any:
@@ -508,12 +509,13 @@ def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     )
 
 
-_RESHAPES = frozenset(
-    f"{name}_" for name in (
+RESHAPES = frozenset(
+    ["__set__", "__delete__", *(f"{name}_" for name in (
         "resize", "resize_as", "set", "squeeze", "unsqueeze", "t", "transpose", "swapaxes", "swapdims", "as_strided",
         "detach", "share_memory", "rename", "apply", "map", "map2",
-    )
+    ))]
 )  # fmt: skip
+"""Names of methods that change what their tensor is, rather than the numbers in it."""
 _OF_MEMORY = frozenset(
     ["data_ptr", "storage", "untyped_storage", "_typed_storage", "storage_type", "__dlpack__", "__dlpack_device__",
      "__cuda_array_interface__", "_make_subclass", "module_load", "pin_memory", "share_memory_", "is_set_to"]
@@ -533,7 +535,7 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0] if args and writes(func, kwargs) else None
     if (
         any(isinstance(one, SeqPart) for one in tree_leaves(out))
-        or (isinstance(target, SeqPart) and (name in _RESHAPES or name in ("__set__", "__delete__")))
+        or (isinstance(target, SeqPart) and name in RESHAPES)
         or name in _OF_MEMORY
     ):
         raise RuntimeError(

@@ -13,7 +13,7 @@ from lightning_seqpar.layout.linear_kind import features
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import ColumnParallelLinear, shrink
-from lightning_seqpar.nn.lowered_linear import LoweredColumnLinear
+from lightning_seqpar.nn.lowered_layers import LoweredColumnLinear
 from lightning_seqpar.styles.adapter_draws import hook_adapter_dropout, unfit_adapter
 from lightning_seqpar.styles.cutting import kind_of_linear, segment_lengths, unit_counts, unwrapped_dim
 from lightning_seqpar.styles.style import LINEAR, Application, PlannedModel, Rule, Target

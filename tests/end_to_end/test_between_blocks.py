@@ -61,8 +61,8 @@ TOPOLOGIES = {
 @sees(
     "between blocks: the gradient of a sum over ranks counts tp times",
     "sum_over_ranks",
-    '_Sum if chunks.axis == "cp" else _SumAlike',
-    "_Sum",
+    'x if chunks.axis == "tp" else copy_to',
+    "copy_to",
     case="tp2",
 )
 @sees(
