@@ -17,7 +17,7 @@ gathers. Keys and values that every rank has whole (of a prefix, a memory) need 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,6 @@ from lightning_seqpar.context.operations import handles
 from lightning_seqpar.context.ring import can_ring, ring_attention
 from lightning_seqpar.context.seq_part import Place, SeqPart, lies_over_tp, over_tp, whole_of
 from lightning_seqpar.distributed.rng import drawn_apart
-
-Method = Literal["auto", "ulysses", "ring", "all_gather"]
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,6 @@ def scaled_dot_product_attention(func: Any, args: tuple[Any, ...], kwargs: dict[
         return NotImplemented  # between blocks: whole
     if any(map(lies_over_tp, given.values())):  # whole over tp alone
         return func(**{name: over_tp(x) if isinstance(x, SeqPart) else x for name, x in given.items()})
-    if place.dim < q.ndim - 2:
-        return _batched(func, given, q)
     if place.dim != q.ndim - 2 or not place.is_plain:
         return NotImplemented
     what = Attention(
@@ -85,8 +81,6 @@ def scaled_dot_product_attention(func: Any, args: tuple[Any, ...], kwargs: dict[
     if what.is_causal and mask is not None:
         raise RuntimeError("scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
     method = place.chunks.method
-    if method not in get_args(Method):
-        raise ValueError(f"cp_method={method!r}: must be one of {', '.join(map(repr, get_args(Method)))}; use 'auto'")
     if method == "all_gather" or not _are_parts(q, k, v):
         return _all_gather(q, k, v, mask, what)
     heads, divides = (q.shape[-3], q.shape[-3] % place.chunks.size == 0) if q.ndim > 2 else (1, False)
@@ -113,23 +107,6 @@ def _are_parts(q: SeqPart, *others: Any) -> bool:
         ):
             return False
     return others[0]._place.is_plain and others[0]._place.chunks.group is q._place.chunks.group
-
-
-def _batched(func: Any, given: dict[str, Any], q: SeqPart) -> Any:
-    """Attention along another dim: the sequence is one of the batch dims."""
-    from_right, size = q.ndim - q._place.dim, q.shape[q._place.dim]
-    out: dict[str, Any] = {}
-    for name, x in given.items():
-        if isinstance(x, SeqPart):
-            if x.ndim - x._place.dim != from_right or not x._place.same(q._place):
-                return NotImplemented
-            out[name] = x._local
-        elif isinstance(x, Tensor) and x.ndim >= from_right and x.shape[-from_right] == size:
-            out[name] = q._place.own(x, x.ndim - from_right)
-        else:
-            out[name] = x
-    with drawn_apart(q._place.chunks.rank):
-        return q.like(func(**out))
 
 
 def _own_rows(mask: Any, place: Place, queries: int) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -114,44 +115,32 @@ class Chunks:
         """Whether both deal out the same positions alike."""
         return self is other or (self.ranges == other.ranges and self.group is other.group)
 
-    def positions(self, device: torch.device, rank: int | None = None) -> Tensor:
-        """The positions that a rank (by default this one) holds, ``[s/cp]``, as int64."""
-        rank = self.rank if rank is None else rank
-        return self._cached(
-            f"rank {rank}",
-            device,
-            lambda: [at for start, stop in self.ranges[rank] for at in range(start, stop)],
-        )
+    def positions(self, device: torch.device) -> Tensor:
+        """The positions that this rank holds, ``[s/cp]``, as int64."""
+        return self._cached("positions", device, lambda: self._held[self.rank])
 
-    def order(self, device: torch.device) -> Tensor:
-        """Where each position of the whole lies among what all ranks hold, each padded to the longest, ``[s]``."""
+    def order(self, device: torch.device, *, is_padded: bool = False) -> Tensor:
+        """Where each position of the whole lies among what all ranks hold, ``[s]``, of which each may be padded to the longest."""
 
         def places() -> list[int]:
-            found, longest = [0] * self.length, max(self.counts)
-            for rank, runs in enumerate(self.ranges):
-                held = (at for start, stop in runs for at in range(start, stop))
+            found, longest, before = [0] * self.length, max(self.counts), 0
+            for rank, held in enumerate(self._held):
                 for number, at in enumerate(held):
-                    found[at] = rank * longest + number
+                    found[at] = (rank * longest if is_padded else before) + number
+                before += len(held)
             return found
 
-        return self._cached("order", device, places)
+        return self._cached(f"order {is_padded}", device, places)
 
-    def places(self, device: torch.device) -> Tensor:
-        """Where each position of the whole lies among what all ranks hold, one behind the other, ``[s]``."""
+    @property
+    def _held(self) -> list[list[int]]:
+        """Each rank's positions, in the order in which it holds them."""
+        return [[at for run in runs for at in range(*run)] for runs in self.ranges]
 
-        def places() -> list[int]:
-            found, number = [0] * self.length, 0
-            for start, stop in (run for runs in self.ranges for run in runs):
-                for at in range(start, stop):
-                    found[at], number = number, number + 1
-            return found
-
-        return self._cached("places", device, places)
-
-    def _cached(self, what: str, device: torch.device, make: object) -> Tensor:
+    def _cached(self, what: str, device: torch.device, make: Callable[[], list[int]]) -> Tensor:
         key = what, device
         if key not in self._indices:
-            self._indices[key] = torch.tensor(make(), dtype=torch.int64).to(device, non_blocking=True)  # type: ignore[operator]
+            self._indices[key] = torch.tensor(make(), dtype=torch.int64).to(device, non_blocking=True)
         return self._indices[key]
 
     def own(self, x: Tensor, dim: int, before: int = 1, behind: int = 1) -> Tensor:

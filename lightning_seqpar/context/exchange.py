@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.distributed.async_ops import all_gather, all_reduce, reduce_scatter
-from lightning_seqpar.distributed.collectives import passes_none
+from lightning_seqpar.distributed.collectives import copy_to_tensor_parallel_region, passes_none
 from lightning_seqpar.distributed.padding import pad, with_memory
 
 
@@ -88,7 +88,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Forward ``y = sum over r of x_r``; input-grad ``dx_r = sum over q of dy_q``."""
+    """Forward ``y = sum over r of x_r``; input-grad ``dx_r = dy``, which is whole and the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, chunks: Chunks) -> Tensor:
@@ -100,36 +100,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_over_ranks(grad, ctx.chunks), None
-
-
-class _SumAlike(torch.autograd.Function):
-    """Forward ``y = sum over r of x_r``; input-grad ``dx_r = dy``, which is whole and the same on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, chunks: Chunks) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.chunks = chunks
-        total = all_reduce(x, chunks.group)
-        return total.clone() if total._is_view() else total
-
-    @staticmethod
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return share(grad, ctx.chunks), None
-
-
-class _Share(torch.autograd.Function):
-    """Forward ``y_r = x``; input-grad ``dx = sum over r of dy_r``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, chunks: Chunks) -> Tensor:
-        ctx.chunks = chunks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_over_ranks(grad, ctx.chunks), None
 
 
 def _gathered(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
@@ -137,7 +108,7 @@ def _gathered(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
     if chunks.is_even:
         return all_gather(x, dim, chunks.group)
     stacked = all_gather(pad(x, dim, max(chunks.counts)), dim, chunks.group)
-    return stacked.index_select(dim, chunks.order(x.device))
+    return stacked.index_select(dim, chunks.order(x.device, is_padded=True))
 
 
 def _reduced(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
@@ -146,7 +117,7 @@ def _reduced(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
         return reduce_scatter(x, dim, chunks.group)
     shape = list(x.shape)
     shape[dim] = max(chunks.counts) * chunks.size
-    stacked = x.new_zeros(shape).index_copy_(dim, chunks.order(x.device), x.detach())
+    stacked = x.new_zeros(shape).index_copy_(dim, chunks.order(x.device, is_padded=True), x.detach())
     return reduce_scatter(stacked, dim, chunks.group).narrow(dim, 0, chunks.local_length).contiguous()
 
 
@@ -186,8 +157,7 @@ def share(x: Tensor, chunks: Chunks) -> Tensor:
     """
     if chunks.axis == "cp":
         return x
-    out: Tensor = _Share.apply(x, chunks)  # type: ignore[no-untyped-call]
-    return out
+    return copy_to_tensor_parallel_region(x, chunks.group)
 
 
 def sum_over_ranks(x: Tensor, chunks: Chunks) -> Tensor:
@@ -195,8 +165,8 @@ def sum_over_ranks(x: Tensor, chunks: Chunks) -> Tensor:
 
     Forward: all-reduce. Backward: over cp an all-reduce; over tp nothing is sent.
     """
-    function = _Sum if chunks.axis == "cp" else _SumAlike
-    out: Tensor = function.apply(x, chunks)  # type: ignore[no-untyped-call]
+    summed = x if chunks.axis == "tp" else copy_to_tensor_parallel_region(x, chunks.group)
+    out: Tensor = _Sum.apply(summed, chunks)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -265,7 +235,7 @@ def _in_order(x: Tensor, chunks: Chunks) -> Tensor:
     """What the ranks hold, one behind the other along dim -2, in the order of the whole."""
     if all(len(runs) == 1 for runs in chunks.ranges):
         return x
-    return x.index_select(-2, chunks.places(x.device))
+    return x.index_select(-2, chunks.order(x.device))
 
 
 def positions_to_heads(x: Tensor, chunks: Chunks) -> Tensor:

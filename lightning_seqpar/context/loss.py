@@ -9,22 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_seqpar.context.exchange import sum_over_ranks
-from lightning_seqpar.context.operations import handles
+from lightning_seqpar.context.operations import arguments_of, handles
 from lightning_seqpar.context.seq_part import Place, SeqPart
 
-_NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
-
-@handles("cross_entropy", homes=(F,))
+@handles("cross_entropy nll_loss", homes=(F,))
 def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.cross_entropy`` of logits ``[n, v]`` or ``[b, v, s]``, of which each rank holds a part, with whole labels.
+    """``F.cross_entropy`` or ``nll_loss`` of logits ``[n, v]`` or ``[b, v, s]``, of which a rank holds a part, with whole labels.
 
     Each rank sums the losses of its own positions; the sums and the counts (ignored labels left out) are added over the ranks.
     The logits never become whole.
     """
-    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    given = arguments_of(func, args, kwargs)
     logits, target = given.pop("input"), given.pop("target")
-    if given.get("size_average") is not None or given.get("reduce") is not None or not isinstance(logits, SeqPart):
+    if given["size_average"] is not None or given["reduce"] is not None or not isinstance(logits, SeqPart):
         return NotImplemented
     place = logits._place
     classes = 1 if logits.ndim > 1 else 0
@@ -34,7 +32,7 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if own is None:
         return NotImplemented
     options = {name: given[name] for name in ("weight", "ignore_index", "label_smoothing") if name in given}
-    reduction = given.get("reduction", "mean")
+    reduction = given["reduction"]
     at = place.dim - (place.dim > classes)
     if reduction == "none":
         return SeqPart.wrap(func(logits._local, own, reduction="none", **options), place.at(at))
@@ -67,20 +65,14 @@ def _count(own: Tensor, given: dict[str, Any], logits: SeqPart, place: Place) ->
     """What a mean divides by, of all ranks: labels that are not ignored, or their classes' weights; with soft labels, positions."""
     if own.is_floating_point():
         return torch.tensor(float(logits.numel() // logits.shape[1]), device=own.device)
-    valid = own != given.get("ignore_index", -100)
-    weight = given.get("weight")
+    valid = own != given["ignore_index"]
+    weight = given["weight"]
     counts = valid.sum() if weight is None else torch.where(valid, weight[own.clamp(min=0)], 0.0).sum()
     return sum_over_ranks(counts.to(torch.float64 if own.device.type != "mps" else torch.float32), place.chunks)
 
 
 @handles(
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "kl_div",
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div",
     homes=(F,),
 )
 def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,11 +98,3 @@ def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if reduction == "batchmean":
         return each.sum() / first.shape[0]
     return each if reduction == "none" else each.sum() if reduction == "sum" else each.mean()
-
-
-@handles("nll_loss", homes=(F,))
-def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.nll_loss``, as :func:`cross_entropy`."""
-    if len(args) > 2 or "label_smoothing" in kwargs:
-        return NotImplemented
-    return cross_entropy(F.nll_loss, args, kwargs)

@@ -1,12 +1,12 @@
-"""torch's functions on parts of sequences: those that compute each position by itself, and those that only move dims.
+"""torch's functions that run on parts of sequences: of each number by itself, along other dims, products, and views.
 
-Each handler gets a function with its arguments, and returns what it makes of them, or ``NotImplemented`` to have the sequences
-made whole.
+A handler gets a function with its arguments, and returns what it makes of them, or ``NotImplemented`` to have the sequences made
+whole. A function without a handler is run on whole sequences.
 """
 
 from __future__ import annotations
 
-import copy
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
@@ -26,6 +26,7 @@ from lightning_seqpar.context.seq_part import (
     changes,
     local_of,
     share_of,
+    writes,
 )
 from lightning_seqpar.distributed.autograd import without_subclasses
 from lightning_seqpar.distributed.rng import drawn_apart
@@ -40,14 +41,14 @@ def handles(
     """Decorate the handler of the functions of these names, in ``torch``, ``torch.Tensor`` and ``torch.nn.functional``.
 
     Args:
-        names: of the functions.
+        names: of the functions, one or several in a string.
         views: whether what they return is a view of their first argument.
         composed: whether the handler runs other functions of sequences.
         homes: where functions of these names are looked for; one of another signature may have the same name elsewhere.
     """
 
     def register(handler: Handler) -> Handler:
-        for name in names:
+        for name in " ".join(names).split():
             for home in (Tensor,) if name.startswith("__") else homes:
                 func = getattr(home, name, None)
                 if func is not None and not isinstance(func, torch.dtype):
@@ -61,220 +62,41 @@ def handles(
     return register
 
 
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str, default: Any = None) -> Any:
+    return args[at] if len(args) > at else kwargs.get(name, default)
+
+
+def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a Python function by name, with its defaults."""
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _has_parts(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(value, SeqPart) for value in (*args, *kwargs.values()))
+
+
 # ---- each number by itself -------------------------------------------------------------------------------------
 
 
-_ELEMENTWISE = [
-    "abs",
-    "absolute",
-    "acos",
-    "acosh",
-    "add",
-    "addcdiv",
-    "addcmul",
-    "angle",
-    "asin",
-    "asinh",
-    "atan",
-    "atan2",
-    "atanh",
-    "bitwise_and",
-    "bitwise_not",
-    "bitwise_or",
-    "bitwise_xor",
-    "ceil",
-    "celu",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
-    "clip",
-    "clone",
-    "contiguous",
-    "copysign",
-    "cos",
-    "cosh",
-    "detach",
-    "digamma",
-    "div",
-    "divide",
-    "elu",
-    "eq",
-    "erf",
-    "erfc",
-    "erfinv",
-    "exp",
-    "exp2",
-    "expm1",
-    "fix",
-    "floor",
-    "floor_divide",
-    "fmax",
-    "fmin",
-    "fmod",
-    "frac",
-    "ge",
-    "gelu",
-    "greater",
-    "greater_equal",
-    "gt",
-    "hardshrink",
-    "hardsigmoid",
-    "hardswish",
-    "hardtanh",
-    "heaviside",
-    "hypot",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "le",
-    "leaky_relu",
-    "lerp",
-    "less",
-    "less_equal",
-    "lgamma",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "logaddexp",
-    "logical_and",
-    "logical_not",
-    "logical_or",
-    "logical_xor",
-    "logit",
-    "logsigmoid",
-    "lt",
-    "masked_fill",
-    "maximum",
-    "minimum",
-    "mish",
-    "mul",
-    "multiply",
-    "nan_to_num",
-    "ne",
-    "neg",
-    "negative",
-    "not_equal",
-    "positive",
-    "pow",
-    "reciprocal",
-    "relu",
-    "relu6",
-    "remainder",
-    "round",
-    "rsqrt",
-    "rsub",
-    "selu",
-    "sgn",
-    "sigmoid",
-    "sign",
-    "silu",
-    "sin",
-    "sinc",
-    "sinh",
-    "softplus",
-    "softshrink",
-    "softsign",
-    "sqrt",
-    "square",
-    "sub",
-    "subtract",
-    "tan",
-    "tanh",
-    "tanhshrink",
-    "threshold",
-    "true_divide",
-    "trunc",
-    "xlogy",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "long",
-    "int",
-    "short",
-    "bool",
-    "type",
-    "__add__",
-    "__radd__",
-    "__sub__",
-    "__rsub__",
-    "__mul__",
-    "__rmul__",
-    "__truediv__",
-    "__rtruediv__",
-    "__floordiv__",
-    "__rfloordiv__",
-    "__mod__",
-    "__pow__",
-    "__rpow__",
-    "__neg__",
-    "__abs__",
-    "__and__",
-    "__rand__",
-    "__or__",
-    "__ror__",
-    "__xor__",
-    "__rxor__",
-    "__invert__",
-    "__eq__",
-    "__ne__",
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "empty_like",
-]
-_IN_PLACE = [
-    "add_",
-    "sub_",
-    "mul_",
-    "div_",
-    "pow_",
-    "neg_",
-    "exp_",
-    "relu_",
-    "sigmoid_",
-    "tanh_",
-    "clamp_",
-    "clamp_min_",
-    "clamp_max_",
-    "masked_fill_",
-    "zero_",
-    "fill_",
-    "copy_",
-    "addcmul_",
-    "addcdiv_",
-    "sqrt_",
-    "rsqrt_",
-    "lerp_",
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__itruediv__",
-    "__ifloordiv__",
-    "__imod__",
-    "__ipow__",
-    "remainder_",
-    "floor_divide_",
-    "fmod_",
-]
-_DRAWS = [
-    "dropout",
-    "alpha_dropout",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-    "bernoulli",
-    "bernoulli_",
-    "normal_",
-    "uniform_",
-    "exponential_",
-    "rrelu",
-]
+_ELEMENTWISE = """
+    abs absolute acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
+    ceil celu clamp clamp_max clamp_min clip clone contiguous copysign cos cosh detach digamma div divide elu eq erf erfc erfinv exp
+    exp2 expm1 fix floor floor_divide fmax fmin fmod frac ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish
+    hardtanh heaviside hypot isfinite isinf isnan le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp
+    logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mul multiply nan_to_num ne
+    neg negative not_equal positive pow reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh
+    softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold true_divide trunc xlogy
+    float double half bfloat16 long int short bool type zeros_like ones_like full_like empty_like
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__ __pow__ __rpow__
+    __neg__ __abs__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+"""
+_IN_PLACE = """
+    add_ sub_ mul_ div_ pow_ neg_ exp_ relu_ sigmoid_ tanh_ clamp_ clamp_min_ clamp_max_ masked_fill_ zero_ fill_ copy_ addcmul_
+    addcdiv_ sqrt_ rsqrt_ lerp_ remainder_ floor_divide_ fmod_
+    __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__
+"""
 
 
 def _aligned(place: Place, ndim: int, values: Iterable[Any]) -> Any:
@@ -307,34 +129,34 @@ def _aligned(place: Place, ndim: int, values: Iterable[Any]) -> Any:
     return out
 
 
-@handles(*_ELEMENTWISE)
+@handles(_ELEMENTWISE)
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of each number by itself, under broadcasting."""
+    """A function of each number by itself, under broadcasting; it may change the first argument in place."""
+    changed = func in _CHANGE or kwargs.get("inplace") is True
     values = (*args, *kwargs.values())
-    first = next((value for value in values if isinstance(value, SeqPart)), None)
-    if first is None:
-        return NotImplemented
-    changed = func in _MAY_CHANGE and (kwargs.get("inplace") is True or any(value is True for value in args[1:]))
-    if changed and first is not args[0]:
+    first = args[0] if changed else next((value for value in values if isinstance(value, SeqPart)), None)
+    if not isinstance(first, SeqPart):
         return NotImplemented
     ndim = first._local.ndim
+    if changed and any(isinstance(value, Tensor) and value.ndim > ndim for value in values):
+        return NotImplemented  # torch's own message
     locals_ = _aligned(first._place, ndim, values)
     if locals_ is NotImplemented:
         return locals_
     if changed:
         changes(first)
-    out = (
-        func(*locals_[: len(args)], **dict(zip(kwargs, locals_[len(args) :], strict=True)))
-        if kwargs
-        else func(*locals_)
-    )
-    if out is first._local:
-        if changed:
-            first._changed()
+    out = func(*locals_[: len(args)], **dict(zip(kwargs, locals_[len(args) :], strict=True)))
+    if changed:
+        first._changed()
+    if changed or out is first._local:
         return first
     if not isinstance(out, Tensor):  # x.type() without arguments
         return out
     return SeqPart.wrap(out, first._place.at(out.ndim - (ndim - first._place.dim)))
+
+
+handles(_IN_PLACE)(elementwise)
+VIEWS.update([Tensor.detach, torch.detach])
 
 
 @handles("where")
@@ -343,66 +165,37 @@ def where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return elementwise(func, args, kwargs) if len(args) + len(kwargs) > 1 else NotImplemented
 
 
-@handles("type_as")
+@handles("type_as to cpu cuda", homes=(Tensor,))
 def cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another dtype and device, told by a tensor of any shape."""
-    x, *rest = args
+    x = args[0]
+    out = func(*map(local_of, args), **{name: local_of(value) for name, value in kwargs.items()})
     if not isinstance(x, SeqPart):
-        return func(*map(local_of, args), **{name: local_of(value) for name, value in kwargs.items()})
-    out = func(x._local, *map(local_of, rest), **{name: local_of(value) for name, value in kwargs.items()})
+        return out
     return x if out is x._local else x.like(out)
 
 
-HANDLERS[Tensor.to] = HANDLERS[Tensor.cpu] = HANDLERS[Tensor.cuda] = cast
-VIEWS.update([Tensor.detach, torch.detach])
-
-
-@handles(*_IN_PLACE)
-def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A change of each number by itself, in place."""
-    target = args[0]
-    if not isinstance(target, SeqPart):
-        return NotImplemented
-    values = (*args[1:], *kwargs.values())
-    locals_ = _aligned(target._place, target.ndim, values)
-    if locals_ is NotImplemented or any(isinstance(value, Tensor) and value.ndim > target.ndim for value in values):
-        return NotImplemented
-    changes(target)
-    func(target._local, *locals_[: len(args) - 1], **dict(zip(kwargs, locals_[len(args) - 1 :], strict=True)))
-    target._changed()
-    return target
-
-
-@handles(*_DRAWS)
+@handles(
+    "dropout alpha_dropout rrelu bernoulli bernoulli_ rand_like randn_like randint_like normal_ uniform_ exponential_"
+)
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that draws a random number for each of the tensor's: each rank draws for its own positions."""
     x = args[0] if args else None
     if not isinstance(x, SeqPart) or kwargs.get("generator") is not None:
         return NotImplemented
-    handler = in_place if func.__name__.endswith("_") else elementwise
-    if func in _DROPOUTS:
-        p, training = (
-            _argument(args, kwargs, 1, "p", 0.5),
-            _argument(args, kwargs, 2, "training", func is not F.alpha_dropout),
-        )
-        if not training or p == 0:
-            return handler(func, args, kwargs)
+    if func in _DROPOUTS and not (
+        _argument(args, kwargs, 1, "p", 0.5) and _argument(args, kwargs, 2, "training", func is not F.alpha_dropout)
+    ):
+        return elementwise(func, args, kwargs)
     with drawn_apart(x._place.chunks.rank):
-        return handler(func, args, kwargs)
+        return elementwise(func, args, kwargs)
 
 
 _DROPOUTS = frozenset([F.dropout, torch.dropout, F.alpha_dropout])
-_MAY_CHANGE = frozenset(getattr(F, name) for name in (
-    "celu", "dropout", "alpha_dropout", "elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "relu6",
-    "rrelu", "selu", "silu", "threshold",
-))  # fmt: skip
+_CHANGE = frozenset(func for func in HANDLERS if writes(func, {}))
 
 
 # ---- along other dims ------------------------------------------------------------------------------------------
-
-
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str, default: Any = None) -> Any:
-    return args[at] if len(args) > at else kwargs.get(name, default)
 
 
 def _dims(dim: Any, ndim: int) -> list[int]:
@@ -416,63 +209,48 @@ def _wrap_all(out: Any, place: Place) -> Any:
     return type(out)(wrapped)
 
 
-def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: int, default: Any = None) -> Any:
-    """A function along a dim that is not the sequence's, of which the result has all dims."""
-    x = args[0] if args else None
-    dim = _argument(args, kwargs, at, "dim", default)
-    if not isinstance(x, SeqPart) or dim is None or isinstance(dim, Tensor | str):
-        return NotImplemented
-    if x._place.dim in _dims(dim, x.ndim) or any(isinstance(v, SeqPart) for v in (*args[1:], *kwargs.values())):
-        return NotImplemented
-    return _wrap_all(func(x._local, *args[1:], **kwargs), x._place)
+def _along(at: int, default: int | None) -> Handler:
+    """Makes the handler of functions along one dim, their argument ``at``, which is not the sequence's; the result has all dims."""
+
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0] if args else None
+        dim = _argument(args, kwargs, at, "dim", default)
+        if not isinstance(x, SeqPart) or not isinstance(dim, int) or x._place.dim == dim % x.ndim:
+            return NotImplemented
+        if _has_parts(args[1:], kwargs):
+            return NotImplemented
+        return _wrap_all(func(x._local, *args[1:], **kwargs), x._place)
+
+    return handler
 
 
-@handles("softmax", "log_softmax", "softmin", "cumsum", "index_select")
-def along_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function whose first argument behind the tensor is its dim."""
-    return _along(func, args, kwargs, 1)
+handles("softmax log_softmax")(_along(1, None))
+handles("glu")(_along(1, -1))
+handles("normalize")(_along(2, 1))
+handles("repeat_interleave")(_along(2, None))
+handles("chunk split tensor_split", views=True)(_along(2, 0))
 
 
-@handles("sort", "argsort", "glu")
-def along_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same, along the last dim by default."""
-    return _along(func, args, kwargs, 1, -1)
-
-
-@handles("topk", "normalize")
-def along_second(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function whose second argument behind the tensor is its dim."""
-    return _along(func, args, kwargs, 2, 1 if func.__name__ == "normalize" else -1)
-
-
-@handles("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split", views=True)
-def cut(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pieces along another dim."""
-    return _along(func, args, kwargs, 2, 0)
-
-
-@handles("layer_norm", "rms_norm")
+@handles("layer_norm rms_norm")
 def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A norm over the last dims, which the sequence is not among."""
     x, shape = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "normalized_shape")
-    if not isinstance(x, SeqPart) or x._place.dim >= x.ndim - len(shape):
-        return NotImplemented
-    if any(isinstance(value, SeqPart) for value in (*args[1:], *kwargs.values())):
+    if not isinstance(x, SeqPart) or x._place.dim >= x.ndim - len(shape) or _has_parts(args[1:], kwargs):
         return NotImplemented
     return x.like(func(x._local, *args[1:], **kwargs))
 
 
 _SUMS = frozenset(f for home in (torch, Tensor) for f in (home.sum, home.mean))
+_NORMS = frozenset([torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm])
 
 
-@handles("sum", "mean", "amax", "amin", "argmax", "argmin", "max", "min", "logsumexp", "all", "any", "prod", "var", "std", "median",
-         "nansum", "count_nonzero", "std_mean", "var_mean", "nanmean", "nanmedian")  # fmt: skip
+@handles("sum mean amax amin argmax argmin max min logsumexp all any prod var std norm", homes=(torch, Tensor))
 def reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A reduction over other dims; a sum or a mean also over the sequence, of which the ranks' are added."""
     x = args[0] if args else None
     if not isinstance(x, SeqPart):
         return NotImplemented
-    dim = _argument(args, kwargs, 1, "dim", kwargs.get("axis"))
+    dim = _argument(args, kwargs, 2 if func in _NORMS else 1, "dim", kwargs.get("axis"))
     if isinstance(dim, Tensor) or "other" in kwargs:  # the other of two tensors, for max and min
         return elementwise(func, args, kwargs)
     if isinstance(dim, bool | str):  # var(unbiased), and names
@@ -480,14 +258,12 @@ def reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dims = list(range(x.ndim)) if dim is None or (isinstance(dim, tuple | list) and not dim) else _dims(dim, x.ndim)
     if x._place.dim in dims:
         return _sum_of_all(func, x, dims, args, kwargs) if func in _SUMS and len(args) <= 3 else NotImplemented
-    return _reduced(x, dims, func(x._local, *args[1:], **kwargs))
-
-
-def _reduced(x: SeqPart, dims: list[int], out: Any) -> Any:
-    """What a reduction of the part over other dims has left, with these dims of size 1 or without them."""
-    place = x._place
+    out, place = func(x._local, *args[1:], **kwargs), x._place
     kept = (out if isinstance(out, Tensor) else out[0]).ndim == x.ndim
     return _wrap_all(out, place if kept else place.at(place.dim - sum(each < place.dim for each in dims)))
+
+
+HANDLERS[torch.linalg.vector_norm] = HANDLERS[torch.linalg.norm] = reduce
 
 
 def _sum_of_all(func: Any, x: SeqPart, dims: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -506,18 +282,6 @@ def _sum_of_all(func: Any, x: SeqPart, dims: list[int], args: tuple[Any, ...], k
     return (total / prod(x.shape[each] for each in dims) if mean else total).to(dtype)
 
 
-@handles("norm", "vector_norm")
-def norm_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A norm over other dims."""
-    x, dim = args[0] if args else None, _argument(args, kwargs, 2, "dim")
-    if not isinstance(x, SeqPart) or dim is None or x._place.dim in _dims(dim, x.ndim):
-        return NotImplemented
-    return _reduced(x, _dims(dim, x.ndim), func(x._local, *args[1:], **kwargs))
-
-
-HANDLERS[torch.linalg.vector_norm] = HANDLERS[torch.linalg.norm] = norm_of
-
-
 # ---- products --------------------------------------------------------------------------------------------------
 
 
@@ -525,89 +289,68 @@ HANDLERS[torch.linalg.vector_norm] = HANDLERS[torch.linalg.norm] = norm_of
 def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A linear over the last dim, which the sequence is not."""
     x, *rest = args or (None,)
-    if (
-        not isinstance(x, SeqPart)
-        or x._place.dim == x.ndim - 1
-        or any(isinstance(v, SeqPart) for v in (*rest, *kwargs.values()))
-    ):
+    if not isinstance(x, SeqPart) or x._place.dim == x.ndim - 1 or _has_parts(rest, kwargs):
         return NotImplemented
     return x.like(func(x._local, *rest, **kwargs))
 
 
-@handles("addmm")
-def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A bias and the product of rows, which are the sequence, with a plain matrix."""
-    bias, x, weight = args[:3] if len(args) > 2 else (None, None, None)
-    if not isinstance(x, SeqPart) or x._place.dim != 0 or isinstance(bias, SeqPart) or isinstance(weight, SeqPart):
-        return NotImplemented
-    if bias.ndim == 2 and bias.shape[0] != 1:
-        bias = x._place.own(bias, 0) if bias.shape[0] == x._place.whole_size else bias
-    return x.like(func(bias, x._local, weight, *args[3:], **kwargs))
+def _factors(a: Any, b: Any) -> tuple[Tensor, Tensor, Place] | None:
+    """The factors of this rank's part of ``a @ b``, and where the sequence lies in it; None if it is summed over, or in none."""
+    for x, other, rows in ((a, b, True), (b, a, False)):
+        if not isinstance(x, SeqPart) or not isinstance(other, Tensor) or x.ndim < 2:
+            continue
+        place, ndim = x._place, max(x.ndim, other.ndim)
+        from_right = x.ndim - place.dim
+        if from_right == (2 if rows else 1):  # rows of the first, columns of the second
+            beside = other.for_parts() if isinstance(other, SeqPart) else other
+            at = x.ndim - 2 if other.ndim == 1 else ndim - from_right
+        elif from_right > 2 and other.ndim > 1:  # a batch dim
+            aligned = _aligned(place, x.ndim, [other])
+            if aligned is NotImplemented:
+                continue
+            (beside,), at = aligned, ndim - from_right
+        else:
+            continue
+        return (x._local, beside, place.at(at)) if rows else (beside, x._local, place.at(at))
+    return None
 
 
-@handles("baddbmm", "__baddbmm__", composed=True)
-def baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A sum of a tensor and products of batches."""
-    given = {**dict(zip(("input", "batch1", "batch2"), args, strict=False)), **kwargs}
-    added, a, b = given.get("input"), given.get("batch1"), given.get("batch2")
-    if added is None or a is None or b is None or given.keys() - {"input", "batch1", "batch2", "beta", "alpha"}:
-        return NotImplemented
-    product = torch.bmm(a, b)
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    return (product if alpha == 1 else product * alpha) + (added if beta == 1 else added * beta)
-
-
-@handles("matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
+@handles("matmul __rmatmul__ mm bmm")
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A product: rows or columns that are a sequence stay one, and so do batches; what is summed over is made whole."""
     if kwargs or len(args) != 2:
         return NotImplemented
-    a, b = args if func is not Tensor.__rmatmul__ else args[::-1]
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+    found = _factors(*(args if func is not Tensor.__rmatmul__ else args[::-1]))
+    return NotImplemented if found is None else SeqPart.wrap(torch.matmul(found[0], found[1]), found[2])
+
+
+@handles("addmm baddbmm")
+def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sum of a tensor and a product."""
+    found = _factors(*args[1:]) if len(args) == 3 else None
+    beside = NotImplemented if found is None else _aligned(found[2], found[0].ndim, args[:1])
+    if found is None or beside is NotImplemented:
         return NotImplemented
-    ndim = max(a.ndim, b.ndim)
-    for x, kept, summed in ((a, a.ndim - 2, a.ndim - 1), (b, b.ndim - 1, b.ndim - 2)):
-        if not isinstance(x, SeqPart) or x.ndim < 2 or x._place.dim == summed:
-            continue
-        place, other = x._place, b if x is a else a
-        if place.dim == kept:  # rows of the first, columns of the second
-            plain = other.for_parts() if isinstance(other, SeqPart) else other
-            out = torch.matmul(x._local, plain) if x is a else torch.matmul(plain, x._local)
-            if other.ndim == 1:
-                return SeqPart.wrap(out, place.at(out.ndim - 1))
-            return SeqPart.wrap(out, place.at(out.ndim - (2 if x is a else 1)))
-        beside = _aligned(place, x.ndim, [other])  # a batch dim
-        if beside is NotImplemented or other.ndim < 2:
-            continue
-        out = torch.matmul(x._local, beside[0]) if x is a else torch.matmul(beside[0], x._local)
-        return SeqPart.wrap(out, place.at(ndim - (x.ndim - place.dim)))
-    return NotImplemented
+    return SeqPart.wrap(func(*beside, found[0], found[1], **kwargs), found[2])
 
 
 @handles("einsum")
 def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A sum of products: one letter that the result has stays a sequence, the others are made whole."""
+    """A sum of products, with its result's letters written: one of them stays a sequence, the others are made whole."""
     equation, *operands = args or (None,)
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = list(operands[0])
-    if not isinstance(equation, str):
+    if not isinstance(equation, str) or "->" not in equation or "." in equation:
         return NotImplemented
-    left, arrow, right = equation.replace(" ", "").partition("->")
+    left, right = equation.replace(" ", "").split("->")
     terms = left.split(",")
-    if not arrow or "." in equation or len(terms) != len(operands):
-        return _einsum_with_dots(func, args, operands, terms, right, arrow)
-    chosen: tuple[str, Place] | None = None
-    for term, x in zip(terms, operands, strict=True):
-        if isinstance(x, SeqPart) and len(set(term)) == len(term) and right.count(term[x._place.dim]) == 1:
-            chosen = term[x._place.dim], x._place
-            break
-    if chosen is None:
+    if len(terms) != len(operands) or any(len(set(term)) < len(term) for term in terms):  # a diagonal
         return NotImplemented
-    letter, place = chosen
-    if any(term.count(letter) > 1 for term in terms):  # a diagonal
+    pairs = list(zip(terms, operands, strict=True))
+    parts = ((term[x._place.dim], x._place) for term, x in pairs if isinstance(x, SeqPart) and len(term) == x.ndim)
+    letter, place = next((found for found in parts if found[0] in right), (None, None))
+    if letter is None or place is None:
         return NotImplemented
     locals_ = []
-    for term, x in zip(terms, operands, strict=True):
+    for term, x in pairs:
         at = term.find(letter)
         if isinstance(x, SeqPart) and x._place.dim == at and x._place.same(place):
             locals_.append(x._local)
@@ -619,80 +362,45 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SeqPart.wrap(func(equation, *locals_), place.at(right.index(letter)))
 
 
-def _einsum_with_dots(
-    func: Any, args: tuple[Any, ...], operands: list[Any], terms: list[str], right: str, arrow: str
-) -> Any:
-    """An equation with an ellipsis, written out with letters that it does not use."""
-    if not arrow or len(terms) != len(operands) or any(term.count("...") > 1 for term in (*terms, right)):
-        return NotImplemented
-    used = set("".join((*terms, right)))
-    spare = [letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" if letter not in used]
-    widths = [
-        x.ndim - len(term.replace("...", "")) if "..." in term else 0 for term, x in zip(terms, operands, strict=True)
-    ]
-    longest = max(widths)
-    written = [
-        term.replace("...", "".join(spare[longest - width : longest]))
-        for term, width in zip(terms, widths, strict=True)
-    ]
-    equation = ",".join(written) + "->" + right.replace("...", "".join(spare[:longest]))
-    return einsum(func, (equation, *operands), {}) if "." not in equation else NotImplemented
-
-
-_OF_HEADS = (
-    "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v",
-    "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask",
-    "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "static_k", "static_v", "average_attn_weights",
-    "is_causal",
-)  # fmt: skip
-
-
 @handles("multi_head_attention_forward", composed=True)
 def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.multi_head_attention_forward`` of queries ``[s, b, h]``: projections of the part around torch's attention."""
-    given = {
-        "training": True,
-        "need_weights": True,
-        "average_attn_weights": True,
-        **dict(zip(_OF_HEADS, args, strict=False)),
-        **kwargs,
-    }
+    given = arguments_of(func, args, kwargs)
     q: Any
     k: Any
     v: Any
-    q, k, v, mask = (given.get(name) for name in ("query", "key", "value", "attn_mask"))
-    batched = q is not None and q.ndim == 3
+    q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
     rare = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
     if (
         not isinstance(q, SeqPart)
+        or q.ndim != 3
         or q._place.dim
         or not q._place.is_plain
-        or any(given.get(name) is not None and given.get(name) is not False for name in rare)
+        or any(given[name] is not None and given[name] is not False for name in rare)
     ):
         return NotImplemented
-    if given.get("is_causal") and mask is None:
+    if given["is_causal"] and mask is None:
         return NotImplemented  # torch's own message
-    padding = given.get("key_padding_mask")
-    if not batched:
-        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-        padding = None if padding is None else padding.unsqueeze(0)
-    separate = given.get("use_separate_proj_weight")
+    padding = given["key_padding_mask"]
+    separate = given["use_separate_proj_weight"]
     weights = [given[f"{name}_proj_weight"] for name in "qkv"] if separate else given["in_proj_weight"].chunk(3)
-    biases = (None,) * 3 if given.get("in_proj_bias") is None else given["in_proj_bias"].chunk(3)
+    biases = (None,) * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
     heads, (length, count, width) = given["num_heads"], q.shape
     q, k, v = (
         F.linear(x, weight, bias).reshape(x.shape[0], count, heads, -1).permute(1, 2, 0, 3)
         for x, weight, bias in zip((q, k, v), weights, biases, strict=True)
     )
-    dropout = given.get("dropout_p", 0.0) if given["training"] else 0.0
-    causal = bool(given.get("is_causal")) and padding is None and not given["need_weights"]
+    dropout = given["dropout_p"] if given["training"] else 0.0
+    causal = bool(given["is_causal"]) and padding is None and not given["need_weights"]
     if causal:
         mask = None
     added = (
-        None if mask is None else _added(mask, q.dtype).reshape(-1, 1 if mask.ndim == 2 else heads, *mask.shape[-2:])
+        None
+        if mask is None
+        else added_mask(mask, q.dtype).reshape(-1, 1 if mask.ndim == 2 else heads, *mask.shape[-2:])
     )
     if padding is not None:
-        padded = _added(padding, q.dtype)[:, None, None, :]
+        padded = added_mask(padding, q.dtype)[:, None, None, :]
         added = padded if added is None else added + padded
     shares = None
     if given["need_weights"]:
@@ -700,41 +408,30 @@ def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         shares = F.dropout((scores if added is None else scores + added).softmax(-1), dropout, dropout > 0)
         out = shares @ v
         shares = shares.mean(1) if given["average_attn_weights"] else shares
-        shares = shares if batched else shares.squeeze(0)
     else:
         out = F.scaled_dot_product_attention(q, k, v, added, dropout, causal)
     out = out.permute(2, 0, 1, 3).reshape(length, count, width)
     out = F.linear(out, given["out_proj_weight"], given["out_proj_bias"])
-    return out if batched else out.squeeze(1), shares
+    return out, shares
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as numbers that are added to scores; where a mask of truth values is true no query looks."""
+def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as numbers to add to scores: minus infinity where a bool mask is true."""
     if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
 
 
 @handles("embedding", homes=(F,))
 def look_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows of a table for indices that are a sequence; not where they count how often a row is used, or change it."""
     x, *rest = args or (None,)
-    if not isinstance(x, SeqPart) or any(isinstance(value, SeqPart) for value in (*rest, *kwargs.values())):
+    if not isinstance(x, SeqPart) or _has_parts(rest, kwargs):
         return NotImplemented
-    given = {**dict(zip(_OF_EMBEDDING, args, strict=False)), **kwargs}
+    given = arguments_of(func, args, kwargs)
     if any(given.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")):
         return NotImplemented
     return SeqPart.wrap(func(x._local, *rest, **kwargs), x._place)
-
-
-_OF_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-
-
-@handles("one_hot")
-def one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Classes as vectors; how many there are must be told, as the largest may be another rank's."""
-    x, classes = args[0] if args else None, _argument(args, kwargs, 1, "num_classes", -1)
-    return x.like(func(x._local, classes)) if isinstance(x, SeqPart) and classes > 0 else NotImplemented
 
 
 # ---- dims ------------------------------------------------------------------------------------------------------
@@ -747,38 +444,17 @@ def _shape_of(func: Any, shape: Sequence[int], args: Sequence[Any], kwargs: dict
     return tuple(func(torch.empty(shape, device="meta"), *given, **named).shape)
 
 
-def _target(shape: tuple[int, ...], sizes: Sequence[Any]) -> tuple[int, ...] | None:
-    """The shape that is asked for, with the size that ``-1`` stands for; None if torch has to say what it is."""
-    if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
-        sizes = sizes[0]
-    if not all(type(size) is int for size in sizes):
-        return None
-    known = prod(size for size in sizes if size != -1)
-    unknown, numbers = sizes.count(-1), prod(shape)
-    if known <= 0 or unknown > 1 or numbers % known or (not unknown and known != numbers):
-        return None
-    return tuple(numbers // known if size == -1 else size for size in sizes)
-
-
-_OF_SIZES = frozenset([Tensor.view, Tensor.reshape, torch.reshape])
 _MAY_COPY = frozenset(f for home in (torch, Tensor) for f in (home.reshape, home.flatten)) | {Tensor.reshape_as}
 
 
-@handles("reshape", "view", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", views=True)
+@handles("reshape view flatten unflatten view_as reshape_as squeeze", views=True)
 def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another shape, in which the sequence still lies in one dim."""
     x, *rest = args or (None,)
     if not isinstance(x, SeqPart) or any(isinstance(v, torch.dtype) for v in (*rest, *kwargs.values())):
         return NotImplemented
-    sizes = list(x._local.shape)
-    sizes[x._place.dim] = x._place.whole_size
-    whole = tuple(sizes)
-    if 0 in whole:
-        return NotImplemented
-    target = _target(whole, rest) if func in _OF_SIZES and rest else None
-    if target is None:
-        target = _shape_of(func, whole, rest, kwargs)
-    place = x._place.reshaped(whole, target)
+    whole = tuple(x.shape)
+    place = None if 0 in whole else x._place.reshaped(whole, target := _shape_of(func, whole, rest, kwargs))
     if place is None:
         return NotImplemented
     local = list(target)
@@ -786,45 +462,23 @@ def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SeqPart.wrap(x._local.reshape(local) if func in _MAY_COPY else x._local.view(local), place)
 
 
-@handles("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "adjoint", views=True)
+@handles("transpose permute movedim moveaxis swapaxes swapdims t adjoint unsqueeze", views=True)
 def move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dims in another order."""
+    """Dims in another order, or one more."""
     x, *rest = args or (None,)
     if not isinstance(x, SeqPart):
         return NotImplemented
-    at = x._place.dim
-    if func in _SWAPS and len(rest) == 2:
-        ndim = x._local.ndim
-        one, other = rest[0] % ndim, rest[1] % ndim
-        at = other if at == one else one if at == other else at
-    else:
-        at = _shape_of(func, tuple(range(2, 2 + x.ndim)), rest, kwargs).index(2 + at)  # each dim told by its size
+    sizes = tuple(range(2, 2 + x.ndim))  # each dim told by its size
+    at = _shape_of(func, sizes, rest, kwargs).index(sizes[x._place.dim])
     return SeqPart.wrap(func(x._local, *rest, **kwargs), x._place.at(at))
 
 
-_SWAPS = frozenset(f for home in (torch, Tensor) for f in (home.transpose, home.swapaxes, home.swapdims))
-
-
-def _moved(name: str) -> None:
-    HANDLERS[getattr(Tensor, name).__get__] = move
-    VIEWS.add(getattr(Tensor, name).__get__)
-
-
 for _name in ("T", "mT", "H", "mH"):
-    _moved(_name)
+    HANDLERS[getattr(Tensor, _name).__get__] = move
+    VIEWS.add(getattr(Tensor, _name).__get__)
 
 
-@handles("unsqueeze", views=True)
-def unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One more dim."""
-    x, dim = args[0] if args else None, _argument(args, kwargs, 1, "dim")
-    if not isinstance(x, SeqPart):
-        return NotImplemented
-    at = dim % (x._local.ndim + 1)
-    return SeqPart.wrap(func(x._local, dim), x._place.at(x._place.dim + (at <= x._place.dim)))
-
-
-@handles("expand", "expand_as", "broadcast_to", views=True)
+@handles("expand expand_as broadcast_to", views=True)
 def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Repeats of other dims, without memory."""
     x, *rest = args or (None,)
@@ -838,55 +492,23 @@ def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SeqPart.wrap(x._local.expand(target), place)
 
 
-@handles("repeat", "tile")
-def repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copies along other dims."""
-    x, *rest = args or (None,)
-    if not isinstance(x, SeqPart) or kwargs or not rest:
-        return NotImplemented
-    times = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], list | tuple | torch.Size) else list(rest)
-    if func is Tensor.repeat and len(times) < x.ndim:
-        return NotImplemented  # torch's own message
-    times = [1] * (x.ndim - len(times)) + times
-    place = x._place.at(x._place.dim + len(times) - x.ndim)
-    return SeqPart.wrap(x._local.repeat(times), place) if times[place.dim] == 1 else NotImplemented
-
-
-@handles("repeat_interleave")
-def repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each entry of another dim several times."""
-    return _along(func, args, kwargs, 2)
-
-
-@handles("unbind", "select", "narrow", views=True)
+@handles("select narrow unbind", views=True)
 def take(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Entries of another dim; of the sequence one position, or a run of them."""
-    x, name = args[0] if args else None, func.__name__
-    dim = _argument(args, kwargs, 1, "dim", 0)
-    if not isinstance(x, SeqPart) or isinstance(dim, str):
+    """Entries of one dim."""
+    x, dim = args[0] if args else None, _argument(args, kwargs, 1, "dim", 0)
+    if not isinstance(x, SeqPart) or not isinstance(dim, int):
         return NotImplemented
-    place, at = x._place, dim % x.ndim
-    if at == place.dim:
-        items: list[Any] = [slice(None)] * x.ndim
-        if name == "select":
-            items[at] = _argument(args, kwargs, 2, "index")
-        elif name == "narrow":
-            start, length = _argument(args, kwargs, 2, "start"), _argument(args, kwargs, 3, "length")
-            if (
-                not isinstance(start, int)
-                or not isinstance(length, int)
-                or not -place.whole_size <= start < place.whole_size
-            ):
-                return NotImplemented
-            start %= place.whole_size
-            if start + length > place.whole_size:
-                return NotImplemented  # torch's own message
-            items[at] = slice(start, start + length)
-        if name == "unbind" or isinstance(items[at], Tensor):
-            return NotImplemented
-        return index(func, (x, tuple(items)), {})
-    out = func(x._local, *args[1:], **kwargs)
-    return _wrap_all(out, place if name == "narrow" else place.at(place.dim - (at < place.dim)))
+    size, before = x.shape[dim], (slice(None),) * (dim % x.ndim)
+    if func in (torch.unbind, Tensor.unbind):
+        of_others = dim % x.ndim != x._place.dim
+        return tuple(index(func, (x, (*before, at)), {}) for at in range(size)) if of_others else NotImplemented
+    length = _argument(args, kwargs, 3, "length")
+    start = _argument(args, kwargs, 2, "index" if length is None else "start")
+    if not isinstance(start, int):
+        return NotImplemented
+    _shape_of(func, x.shape, args[1:], kwargs)  # raises where torch does
+    start = start + size if start < 0 else start
+    return index(func, (x, (*before, start if length is None else slice(start, start + length))), {})
 
 
 _BASIC = (slice, type(None), type(Ellipsis))
@@ -894,48 +516,23 @@ _BASIC = (slice, type(None), type(Ellipsis))
 
 @handles("__getitem__", views=True)
 def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An index: of other dims anything but several tensors; of the sequence a run of positions, or one of them."""
+    """An index of numbers and slices: of the sequence a run of positions, or one of them."""
     x, items = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
-    if not isinstance(x, SeqPart):
-        return NotImplemented
-    lists = [n for n, i in enumerate(items) if not (isinstance(i, _BASIC) or type(i) is int)]
-    if lists and (len(lists) > 1 or not _is_row(items[lists[0]])):
+    if not isinstance(x, SeqPart) or not all(isinstance(item, _BASIC) or type(item) is int for item in items):
         return NotImplemented
     used = sum(item is not None and item is not Ellipsis for item in items)
     full = (slice(None),) * (x._local.ndim - used)
     at = next((n for n, item in enumerate(items) if item is Ellipsis), len(items))
     items = (*items[:at], *full, *items[at + 1 :])
-    dim, out_dim, place = 0, 0, x._place
+    dim, out_dim = 0, 0
     for number, item in enumerate(items):
         if item is None:
             out_dim += 1
             continue
-        if dim == place.dim:
-            if not lists:
-                return _index_sequence(x, items, number, out_dim)
-            return _index_list(x, items, number)
+        if dim == x._place.dim:
+            return _index_sequence(x, items, number, out_dim)
         dim, out_dim = dim + 1, out_dim + (type(item) is not int)
     return NotImplemented
-
-
-def _is_row(item: Any) -> bool:
-    """Whether an index is a row of numbers or of truth values."""
-    if isinstance(item, Tensor):
-        return item.ndim == 1 and not isinstance(item, SeqPart)
-    return isinstance(item, list) and len(item) > 0 and all(type(each) is int for each in item)
-
-
-def _index_list(x: SeqPart, items: tuple[Any, ...], sequence: int) -> Any:
-    """An index of which one item is a row of numbers, and ``items[sequence]`` that of the sequence."""
-    number = next(n for n, item in enumerate(items) if not (isinstance(item, _BASIC) or type(item) is int))
-    if number == sequence:
-        return NotImplemented
-    rest = index(Tensor.__getitem__, (x, (*items[:number], slice(None), *items[number + 1 :])), {})
-    if not isinstance(rest, SeqPart):
-        return NotImplemented
-    at = sum(type(item) is not int for item in items[:number])
-    picked = [slice(None)] * at + [items[number]]
-    return rest.like(rest._local[tuple(picked)])
 
 
 def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: int) -> Any:
@@ -970,7 +567,7 @@ def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: in
     return sum_over_ranks(mine[rest], place.chunks)
 
 
-@handles("cat", "concat", "concatenate", "stack")
+@handles("cat concat concatenate stack")
 def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sequences of one layout side by side, whole tensors with their own positions; nothing behind nothing."""
     tensors = list(_argument(args, kwargs, 0, "tensors", ()))
@@ -995,25 +592,14 @@ def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SeqPart.wrap(func(locals_, at), first._place.at(first._place.dim + shift))
 
 
-@handles("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
-def new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor of any shape, of the same type on the same device."""
+@handles("new_zeros new_ones new_empty new_full new_tensor is_contiguous is_conj is_neg is_inference")
+def of_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor of any shape, of the same type on the same device; what a sequence is in the graph and in memory."""
     return func(*map(local_of, args), **kwargs)
-
-
-def _of_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a sequence is in the graph: as this rank's part of it."""
-    return func(*map(local_of, args), **kwargs)
-
-
-@handles("is_contiguous", "is_conj", "is_neg", "is_inference")
-def fact(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is said of the part."""
-    return _of_local(func, args, kwargs)
 
 
 for _name in ("grad_fn", "is_leaf", "_version", "retains_grad"):
-    HANDLERS[getattr(Tensor, _name).__get__] = _of_local
+    HANDLERS[getattr(Tensor, _name).__get__] = of_local
 
 
 def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -1025,12 +611,6 @@ def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 HANDLERS[getattr(Tensor, "requires_grad").__get__] = _requires_grad  # noqa: B009
-
-
-@handles("stride", "storage_offset")
-def memory_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of a whole tensor of which all numbers lie in a row."""
-    return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
 
 
 def _data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -1128,26 +708,3 @@ def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return None if mine is None else mine * losses
 
     return func(x._local, hooked)
-
-
-@handles("__deepcopy__")
-def deep_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A sequence with a copy of the part."""
-    x, memo = args[0], _argument(args, kwargs, 1, "memo")
-    if id(x) not in memo:
-        memo[id(x)] = x.like(copy.deepcopy(x._local, memo))
-    return memo[id(x)]
-
-
-@handles("numpy", "__array__")
-def numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The whole as an array that can't be changed, as a change would not reach the sequence."""
-    array = func(args[0].whole(), *args[1:], **kwargs)
-    array.flags.writeable = False
-    return array
-
-
-@handles("__format__")
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In a text: no numbers, unless it is one."""
-    return NotImplemented if args[0].ndim == 0 else object.__format__(args[0], "")

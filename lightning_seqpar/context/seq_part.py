@@ -89,11 +89,10 @@ class Place:
 class SeqPart(Tensor):
     """A sequence of the whole shape, such as ``[b, s, h]``, of which this rank holds ``[b, s/cp, h]``, or ``[b, s/tp, h]``.
 
-    Functions on each position by itself run on what the rank holds; whole tensors that they are given beside it (rotary tables,
-    masks, labels) count with the rank's positions alone. Losses run over all ranks, over cp attention too
+    Functions of each number, reductions, products and views run on what the rank holds; whole tensors that they are given
+    beside it (rotary tables, masks, labels) count with the rank's positions alone. Losses run over all ranks, over cp attention too
     (:mod:`~lightning_seqpar.context.attention`, :mod:`~lightning_seqpar.context.loss`). Every other function gathers first, which
-    is a collective: it must run on all ranks. Between blocks over tp, where a gather is a cost that the model need not have, it is
-    warned of.
+    is a collective: it must run on all ranks. A warning names it.
 
     Of a sequence that is dealt out over both axes the part over cp has a part over tp in it (:attr:`local`).
     """
@@ -246,6 +245,10 @@ class SeqPart(Tensor):
         chunks = self._place.chunks
         return f"SeqPart(shape={list(self.shape)}, rank {chunks.rank} of {chunks.shown} holds {chunks.local_length} positions)"
 
+    def __format__(self, format_spec: str) -> str:
+        """As in :meth:`__repr__`."""
+        return repr(self)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -256,7 +259,7 @@ class SeqPart(Tensor):
             RuntimeError: for what would change or name a copy alone, in place of the sequence.
         """
         named: dict[str, Any] = dict(kwargs) if kwargs else {}
-        if func in _FACTS:
+        if func in FACTS:
             with without_overrides():
                 return func(*args, **named)
         _settle((*args, *named.values()) if named else args)
@@ -440,7 +443,7 @@ COMPOSED: set[Any] = set()
 VIEWS: set[Any] = set()
 """Functions with a handler whose result is a view of their first argument: a change of it in place changes the argument."""
 
-_FACTS = frozenset(
+FACTS = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in (
             "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested",
@@ -452,6 +455,7 @@ _FACTS = frozenset(
         torch.is_tensor,
     ]
 )  # fmt: skip
+"""Functions that read what the whole and its part have in common, and none of the numbers."""
 
 
 def local_of(x: Any) -> Any:
@@ -505,12 +509,13 @@ def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     )
 
 
-_RESHAPES = frozenset(
-    f"{name}_" for name in (
+RESHAPES = frozenset(
+    ["__set__", "__delete__", *(f"{name}_" for name in (
         "resize", "resize_as", "set", "squeeze", "unsqueeze", "t", "transpose", "swapaxes", "swapdims", "as_strided",
         "detach", "share_memory", "rename", "apply", "map", "map2",
-    )
+    ))]
 )  # fmt: skip
+"""Names of methods that change what their tensor is, rather than the numbers in it."""
 _OF_MEMORY = frozenset(
     ["data_ptr", "storage", "untyped_storage", "_typed_storage", "storage_type", "__dlpack__", "__dlpack_device__",
      "__cuda_array_interface__", "_make_subclass", "module_load", "pin_memory", "share_memory_", "is_set_to"]
@@ -530,7 +535,7 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0] if args and writes(func, kwargs) else None
     if (
         any(isinstance(one, SeqPart) for one in tree_leaves(out))
-        or (isinstance(target, SeqPart) and (name in _RESHAPES or name in ("__set__", "__delete__")))
+        or (isinstance(target, SeqPart) and name in RESHAPES)
         or name in _OF_MEMORY
     ):
         raise RuntimeError(
@@ -544,7 +549,9 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "that is not in the graph; take the gradient by x.whole() (on all ranks) that the rest is computed from, or set "
             f"{_chunks_of((args, kwargs)).off}"
         )
-    _warn_of_gather(name, _chunks_of((args, kwargs)))
+    chunks = _chunks_of((args, kwargs))
+    if chunks.size > 1 and not chunks.rank:
+        warn_of_gather(func, f"the positions of a sequence of which each rank of {chunks.shown}")
     wholes: dict[int, tuple[SeqPart, Tensor]] = {}
 
     def whole(x: SeqPart) -> Tensor:
@@ -565,16 +572,14 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def _warn_of_gather(name: str, chunks: Chunks) -> None:
-    """Say once for each line of the user's that the sequence is gathered there, on the first rank of ``tp``."""
-    if chunks.axis != "tp" or chunks.rank or chunks.size == 1:
-        return
+def warn_of_gather(func: Any, what: str) -> None:
+    """Say once for each line of the user's that a function makes ``what`` whole there."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_USERS:
         frame, level = frame.f_back, level + 1
     warnings.warn(
-        f"{name}() between the blocks needs all positions of a sequence of which each rank of {chunks.shown} holds a part: they "
-        "are gathered for it. The result is right; it takes a collective, and memory for the whole activation, at each call",
+        f"{getattr(func, '__name__', func)}() needs all of {what} holds a part: they are gathered for it. The result is right; it "
+        "takes a collective, and memory for the whole, at each call",
         stacklevel=level,
     )
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_seqpar.context.operations import added_mask
 from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.collectives import reduce_from_tensor_parallel_region
 from lightning_seqpar.layout.shard import Shard
@@ -206,14 +207,14 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         """Both masks as one additive mask that broadcasts to ``[b, heads/tp, s, t]``."""
         merged: Tensor | None = None
         if attn_mask is not None:
-            merged = _additive(attn_mask, dtype)
+            merged = added_mask(attn_mask, dtype)
             if merged.ndim == 3:
                 heads = self.region.rank * self.num_heads
                 merged = merged.view(b, self.global_heads, s, t)[:, heads : heads + self.num_heads]
             else:
                 merged = merged.view(1, 1, s, t)
         if padding is not None:
-            column = _additive(padding, dtype).view(b, 1, 1, t)
+            column = added_mask(padding, dtype).view(b, 1, 1, t)
             merged = column if merged is None else merged + column
         return merged
 
@@ -275,10 +276,3 @@ class ParallelTransformerEncoder(nn.TransformerEncoder):
 def _boolean(mask: Tensor) -> Tensor:
     """A padding mask as bool: true where a position is padding."""
     return mask if mask.dtype == torch.bool else mask != 0
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as numbers to add to scores: minus infinity where a bool mask is true."""
-    if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
-    return mask.to(dtype)

@@ -16,12 +16,11 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.collectives import (
     all_gather,
     all_reduce,
-    copy_to_tensor_parallel_region,
     passes_none,
-    reduce_from_tensor_parallel_region,
 )
 
 
@@ -43,6 +42,7 @@ class _SyncedBatchNorm(torch.autograd.Function):
 
     Input-grad: ``dx = weight / std · (dy - sum dy / n - x^ sum(dy x^) / n)``, with sums over all ranks' values. Weight-grad and
     bias-grad: ``sum(dy x^)`` and ``sum dy`` over this rank's values; the reduction of gradients over the replicas adds the others'.
+    As of ``nn.SyncBatchNorm``, there is no second derivative.
     """
 
     @staticmethod
@@ -67,16 +67,11 @@ class _SyncedBatchNorm(torch.autograd.Function):
         return (y if bias is None else y + _along(bias, x)).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, scale = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # the gradient itself is differentiated: through the statistics too
-            asked = [t for t, needed in zip((x, weight, bias), needs, strict=True) if needed]
-            made = iter(
-                torch.autograd.grad(_composed(x, weight, bias, ctx.eps, ctx.group), asked, grad, create_graph=True)
-            )
-            return (*(next(made) if needed else None for needed in needs), None, None, None, None)
         dims, dy, centred = _dims(x), _wide(grad), _wide(x) - _along(mean, x)
         sums = torch.cat([dy.sum(dims), (dy * centred).sum(dims) * scale])
         grad_bias, grad_weight = sums.chunk(2)
@@ -146,22 +141,6 @@ def _update(
     for kept, new in zip(running, (mean, var * (total / (total - 1))), strict=True):
         if kept is not None:
             kept.mul_(1 - momentum).add_((new * momentum).to(kept.dtype))
-
-
-def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: ProcessGroup) -> Tensor:
-    """The same output, of functions that can be differentiated any number of times."""
-
-    def sum_over_ranks(value: Tensor) -> Tensor:
-        # Every rank computes with the sum, so its gradient is the sum of all ranks'.
-        return copy_to_tensor_parallel_region(reduce_from_tensor_parallel_region(value, group), group)
-
-    wide, dims = _wide(x), _dims(x)
-    total = all_reduce(wide.new_full((1,), x.numel() // x.shape[1]), group)
-    centred = wide - _along(sum_over_ranks(wide.sum(dims)) / total, x)
-    var = sum_over_ranks(centred.square().sum(dims)) / total
-    scale = torch.rsqrt(var + eps)
-    y = centred * _along(scale if weight is None else scale * weight, x)
-    return (y if bias is None else y + _along(bias, x)).to(x.dtype)
 
 
 class _SyncedStatistics(TorchFunctionMode):

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
+from lightning_seqpar.context.seq_part import FACTS, RESHAPES, warn_of_gather, writes
 from lightning_seqpar.distributed.autograd import (
     GivenAway,
     is_node_of,
@@ -22,23 +23,25 @@ from lightning_seqpar.distributed.autograd import (
 )
 from lightning_seqpar.distributed.collectives import (
     all_gather,
+    copy_to_tensor_parallel_region,
     gather_replicated_from_sequence_parallel_region,
     passes_none,
+    reduce_from_tensor_parallel_region,
 )
 from lightning_seqpar.distributed.host import require_inside
 from lightning_seqpar.distributed.meeting import Meeting
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.logits_storage import DeferredLogits, StoredLogits
+from lightning_seqpar.nn.logits_storage import StoredLogits
 from lightning_seqpar.nn.vocab_loss import VocabParallelCrossEntropy, target_weights
 
 
 class ShardedLogits(Tensor):
     """Logits of the global shape ``[..., v]``, of which every rank holds ``[..., ceil(v/tp)]``.
 
-    Casts, scalings, reshapes and slices that leave the last dim alone keep them sharded, and ``F.cross_entropy`` on
-    ``[n, v]`` runs on the shards. Every other operation gathers them first, which is a collective over tp: an operation
-    that only some ranks run waits for the others. A change in place gathers them for good: from then on they are whole. Of logits
-    that are views of one another only those that were changed may be read behind that.
+    Casts, scalings, reshapes and slices that leave the last dim alone keep them sharded, and so does a softmax; an argmax and
+    ``F.cross_entropy`` on ``[n, v]`` run on the shards. Every other operation gathers them first, which a warning names and is a
+    collective over tp: an operation that only some ranks run waits for the others. A change in place gathers them for good: from
+    then on they are whole. Of logits that are views of one another only those that were changed may be read behind that.
     """
 
     _part: StoredLogits
@@ -79,7 +82,7 @@ class ShardedLogits(Tensor):
         """
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        return ShardedLogits._wrap(DeferredLogits(x, weight, bias, dtype, dtype, chunk), shard, group, rank)
+        return ShardedLogits._wrap(StoredLogits(x, dtype, weight, bias, dtype, chunk), shard, group, rank)
 
     @staticmethod
     def _wrap(part: StoredLogits, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
@@ -101,7 +104,7 @@ class ShardedLogits(Tensor):
     def local(self) -> Tensor:
         """This rank's part, ``[..., ceil(v/tp)]``, with its graph; columns past the vocabulary's end are padding."""
         part = self._part
-        if isinstance(part, DeferredLogits):
+        if part.is_deferred:
             made = part.read()
             with without_subclasses():
                 graph = self.requires_grad
@@ -152,9 +155,7 @@ class ShardedLogits(Tensor):
         if self._changed is None:
             self._memory.write(self)
             whole = self._changed = whole.clone()
-            with (
-                without_subclasses()
-            ):  # a gradient that comes past the changed logits, from an autograd.Function, is refused
+            with without_subclasses():  # what comes past the changed logits, from an autograd.Function, is refused
                 if self.requires_grad:
                     self.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         out = change(whole)
@@ -209,8 +210,12 @@ class ShardedLogits(Tensor):
                 if func in _VIEWS and not _copies(func, logits, kept, args, kwargs):
                     kept._memory = logits._memory
                 return kept
-        writes = logits is not None and _writes(func, kwargs)
-        if func in _REFUSED or (writes and _changes_shape(func)) or isinstance(kwargs.get("out"), ShardedLogits):
+        is_write = logits is not None and writes(func, kwargs)
+        if (
+            func in _REFUSED
+            or (is_write and getattr(func, "__name__", "") in RESHAPES)
+            or isinstance(kwargs.get("out"), ShardedLogits)
+        ):
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)} of logits that are sharded by vocabulary would change a copy: they are whole "
                 "only where they are used. Write logits = logits.whole() first (on all ranks), or the same out of place, "
@@ -220,10 +225,12 @@ class ShardedLogits(Tensor):
         gathered: list[tuple[_Memory, Tensor]] = []
 
         def read(other: ShardedLogits) -> Tensor:
+            if other._changed is None and not gathered and other._group.size() > 1 and not other._rank:
+                warn_of_gather(func, f"the vocabulary of logits of which each rank of tp={other._group.size()}")
             gathered.append((other._memory, other.whole()))
             return gathered[-1][1]
 
-        if logits is not None and writes:
+        if logits is not None and is_write:
             rest, plain_kwargs = tree_map_only(ShardedLogits, read, (args[1:], kwargs))
             return logits._write(lambda whole: func(whole, *rest, **plain_kwargs))
         plain_args, plain_kwargs = tree_map_only(ShardedLogits, read, (args, kwargs))
@@ -382,45 +389,10 @@ class _Wrap(torch.autograd.Function):
         return grad_x, grad_w, flat.sum(0) if needs[2] else None, *([None] * 4)
 
 
-def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call changes its first argument: an in-place method, or ``inplace=True``."""
-    name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or kwargs.get("inplace") is True
-
-
-def _changes_shape(func: Any) -> bool:
-    """Whether a method changes what its tensor is, rather than the numbers in it."""
-    name = getattr(func, "__name__", "")
-    return name in ("__set__", "__delete__") or name.rstrip("_") in _SHAPES
-
-
-_SHAPES = (
-    "resize",
-    "resize_as",
-    "set",
-    "squeeze",
-    "unsqueeze",
-    "t",
-    "transpose",
-    "swapaxes",
-    "swapdims",
-    "as_strided",
-    "detach",
-)
-_IN_PLACE = ("__setitem__", "__set__", "__delete__", *(f"__i{name}__" for name in (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
-)))  # fmt: skip
-
-
 # ---- operations that keep logits sharded -----------------------------------------------------------------------
 #
 # Each is called with the operation, the logits and the other arguments, and returns the result, or None to have the logits
 # gathered.
-
-
-def _same(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A copy, such as ``clone``: the same of the shard."""
-    return logits.with_local(func(logits.local, *args, **kwargs))
 
 
 def _cast(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -435,8 +407,43 @@ def _cast(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[
     return logits.with_local(func(logits.local, *args, **kwargs))
 
 
+def _softmax(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A softmax over the vocabulary, or its logarithm: two sums over tp, of a number a token."""
+    dim = args[0] if args else kwargs.get("dim")
+    if dim not in (-1, logits.ndim - 1) or len(args) > 1 or logits._group.size() == 1:
+        return None
+    is_autocast = torch.is_autocast_enabled(logits.device.type)
+    dtype = kwargs.get("dtype") or (torch.promote_types(logits.dtype, torch.float32) if is_autocast else logits.dtype)
+    logits._meet()
+    x = _with_padding(logits, torch.promote_types(dtype, torch.float32))
+    top = all_gather(x.detach().amax(-1, keepdim=True), x.ndim - 1, logits._group).amax(-1, keepdim=True)
+    powers = (x - top).exp()
+    total = reduce_from_tensor_parallel_region(powers.sum(-1, keepdim=True), logits._group)
+    total = copy_to_tensor_parallel_region(total, logits._group)
+    return logits.with_local((x - top - total.log() if func in _LOG_SOFTMAXES else powers / total).to(dtype))
+
+
+def _argmax(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The token of the largest logit: each rank's, and then that of the rank whose is the largest."""
+    given = dict(zip(("dim", "keepdim"), args, strict=False)) | kwargs
+    if given.get("dim") not in (-1, logits.ndim - 1):
+        return None
+    logits._meet()
+    largest, at = _with_padding(logits, logits.dtype).detach().max(-1, keepdim=True)
+    owner = all_gather(largest, largest.ndim - 1, logits._group).argmax(-1, keepdim=True)
+    found = all_gather(at + logits.columns[0], at.ndim - 1, logits._group).gather(-1, owner)
+    return found if given.get("keepdim") else found.squeeze(-1)
+
+
+def _with_padding(logits: ShardedLogits, dtype: torch.dtype) -> Tensor:
+    """This rank's part, whose columns past the vocabulary's end are minus infinity."""
+    start, stop = logits.columns
+    local = logits.local.to(dtype)
+    return F.pad(local[..., : stop - start], (0, local.shape[-1] - (stop - start)), value=float("-inf"))
+
+
 def _scaled(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation on each number by itself with plain numbers: a temperature, a soft cap."""
+    """An operation on each number by itself with plain numbers: a temperature, a soft cap, a copy."""
     if any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
         return None
     return logits.with_local(func(logits.local, *args, **kwargs))
@@ -456,18 +463,13 @@ def _added(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict
 
 
 def _reshape(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A reshape, if its last dim stays the vocabulary."""
+    """A reshape, if its last dim stays the vocabulary; a view as another type is gathered."""
+    if any(isinstance(arg, torch.dtype) for arg in (*args, *kwargs.values())):
+        return None
     shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     if not shape or shape[-1] != logits.shape[-1]:
         return None
     return logits.with_part(logits._part.of_tokens(lambda x: x.reshape(*shape[:-1], x.shape[-1])))
-
-
-def _view(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view of another shape; a view as another type is gathered."""
-    if args and isinstance(args[0], torch.dtype):
-        return None
-    return _reshape(func, logits, args, kwargs)
 
 
 def _index(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -517,32 +519,28 @@ _SCALINGS = (
     Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__, Tensor.tanh, torch.mul, torch.div, torch.tanh,
     Tensor.__neg__, Tensor.neg,
 )  # fmt: skip
+_LOG_SOFTMAXES = (Tensor.log_softmax, torch.log_softmax, F.log_softmax)
 _SUMS = (Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.sub, Tensor.__sub__, torch.add, torch.sub)
 _KEEPING: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_SCALINGS, _scaled),
     **dict.fromkeys(_SUMS, _added),
     **dict.fromkeys(_CASTS, _cast),
-    **dict.fromkeys((*_ALIASES, Tensor.clone, torch.clone), _same),
+    **dict.fromkeys((*_ALIASES, Tensor.clone, torch.clone), _scaled),
     **dict.fromkeys(
         (*_RESHAPES, torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze, torch.unflatten), _reshape
     ),
-    Tensor.view: _view,
+    Tensor.view: _reshape,
     Tensor.__getitem__: _index,
     F.cross_entropy: _loss,
+    **dict.fromkeys((*_LOG_SOFTMAXES, Tensor.softmax, torch.softmax, F.softmax), _softmax),
+    **dict.fromkeys((Tensor.argmax, torch.argmax), _argmax),
 }
 _VIEWS = frozenset([*_CASTS, *_ALIASES, *_RESHAPES, torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze,
                            torch.unflatten, Tensor.view, Tensor.__getitem__])  # fmt: skip
-_FACTS = frozenset(
-    [
-        *(getattr(Tensor, name).__get__ for name in (
-            "shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "is_leaf", "layout", "is_cuda", "is_cpu", "is_meta",
-            "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xla", "itemsize", "nbytes", "_version",
-        )),
-        Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_floating_point,
-        Tensor.is_complex, Tensor.get_device, Tensor.__len__, Tensor.__hash__, Tensor.is_contiguous, torch.is_floating_point,
-        torch.numel, torch.is_tensor,
-    ]
-)  # fmt: skip
+_FACTS = FACTS | {
+    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_version")),
+    Tensor.is_contiguous,
+}
 _REFUSED = frozenset([Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, Tensor.share_memory_])
 
 

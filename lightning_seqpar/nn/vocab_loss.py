@@ -13,7 +13,7 @@ from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.collectives import all_gather, passes_none
 from lightning_seqpar.distributed.host import send_numbers
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.logits_storage import DeferredLogits, StoredLogits
+from lightning_seqpar.nn.logits_storage import StoredLogits
 
 AT_ONCE = 2**22
 """How many logits of a rank are widened and exponentiated at a time: 16 MiB in float32."""
@@ -67,9 +67,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         group: ProcessGroup,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        if isinstance(part, DeferredLogits):
-            part.check()
-        how = (part.dtype, part.compute if isinstance(part, DeferredLogits) else x.dtype, part.chunk)
+        part.check()
+        how = (part.dtype, part.compute, part.chunk)
         rows = _LogitChunks(x, head, bias, how, shard, rank)
         ((start, stop),) = shard.ranges[rank]
         wide, classes = rows.wide, shard.length

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.nn.lowered_linear import LoweredColumnLinear
+from lightning_seqpar.nn.lowered_layers import LoweredColumnLinear
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.coverage import Coverage

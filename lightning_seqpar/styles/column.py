@@ -13,7 +13,7 @@ from lightning_seqpar.layout.linear_kind import features
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import ColumnParallelLinear, shrink
-from lightning_seqpar.nn.lowered_linear import LoweredColumnLinear
+from lightning_seqpar.nn.lowered_layers import LoweredColumnLinear
 from lightning_seqpar.styles.cutting import (
     hook_adapter_dropout,
     kind_of_linear,

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
-from lightning_seqpar.nn.lowered_attention import LoweredMultiheadAttention
+from lightning_seqpar.nn.lowered_layers import LoweredMultiheadAttention
 from lightning_seqpar.styles.style import LINEAR, Application, PlannedModel, Rule
 
 

@@ -12,7 +12,7 @@ from lightning_seqpar.layout.linear_kind import features
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import RowParallelLinear, shrink
-from lightning_seqpar.nn.lowered_linear import LoweredRowLinear
+from lightning_seqpar.nn.lowered_layers import LoweredRowLinear
 from lightning_seqpar.styles.cutting import (
     Segments,
     Units,

@@ -198,8 +198,8 @@ def check_equal(method: str) -> tuple[int, list[str]]:
 @sees(
     "cp: the zig-zag undone twice",
     "_in_order",
-    "return x.index_select(-2, chunks.places(x.device))",
-    "return x.index_select(-2, chunks.places(x.device)).index_select(-2, chunks.places(x.device))",
+    "return x.index_select(-2, chunks.order(x.device))",
+    "return x.index_select(-2, chunks.order(x.device)).index_select(-2, chunks.order(x.device))",
     case="2-ulysses",
 )
 @sees(
@@ -219,7 +219,7 @@ def test_attention_of_parts_equals_that_of_the_whole(cp, method):
         assert number > 200
 
 
-def check_large_masks() -> list[str]:
+def check_large_masks() -> None:
     """Rows of which a mask of large negative numbers hides all keys: each key weighs the same, as in torch's plain formula."""
     wrong = []
     for dtype, low in product((torch.float64, torch.float32), (-1e9, -1e30)):
@@ -230,15 +230,10 @@ def check_large_masks() -> list[str]:
                 f"{low}, {dtype}", sizes(13, 13), {"attn_mask": mask}, "ring", (dealt, dealt),
                 dtype=dtype, within=1e-12 if dtype == torch.float64 else 1e-6, backend=SDPBackend.MATH,
             )  # fmt: skip
-    return wrong
+    assert not wrong, "\n".join(wrong)
 
 
-def test_ring_with_rows_that_a_mask_of_numbers_hides():
-    for wrong in run_distributed(check_large_masks, 2):
-        assert not wrong, "\n".join(wrong)
-
-
-def check_long() -> list[str]:
+def check_long() -> None:
     """Longer than the rows that are computed at once where there is no kernel."""
     s = 300
     wrong = []
@@ -251,12 +246,7 @@ def check_long() -> list[str]:
     for kind, given, width in kinds:
         for dealt in DEALS.values():
             wrong += compare(f"long, {kind}", sizes(s, s, width=width), given, "ring", (dealt, dealt))
-    return wrong
-
-
-def test_ring_of_long_sequences():
-    for wrong in run_distributed(check_long, 2):
-        assert not wrong, "\n".join(wrong)
+    assert not wrong, "\n".join(wrong)
 
 
 # ---- which method ----------------------------------------------------------------------------------------------
@@ -284,8 +274,6 @@ def check_choice() -> None:
         ValueError, match=r"cp_method='ulysses' with cp=2: an attention has 3 heads .* use cp_method='auto' or"
     ):
         used("ulysses", 3)
-    with pytest.raises(ValueError, match=r"cp_method='rings': must be one of 'auto', 'ulysses', 'ring', 'all_gather'"):
-        used("rings", 4)
     for method in METHODS:
         with pytest.raises(RuntimeError, match="Explicit attn_mask should not be set when is_causal=True"):
             used(method, 4, is_causal=True, attn_mask=torch.ones(12, 12).bool())
@@ -296,10 +284,6 @@ def check_choice() -> None:
             out = F.scaled_dot_product_attention(part(q, method, zigzag), k, k, is_causal=is_causal)
         assert not traffic.backend_calls
         torch.testing.assert_close(out.whole(), F.scaled_dot_product_attention(q, k, k, is_causal=is_causal))
-
-
-def test_which_method_is_used():
-    run_distributed(check_choice, 2)
 
 
 def check_masks_in_parts() -> None:
@@ -319,10 +303,6 @@ def check_masks_in_parts() -> None:
             grads.append([x.grad for x in tensors])
         for whole, parts in zip(*grads, strict=True):
             torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
-
-
-def test_masks_in_parts():
-    run_distributed(check_masks_in_parts, 2)
 
 
 def check_dropout() -> None:
@@ -350,20 +330,12 @@ def check_dropout() -> None:
         assert torch.equal(*everyone)
 
 
-def test_dropout():
-    run_distributed(check_dropout, 2)
-
-
 def check_second_derivative() -> None:
     q, k, v = (numbers(seed, 2, 3, 12, WIDTH).requires_grad_() for seed in range(3))
     out = F.scaled_dot_product_attention(*(part(x, "ring", zigzag) for x in (q, k, v))).whole()
     (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.pow(2).sum().backward()
-
-
-def test_ring_refuses_a_second_derivative():
-    run_distributed(check_second_derivative, 2)
 
 
 def check_autocast() -> None:
@@ -384,10 +356,6 @@ def check_autocast() -> None:
             assert set(products) == (set() if width == WIDTH else {torch.float32})
 
 
-def test_autocast():
-    run_distributed(check_autocast, 2)
-
-
 def check_layout() -> None:
     """Heads that a model took apart by a view can be joined by one, as behind torch's function."""
     kinds = [masks(13, 13)[kind] for kind in ("plain", "causal", "window", "padding")]  # those of torch's kernels
@@ -406,10 +374,6 @@ def check_layout() -> None:
         torch.testing.assert_close(results[1].whole(), results[0], rtol=1e-12, atol=1e-12)
 
 
-def test_heads_are_joined_by_a_view():
-    run_distributed(check_layout, 2)
-
-
 def check_frozen() -> None:
     """Where some of q, k and v need no gradient, the others have theirs."""
     weight = numbers(5, *sizes(13, 13)[0])
@@ -425,10 +389,6 @@ def check_frozen() -> None:
             grads.append([leaf.grad for leaf in leaves])
         for whole, parts in zip(*grads, strict=True):
             torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
-
-
-def test_ring_of_tensors_of_which_some_need_no_gradient():
-    run_distributed(check_frozen, 2)
 
 
 # ---- what is sent, and what is kept ----------------------------------------------------------------------------
@@ -472,11 +432,6 @@ def check_traffic() -> None:
     assert backward == {"send": (2 * cp - 1) * 2 * own // HEADS}
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-def test_what_is_sent(cp):
-    run_distributed(check_traffic, cp)
-
-
 def check_groups() -> None:
     """Two groups of two ranks, each with numbers of its own."""
     groups = ParallelGroups(ProcessTopology(["cp", "dp"], [2, 2]), dist.get_rank())
@@ -491,10 +446,6 @@ def check_groups() -> None:
         F.scaled_dot_product_attention(*parts, is_causal=True).whole().pow(2).sum().backward()
         for leaf, x in zip(leaves, expected, strict=True):
             torch.testing.assert_close(leaf.grad, x.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_groups_do_not_mix():
-    run_distributed(check_groups, 4)
 
 
 def check_memory(fused: bool) -> None:
@@ -532,11 +483,6 @@ def check_memory(fused: bool) -> None:
         assert names.index("send") < names.index(operation if fused else "bmm")
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_ring_never_has_all_keys(fused):
-    run_distributed(check_memory, 4, fused)
-
-
 def check_gathered() -> None:
     """Keys and values are whole, and no mask of this rank's queries by all keys is made or kept."""
     length = 64 * dist.get_world_size()
@@ -553,8 +499,28 @@ def check_gathered() -> None:
     assert not [shape for shape in every if len(shape) > 1 and min(shape[-2:]) >= 64]
 
 
-def test_gathered_keys_need_no_mask():
-    run_distributed(check_gathered, 2)
+def check_on_two() -> None:
+    for check in (
+        check_large_masks, check_long, check_choice, check_masks_in_parts, check_dropout, check_second_derivative, check_autocast,
+        check_layout, check_frozen, check_gathered, check_traffic,
+    ):  # fmt: skip
+        check()
+
+
+def test_methods_masks_draws_types_and_memory():
+    run_distributed(check_on_two, 2)
+
+
+def check_on_four() -> None:
+    for check in (check_traffic, check_groups):
+        check()
+    for fused in (True, False):
+        check_memory(fused)
+
+
+@pytest.mark.more
+def test_traffic_groups_and_memory_on_four_ranks():
+    run_distributed(check_on_four, 4)
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------

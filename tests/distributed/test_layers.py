@@ -114,11 +114,6 @@ def check_frozen(own_gather: bool) -> None:
     assert quiet.calls == {"all_gather": 2, "reduce_scatter": 1}
 
 
-@pytest.mark.parametrize("own_gather", [True, False])
-def test_frozen_weights_and_no_grad_cost_nothing(own_gather):
-    run_distributed(check_frozen, 2, own_gather)
-
-
 def check_saved_bytes() -> None:
     sizes = {}
     for regather in (True, False):
@@ -138,10 +133,6 @@ def check_saved_bytes() -> None:
         (False, True): 2 * shard + 2 * hidden,
         (False, False): 2 * shard + 2 * hidden,
     }
-
-
-def test_what_is_kept_is_the_shard():
-    run_distributed(check_saved_bytes, 2)
 
 
 def check_changed_input() -> None:
@@ -164,26 +155,12 @@ def check_changed_input() -> None:
         torch.testing.assert_close(column.weight.grad, expected, rtol=1e-12, atol=1e-12)
 
 
-@sees(
-    "a gathered input that was changed taken for the gathered one",
-    "ColumnInputs.find_regathered",
-    "read is None or read.handle is None or x._version != read.version:",
-    "read is None or read.handle is None:",
-)
-def test_a_gathered_input_may_be_changed():
-    run_distributed(check_changed_input, 2)
-
-
 def check_double_backward() -> None:
     _, region, _, column, row = build(2, dim=1, sp=True, regather=True, own_gather=False, dtype=torch.float64)
     x = torch.randn(2, 8, 6, dtype=torch.float64, requires_grad=True)
     grad = torch.autograd.grad(run(region, column, row, x).sum(), x, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.pow(2).sum().backward()
-
-
-def test_a_gradient_of_a_gradient_through_a_layer_is_refused():
-    run_distributed(check_double_backward, 2)
 
 
 def check_guards() -> None:
@@ -210,8 +187,21 @@ def check_guards() -> None:
         region.path.leave(x, "norm")
 
 
-def test_a_layer_in_the_wrong_place_says_so():
-    run_distributed(check_guards, 2)
+def check_costs_and_refusals() -> None:
+    for own_gather in (True, False):
+        check_frozen(own_gather)
+    for check in (check_saved_bytes, check_changed_input, check_double_backward, check_guards):
+        check()
+
+
+@sees(
+    "a gathered input that was changed taken for the gathered one",
+    "ColumnInputs.find_regathered",
+    "read is None or read.handle is None or x._version != read.version:",
+    "read is None or read.handle is None:",
+)
+def test_costs_and_refusals():
+    run_distributed(check_costs_and_refusals, 2)
 
 
 def test_shards_of_fused_segments():

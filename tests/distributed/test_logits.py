@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -134,10 +135,11 @@ def losses(dtype: torch.dtype, limit: float) -> None:
     "score = (parts[:, 2] + below).gather(0, owner.unsqueeze(0)).squeeze(0)",
     "score = (parts[:, 2] + below)[0]",
 )
-def test_the_loss_in_every_form():
-    for world in (2, 4):
-        run_distributed(losses, world, torch.float64, 1e-12)
-    run_distributed(losses, 3, torch.float32, 1e-5)
+@pytest.mark.parametrize(
+    ("world", "dtype", "limit"), [(2, torch.float64, 1e-12), (4, torch.float64, 1e-12), (3, torch.float32, 1e-5)]
+)
+def test_the_loss_in_every_form(world, dtype, limit):
+    run_distributed(losses, world, dtype, limit)
 
 
 def shapes() -> None:
@@ -198,6 +200,11 @@ def anything_else() -> None:
         lambda x: x.softmax(-1).square().sum(),
         lambda x: x.logsumexp(-1).square().mean(),
         lambda x: (x / 2.0 + 1).log_softmax(-1).sum(),
+        lambda x: (
+            F.softmax(x, dim=2, dtype=torch.float64)[..., 3].sum()
+            + torch.log_softmax(x[:, 1:], -1)[..., 4].square().sum()
+        ),
+        lambda x: x.log_softmax(1).square().sum(),
         lambda x: F.cross_entropy(x.transpose(1, 2), target),
         lambda x: F.cross_entropy(x.view(-1, VOCAB), probabilities.view(-1, VOCAB)),
         lambda x: F.kl_div(F.log_softmax(x, -1), probabilities, reduction="batchmean"),
@@ -231,8 +238,19 @@ def anything_else() -> None:
         dist.all_reduce(leaf.grad)
         assert torch.allclose(leaf.grad, whole.grad, rtol=1e-12, atol=1e-12)
     logits, _ = sharded(whole)
-    assert torch.equal(logits.argmax(-1), whole.argmax(-1))
-    assert torch.equal(logits.topk(3).indices, whole.topk(3).indices)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert torch.equal(logits.argmax(-1), whole.argmax(-1))
+        assert torch.equal(torch.argmax(logits.clamp(max=2.0), 1), whole.clamp(max=2.0).argmax(1))
+        assert torch.equal(
+            torch.argmax(logits[:, 1:] * 0, dim=-1, keepdim=True), torch.zeros(2, 4, 1, dtype=torch.long)
+        )
+        assert isinstance(logits.softmax(-1).mul(2), ShardedLogits)
+        assert torch.equal(logits.topk(3).indices, whole.topk(3).indices)
+    gathered = [
+        str(one.message).partition("()")[0] for one in told if "needs all of the vocabulary" in str(one.message)
+    ]
+    assert gathered == (["clamp", "topk"] if dist.get_rank() == 0 else [])
     assert (logits == whole).all()
     assert type(logits.to("meta")) is Tensor  # no group is there
     assert type(logits.double()) is ShardedLogits
@@ -469,79 +487,8 @@ def of_a_teacher() -> None:
     assert x.grad is head.grad is bias.grad is None
 
 
-@sees(
-    "a change through a plain view of sharded logits is lost",
-    "ShardedLogits.__torch_function__",
-    "if memory_of(whole) in made:",
-    "if False:",
-    case="changed_in_part",
-)
-@sees(
-    "a metric that reads logits first cuts the loss off",
-    "ShardedLogits.local",
-    "if made.requires_grad or not (graph or made.is_inference())",
-    "if made is not None",
-    case="anything_else",
-)
-@sees(
-    "logits made without gradients teach the head",
-    "ShardedLogits._wrap",
-    "            part = part.detached()\n",
-    "            pass\n",
-    case="of_a_teacher",
-)
-@sees(
-    "padding of the vocabulary not cut off",
-    "ShardedLogits.whole",
-    "local.ndim - 1, self._group, self._shard.length)",
-    "local.ndim - 1, self._group)",
-    case="anything_else",
-)
-@sees(
-    "logits made of weights that have changed",
-    "DeferredLogits.check",
-    "if self._read_versions() != self._versions:",
-    "if False:",
-    case="kept_across_a_step",
-)
-@sees(
-    "logits changed in place in a copy",
-    "ShardedLogits.__torch_function__",
-    "if logits is not None and writes:",
-    "if False:",
-    case="changed_in_place",
-)
-@sees(
-    "the gradient of gathered logits not dealt out",
-    "_Wrap.backward",
-    "own = F.pad(grad[..., start:stop], (0, ctx.width - (stop - start)))",
-    "own = F.pad(grad[..., : stop - start], (0, ctx.width - (stop - start)))",
-    case="anything_else",
-)
-@sees(
-    "a change of a view of logits stays in the view",
-    "sharded_logits:_Memory.check",
-    "self.changed() is not logits",
-    "False",
-    case="changed_in_part",
-)
-@sees(
-    "a copy of logits taken for a view",
-    "sharded_logits:_copies",
-    "return any(isinstance(item, Tensor | list)",
-    "return False and any(isinstance(item, Tensor | list)",
-    case="changed_in_place",
-)
-@sees(
-    "a change of logits in place is left out of a gradient",
-    "_refuse_gradient",
-    "raise RuntimeError(",
-    "print(",
-    case="changed_in_part",
-)
-@pytest.mark.parametrize(
-    "check",
-    [
+def all_that_people_do() -> None:
+    for check in (
         shapes,
         anything_else,
         refusals,
@@ -551,11 +498,73 @@ def of_a_teacher() -> None:
         kept,
         kept_across_a_step,
         looked_at,
-        of_a_teacher,
-    ],
+    ):
+        check()
+    of_a_teacher()
+
+
+@sees(
+    "a change through a plain view of sharded logits is lost",
+    "ShardedLogits.__torch_function__",
+    "if memory_of(whole) in made:",
+    "if False:",
 )
-def test_what_people_do_with_logits(check):
-    run_distributed(check, 2)
+@sees(
+    "a metric that reads logits first cuts the loss off",
+    "ShardedLogits.local",
+    "if made.requires_grad or not (graph or made.is_inference())",
+    "if made is not None",
+)
+@sees(
+    "logits made without gradients teach the head",
+    "ShardedLogits._wrap",
+    "            part = part.detached()\n",
+    "            pass\n",
+)
+@sees(
+    "padding of the vocabulary not cut off",
+    "ShardedLogits.whole",
+    "local.ndim - 1, self._group, self._shard.length)",
+    "local.ndim - 1, self._group)",
+)
+@sees(
+    "logits made of weights that have changed",
+    "StoredLogits.check",
+    "if self.is_deferred and self._read_versions() != self._versions:",
+    "if False:",
+)
+@sees(
+    "logits changed in place in a copy",
+    "ShardedLogits.__torch_function__",
+    "if logits is not None and is_write:",
+    "if False:",
+)
+@sees(
+    "the gradient of gathered logits not dealt out",
+    "_Wrap.backward",
+    "own = F.pad(grad[..., start:stop], (0, ctx.width - (stop - start)))",
+    "own = F.pad(grad[..., : stop - start], (0, ctx.width - (stop - start)))",
+)
+@sees(
+    "a change of a view of logits stays in the view",
+    "sharded_logits:_Memory.check",
+    "self.changed() is not logits",
+    "False",
+)
+@sees(
+    "a copy of logits taken for a view",
+    "sharded_logits:_copies",
+    "return any(isinstance(item, Tensor | list)",
+    "return False and any(isinstance(item, Tensor | list)",
+)
+@sees(
+    "a change of logits in place is left out of a gradient",
+    "_refuse_gradient",
+    "raise RuntimeError(",
+    "print(",
+)
+def test_what_people_do_with_logits():
+    run_distributed(all_that_people_do, 2)
 
 
 # ---- through a trainer -----------------------------------------------------------------------------------------

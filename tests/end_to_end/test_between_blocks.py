@@ -61,8 +61,8 @@ TOPOLOGIES = {
 @sees(
     "between blocks: the gradient of a sum over ranks counts tp times",
     "sum_over_ranks",
-    '_Sum if chunks.axis == "cp" else _SumAlike',
-    "_Sum",
+    'x if chunks.axis == "tp" else copy_to',
+    "copy_to",
     case="tp2",
 )
 @sees(
@@ -198,13 +198,13 @@ def warned() -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("default")
             trainer.fit(Between("rolled", since=0), models.loader(4, length=10, count=8))
-    return [str(one.message) for one in told if "between the blocks needs all positions" in str(one.message)]
+    return [str(one.message) for one in told if "needs all of the positions" in str(one.message)]
 
 
 def test_a_gather_between_blocks_is_told_of_once():
     first, other = run_distributed(warned, 2)
     assert len(first) == 1
     assert first[0].startswith(
-        "roll() between the blocks needs all positions of a sequence of which each rank of tp=2 holds a part"
+        "roll() needs all of the positions of a sequence of which each rank of tp=2 holds a part"
     )
     assert other == []

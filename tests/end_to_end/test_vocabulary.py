@@ -186,10 +186,23 @@ class Ends(models.L.Callback):
             )
 
 
+STARTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "few": (2, 2, ("plain", "soft_cap", "projected", "looked")),
+    "others": (
+        2,
+        2,
+        tuple(kind for kind in (*SHARDED, *WHOLE) if kind not in ("plain", "soft_cap", "projected", "looked")),
+    ),
+    "dp2-tp2": (4, 2, ("plain", "two", "few", "bias_twice", "tied_late")),
+    "tp4": (4, 4, ("plain", "two", "few", "bias_twice", "tied_late")),
+}
+"""World, tp and kinds of each start of the ranks; of three tokens (``few``) over four ranks the last holds padding alone."""
+
+
 @functools.cache
-def trained(world: int, tp: int) -> dict[str, tuple[Trace, int, str]]:
-    kinds = [*SHARDED, *WHOLE] if world == 2 else ["plain", "two", "few", "bias_twice", "tied_late"]
-    return dict(zip(kinds, run_distributed(fit_words, world, kinds, world, tp, timeout=400.0)[0], strict=True))
+def trained(start: str) -> dict[str, tuple[Trace, int, str]]:
+    world, tp, kinds = STARTS[start]
+    return dict(zip(kinds, run_distributed(fit_words, world, list(kinds), world, tp, timeout=400.0)[0], strict=True))
 
 
 @functools.cache
@@ -202,18 +215,18 @@ def reference(kind: str) -> Trace:
     "VocabParallelEmbedding.forward",
     "return reduce_from_tensor_parallel_region(out, group)",
     "return reduce_from_tensor_parallel_region(copy_to_tensor_parallel_region(out, group), group)",
-    case="plain",
+    case="few-plain",
 )
 @sees(
     "zeros where a sharded embedding has no gradient",
     "_ReadPart.forward",
     "        ctx.set_materialize_grads(False)\n",
     "",
-    case="no_gradient",
+    case="others-no_gradient",
 )
-@pytest.mark.parametrize("kind", [*SHARDED, *WHOLE])
-def test_every_end_is_that_of_one_process(kind):
-    got, count, _ = trained(2, 2)[kind]
+@pytest.mark.parametrize(("start", "kind"), [(start, kind) for start, (*_, kinds) in STARTS.items() for kind in kinds])
+def test_every_end_is_that_of_one_process(start, kind):
+    got, count, _ = trained(start)[kind]
     compare(reference(kind), got).raise_if_failed()
     assert count == SHARDED.get(kind, count)
 
@@ -223,11 +236,13 @@ def test_every_end_is_that_of_one_process(kind):
     "unfit_forward",
     "if forward is not None and not",
     "if forward is not None and False and not",
-    case="looked",
+    case="few-looked",
 )
-@pytest.mark.parametrize("kind", WHOLE)
-def test_what_is_not_right_on_shards_stays_whole_with_a_reason(kind):
-    _, count, told = trained(2, 2)[kind]
+@pytest.mark.parametrize(
+    ("start", "kind"), [(start, kind) for start in ("few", "others") for kind in STARTS[start][2] if kind in WHOLE]
+)
+def test_what_is_not_right_on_shards_stays_whole_with_a_reason(start, kind):
+    _, count, told = trained(start)[kind]
     if WHOLE[kind] is not None:
         assert count == 0
         assert "the vocabulary stays whole on every rank" in told
@@ -235,17 +250,6 @@ def test_what_is_not_right_on_shards_stays_whole_with_a_reason(kind):
     else:
         assert count == 1  # the head alone
         assert told == ""
-
-
-@pytest.mark.parametrize("kind", ["plain", "two", "few", "bias_twice", "tied_late"])
-@pytest.mark.parametrize("world", [4])
-@pytest.mark.parametrize("tp", [2, rest(4)])
-@pytest.mark.more
-def test_on_four_ranks(kind, world, tp):
-    """Of three tokens over four ranks the last rank holds padding alone."""
-    got, count, _ = trained(world, tp)[kind]
-    compare(reference(kind), got).raise_if_failed()
-    assert count == SHARDED[kind]
 
 
 # ---- libraries -------------------------------------------------------------------------------------------------
@@ -389,20 +393,6 @@ def fit_soft() -> list[str]:
 def test_sizes_that_do_not_fit_in_a_later_step_are_told_with_what_may_be_behind_them():
     for told in run_distributed(fit_soft, 2):
         assert any("vocab=False" in one for one in told)
-
-
-def fit_projected() -> tuple[int, str]:
-    seen = Ends()
-    with warnings.catch_warnings(record=True) as caught:
-        fit("Words", {"kind": "projected"}, world=2, strategy={"tp": 2}, steps=1, callbacks=[seen])
-    return seen.count, " ".join(str(one.message) for one in caught)
-
-
-def test_a_vocabulary_that_must_stay_whole_is_told():
-    count, told = run_distributed(fit_projected, 2)[0]
-    assert count == 0
-    assert "the vocabulary stays whole on every rank" in told
-    assert "is out of bounds" in told
 
 
 class KeepsLogits(models.GPT):
