@@ -348,7 +348,7 @@ def read_parts(folder: Folder, parts: Mapping[str, Part]) -> None:
     """
     if not parts:
         return
-    index: Metadata = folder.index(stand_ins=False)
+    index: Metadata = folder.index()
     for key, part in parts.items():
         metadata = index.state_dict_metadata.get(key)
         if not isinstance(metadata, TensorStorageMetadata):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -18,29 +18,11 @@ FORMAT = 1
 """Version of the folder's layout, which its marker names."""
 
 
-class _StandIn:
-    """Has the attributes of a pickled object, and nothing else of it."""
-
-    def __init__(self, *args: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        vars(self).update(state if isinstance(state, dict) else {})
-
-
 class _Index(pickle.Unpickler):
     """Reads the index that torch writes into a folder, a pickle, and refuses any class that is not part of an index.
 
     Reading a pickle of arbitrary classes may run code.
-
-    Args:
-        file: the pickle.
-        stand_ins: whether objects of torch's distributed checkpointing are made as :class:`_StandIn`.
     """
-
-    def __init__(self, file: BinaryIO, *, stand_ins: bool) -> None:
-        super().__init__(file)
-        self._stand_ins = stand_ins
 
     def find_class(self, module: str, name: str) -> Any:
         """The class of that name, if indexes are made of it.
@@ -50,8 +32,6 @@ class _Index(pickle.Unpickler):
         """
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
             return PurePosixPath  # the index names the folder as it was called on the system that wrote it
-        if (module, name) in _OF_INDEX and self._stand_ins and module.startswith("torch.distributed."):
-            return _StandIn
         if (module, name) in _OF_INDEX:
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
@@ -100,18 +80,15 @@ class Folder:
             )
         self._check_files()
 
-    def index(self, *, stand_ins: bool) -> Any:
-        """Where each tensor's parts lie in its files: torch's ``Metadata``, or an object with its attributes.
-
-        Args:
-            stand_ins: whether the objects are of a class of ours; torch's take half a second to load.
+    def index(self) -> Any:
+        """Where each tensor's parts lie in its files: torch's ``Metadata``.
 
         Raises:
             ValueError: if it can't be read.
         """
         try:
             with (self.path / ".metadata").open("rb") as file:
-                return _Index(file, stand_ins=stand_ins).load()
+                return _Index(file).load()
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(
                 f"{self.path}: its index .metadata can't be read ({error}); the checkpoint is damaged"
@@ -130,7 +107,7 @@ class Folder:
     def _check_files(self) -> None:
         """Raise ValueError unless every file is as long as the index says."""
         ends: dict[str, int] = {}
-        for info in self.index(stand_ins=True).storage_data.values():
+        for info in self.index().storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, length in ends.items():
             file = self.path / name

@@ -166,19 +166,12 @@ def forms(tmp_path_factory):
     return folder
 
 
-@sees(
-    "a folder's index is read with torch's classes, which take long to load",
-    "Folder._check_files",
-    "self.index(stand_ins=True)",
-    "self.index(stand_ins=False)",
-    case="inspect parts-",
-)
 @pytest.mark.parametrize(
     ("line", "slow"),
     [
         ("--help", {"torch"}),
         ("schema", {"torch"}),
-        *((f"inspect {form}", {"lightning", "torch.distributed.checkpoint"}) for form in ("file.ckpt", "parts", "hf")),
+        *((f"inspect {form}", {"lightning"}) for form in ("file.ckpt", "parts", "hf")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
