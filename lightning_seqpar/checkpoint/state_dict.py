@@ -6,7 +6,7 @@ They have the names, shapes and order of the model as it was written, whatever t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -76,16 +76,31 @@ def full_state_dict(
     Raises:
         RuntimeError: on every rank, for a copy of a sharded module.
     """
-    refuse_copies(record)
-    with record.allow_state_dict():
-        local = record.model.state_dict(keep_vars=True)
-    whole: dict[int, Tensor] = {}  # by the id of the model's own tensor: tied weights are one tensor
+
+    def gathered(mine: Tensor, layout: ParamLayout | None, _: bool) -> Tensor:
+        return mine.detach() if layout is None else _assemble(mine, layout, record.groups, device)
+
+    return _model_state(record.model, record, held, gathered)
+
+
+def _model_state(
+    model: nn.Module,
+    record: ShardedModel | None,
+    held: Mapping[str, Any] | None,
+    change: Callable[[Tensor, ParamLayout | None, bool], Any],
+) -> dict[str, Any]:
+    """``state_dict()`` with other things in the place of tensors; ``change`` also hears whether one is a parameter."""
+    if record is not None:
+        refuse_copies(record)
+    with nullcontext() if record is None else record.allow_state_dict():
+        local = model.state_dict(keep_vars=True)
+    held = local if held is None else held
+    changed: dict[int, Any] = {}  # by the id of the model's own tensor: tied weights are one
     for name, value in local.items():
-        mine = value if held is None else held[name]
-        if isinstance(mine, Tensor) and id(value) not in whole:
-            layout = _layout_of(record, name, value)
-            whole[id(value)] = mine.detach() if layout is None else _assemble(mine, layout, record.groups, device)
-    return {name: whole.get(id(local[name]), value) for name, value in (local if held is None else held).items()}
+        if isinstance(held[name], Tensor) and id(value) not in changed:
+            layout = None if record is None else _layout_of(record, name, value)
+            changed[id(value)] = change(held[name], layout, isinstance(value, nn.Parameter))
+    return {name: changed.get(id(local[name]), value) for name, value in held.items()}
 
 
 def _layout_of(record: ShardedModel, name: str, value: object) -> ParamLayout | None:
@@ -111,19 +126,12 @@ def model_parts(
     Raises:
         RuntimeError: on every rank, for a copy of a sharded module.
     """
-    if record is not None:
-        refuse_copies(record)
-    with nullcontext() if record is None else record.allow_state_dict():
-        local = model.state_dict(keep_vars=True)
     writers = _WriterChoice(groups)
-    parts: dict[int, Part] = {}  # by the id of the model's own tensor: tied weights are one part
-    for name, value in local.items():
-        mine = value if held is None else held[name]
-        if isinstance(mine, Tensor) and id(value) not in parts:
-            layout = None if record is None else _layout_of(record, name, value)
-            is_parameter = isinstance(value, nn.Parameter)
-            parts[id(value)] = writers.part(mine, layout, () if layout is None else layout.stages, alike=is_parameter)
-    return {name: parts.get(id(local[name]), value) for name, value in (local if held is None else held).items()}
+
+    def part(mine: Tensor, layout: ParamLayout | None, is_parameter: bool) -> Part:
+        return writers.part(mine, layout, () if layout is None else layout.stages, alike=is_parameter)
+
+    return _model_state(model, record, held, part)
 
 
 def optimizer_parts(optimizer: Optimizer, layout: ModelLayout | None, groups: ParallelGroups) -> dict[str, Any]:
@@ -136,27 +144,36 @@ def optimizer_parts(optimizer: Optimizer, layout: ModelLayout | None, groups: Pa
         layout: the layouts of the parameters; None if the model is not sharded.
         groups: the process groups.
     """
+    writers = _WriterChoice(groups)
+    return _optimizer_state(optimizer, layout, groups, writers.part)
+
+
+def _optimizer_state(
+    optimizer: Optimizer,
+    layout: ModelLayout | None,
+    groups: ParallelGroups,
+    change: Callable[[Tensor, ParamLayout | None, Sequence[int]], Any],
+) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with other things in the place of moments; ``change`` hears of one's layout and stages."""
     state: dict[str, Any] = optimizer.state_dict()
-    parameters, writers = _parameters(optimizer), _WriterChoice(groups)
     if not _is_torchs_layout(state):
         _refuse_own_layout(optimizer, state, layout)
-        return cast(
-            "dict[str, Any]",
-            walk(state, lambda _, leaf: writers.part(leaf, None) if isinstance(leaf, Tensor) else leaf),
-        )
-    parts = {}
+        whole = walk(state, lambda _, leaf: change(leaf, None, ()) if isinstance(leaf, Tensor) else leaf)
+        return cast("dict[str, Any]", whole)
+    parameters = _parameters(optimizer)
     entries = state["state"] if layout is None else _of_all_stages(state["state"], parameters, layout, groups)
+    changed: dict[Any, Any] = {}
     for index, entry in entries.items():
         parameter = parameters[index]
-        layout_of_parameter = None if layout is None else layout.of(parameter)
-        stages = () if layout_of_parameter is None else layout_of_parameter.stages
-        parts[index] = {
-            key: writers.part(value, layout_of_parameter if value.shape == parameter.shape else None, stages)
+        own = None if layout is None else layout.of(parameter)
+        stages = () if own is None else own.stages
+        changed[index] = {
+            key: change(value, own if value.ndim and value.shape == parameter.shape else None, stages)
             if isinstance(value, Tensor)
             else value
             for key, value in entry.items()
         }
-    return {**state, "state": parts}
+    return {**state, "state": changed}
 
 
 class _WriterChoice:
@@ -283,25 +300,11 @@ def full_optimizer_state(
     Returns:
         Whole moments on the first rank, which writes; meta tensors of their shapes elsewhere.
     """
-    state: dict[str, Any] = optimizer.state_dict()
-    if not _is_torchs_layout(state):
-        _refuse_own_layout(optimizer, state, layout)
-        return state
-    parameters = _parameters(optimizer)
-    whole: dict[Any, Any] = {}
-    for index, entry in _of_all_stages(state["state"], parameters, layout, groups).items():
-        parameter = parameters[index]
-        layout_of_parameter = layout.of(parameter)
-        whole[index] = {
-            key: _assemble(value, layout_of_parameter, groups, device)
-            if layout_of_parameter is not None
-            and isinstance(value, Tensor)
-            and value.shape == parameter.shape
-            and value.ndim > 0
-            else value
-            for key, value in entry.items()
-        }
-    return {**state, "state": whole}
+
+    def gathered(value: Tensor, own: ParamLayout | None, _: Sequence[int]) -> Tensor:
+        return value if own is None else _assemble(value, own, groups, device)
+
+    return _optimizer_state(optimizer, layout, groups, gathered)
 
 
 def _of_all_stages(

@@ -293,6 +293,9 @@ class LateWeights:
         model: a model with parameters or buffers on the meta device.
         recorder: the record of its initialisation; None if it was not recorded.
         state: weights of a checkpoint by name, which take precedence over files.
+
+    Attributes:
+        recorder: the record.
     """
 
     def __init__(
@@ -309,7 +312,7 @@ class LateWeights:
         self._changed = {
             (path, name) for path, (source, _) in self._sources.items() if not self._state for name in source.changed()
         }
-        self._recorder = recorder or DeferredInit()
+        self.recorder = recorder or DeferredInit()
         self._complete()
         self._parameters: dict[int, list[_Place]] = defaultdict(list)
         self._others: dict[int, list[_Place]] = defaultdict(list)
@@ -319,21 +322,8 @@ class LateWeights:
             attributes += [(leaf, value, self._others) for leaf, value in others.items()]
             for leaf, tensor, places in attributes:
                 if isinstance(tensor, Tensor) and tensor.is_meta:
-                    ref = self._recorder.ref(tensor)
+                    ref = self.recorder.ref(tensor)
                     places[ref.storage].append(_Place(f"{name}.{leaf}" if name else leaf, module, leaf, ref))
-
-    @property
-    def shared(self) -> Any:
-        """The states of generators and the given numbers in the record, to be made equal on all ranks."""
-        return self._recorder.shared
-
-    @shared.setter
-    def shared(self, states_and_numbers: Any) -> None:
-        self._recorder.shared = states_and_numbers
-
-    def digest(self) -> str:
-        """A digest of the recorded initialisation, to compare it over ranks."""
-        return self._recorder.digest()
 
     def _complete(self) -> None:
         """Record the initialisation of modules whose parameters have none in the record, by calling it now.
@@ -347,7 +337,7 @@ class LateWeights:
             blank = [parameter for parameter in module.parameters(recurse=False) if self._is_blank(parameter)]
             reset = getattr(module, "reset_parameters", None)
             if blank and callable(reset):
-                with self._recorder, torch.no_grad():
+                with self.recorder, torch.no_grad():
                     reset()
 
     def _initialize_huggingface(self, name: str, module: nn.Module) -> None:
@@ -369,12 +359,12 @@ class LateWeights:
                 f"({adapted}), and its own initialisation would go over the adapters; give its weights before it is "
                 "adapted, weights_from(module, folder), or make it outside torch.device('meta')"
             )
-        with self._recorder, torch.no_grad():
+        with self.recorder, torch.no_grad():
             initialize()
 
     def _is_blank(self, tensor: Tensor) -> bool:
         """Whether a meta tensor gets no values from the record."""
-        return tensor.is_meta and not self._recorder.fills(tensor)
+        return tensor.is_meta and not self.recorder.fills(tensor)
 
     def check(self) -> None:
         """Check that every meta tensor can be given its values.
@@ -398,7 +388,7 @@ class LateWeights:
                     continue
                 self._check_known(place)
                 drawn.append(place)
-                if self._recorder.written_elsewhere(tensor):
+                if self.recorder.written_elsewhere(tensor):
                     raise ValueError(
                         f"{place.name}: it was made on the meta device, and initialised there outside configure_model, where "
                         "nothing remembers it; make and initialise the model in configure_model, or give its weights: "
@@ -419,7 +409,7 @@ class LateWeights:
                     "name or as another parameter (weight_norm, a parametrization?); make the model outside "
                     "torch.device('meta') and load it whole"
                 )
-        self._recorder.check((place.ref for place in drawn), storages_of_files)
+        self.recorder.check((place.ref for place in drawn), storages_of_files)
 
     def _check_known(self, place: _Place) -> None:
         """Raise ValueError for a parameter that is not the one of its name that files were to fill.
@@ -567,7 +557,7 @@ class LateWeights:
             advance()
 
         if drawn:
-            self._recorder.replay([place.ref for places in drawn.values() for place in places], draw)
+            self.recorder.replay([place.ref for places in drawn.values() for place in places], draw)
 
     def _read(self, place: _Place, record: ShardedModel | None, rank: int) -> bool:
         """Fill a tensor from the checkpoint or a file; returns whether one of them has it."""

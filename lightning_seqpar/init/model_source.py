@@ -267,10 +267,7 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
         raise ValueError(f"{file}: trainer={shown(trainer)} is no mapping; write trainer: {{devices: 2, ...}}")
     clipping = {key: trainer[key] for key in ("gradient_clip_val", "gradient_clip_algorithm") if trainer.get(key)}
     target = TargetModel(model, world_size=_world_of(trainer), clipping=clipping)
-    setting = trainer.get("strategy")
-    target.strategy = _strategy_beside_ours(setting, file) if foreign else None
-    if target.strategy is None:
-        target.fields = _strategy_of(setting, file)
+    target.strategy, target.fields = _strategy_of(trainer.get("strategy"), file, foreign)
     if "data" in data or (isinstance(model, LightningModule) and is_overridden("train_dataloader", model)):
         try:
             target.batch = _first_batch(data["data"]) if "data" in data else next(iter(model.train_dataloader()))
@@ -293,19 +290,26 @@ def _first_batch(settings: Any) -> Any:
     return next(iter(data.train_dataloader()))
 
 
-def _strategy_of(setting: Any, file: Path) -> dict[str, Any]:
-    """Fields of ParallelConfig that ``trainer.strategy`` of a YAML file sets; raises ValueError for another strategy."""
-    if isinstance(setting, str) and setting in StrategyRegistry and setting.startswith("seqpar"):
-        return dict(StrategyRegistry[setting].get("init_params", {}))
-    if isinstance(setting, Mapping) and str(setting.get("class_path", "")).endswith("SeqParallelStrategy"):
-        fields = _mapping(setting.get("init_args"), "init_args", file)
+def _strategy_of(setting: Any, file: Path, foreign: bool) -> tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]:
+    """Reads ``trainer.strategy`` of a YAML file: another strategy with its arguments, and fields of ParallelConfig for ours."""
+    if setting is None:
+        return None, {}
+    given = setting if isinstance(setting, Mapping) else {}
+    path = str(given.get("class_path", ""))
+    if path.endswith("SeqParallelStrategy"):
+        fields = _mapping(given.get("init_args"), "init_args", file)
         config = fields.pop("config", None)
         if isinstance(config, str):  # a file, as Lightning's CLI takes one
             place = config if Path(config).is_file() else file.parent / config
             config = ParallelConfig.from_yaml(place).model_dump(exclude_unset=True)
-        return {**_mapping(config, "init_args.config", file), **fields}
-    if setting is None:
-        return {}
+        return None, {**_mapping(config, "init_args.config", file), **fields}
+    registered = isinstance(setting, str) and setting in StrategyRegistry
+    if registered and setting.startswith("seqpar"):
+        return None, dict(StrategyRegistry[setting].get("init_params", {}))
+    if foreign and registered:
+        return (setting, {}), {}
+    if foreign and path:
+        return (path, _mapping(given.get("init_args"), "init_args", file)), {}
     raise ValueError(
         f"{file}: trainer.strategy={setting!r} is none of ours; name lightning_seqpar.SeqParallelStrategy or seqpar_tp2"
     )
@@ -322,19 +326,6 @@ def _mapping(value: Any, name: str, file: Path) -> dict[str, Any]:
             f"{file}: {name}={shown(value)} of trainer.strategy is no mapping; write arguments by name, as tp: 2"
         )
     return dict(value or {})
-
-
-def _strategy_beside_ours(setting: Any, file: Path) -> tuple[str, dict[str, Any]] | None:
-    """Class path (or registered name) and arguments of a strategy that is not ours; None for one of ours, or none."""
-    if isinstance(setting, str) and setting in StrategyRegistry and not setting.startswith("seqpar"):
-        return setting, {}
-    if isinstance(setting, Mapping) and (path := str(setting.get("class_path", ""))):
-        return (
-            None
-            if path.endswith("SeqParallelStrategy")
-            else (path, _mapping(setting.get("init_args"), "init_args", file))
-        )
-    return None
 
 
 def _world_of(trainer: Mapping[str, Any]) -> int | None:
