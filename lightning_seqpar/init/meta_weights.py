@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ from lightning_seqpar.init.deferred import DeferredInit, TensorRef
 from lightning_seqpar.init.weight_files import TensorFiles
 from lightning_seqpar.layout.adapters import is_adapted
 from lightning_seqpar.layout.param_layout import ParamLayout
-from lightning_seqpar.layout.replica_rows import empty_on_cpu, is_split, local_rows, rows_held
+from lightning_seqpar.layout.replica_rows import empty_on_cpu, local_rows, rows_held
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.user_input import nearest
@@ -372,7 +371,6 @@ class LateWeights:
         Raises:
             ValueError: naming a tensor that nothing fills, or that would get other values than in a whole model.
         """
-        self._check_overlaps()
         drawn: list[_Place] = []  # tensors that get their values from the record
         read: set[int] = set()  # storages of tensors that are read from a checkpoint or a file
         storages_of_files = {
@@ -423,21 +421,6 @@ class LateWeights:
                     "(a resized embedding, a new head) before weights_from, or make the model outside torch.device('meta')"
                 )
 
-    def _check_overlaps(self) -> None:
-        """Raise ValueError if two parameters share memory, which is lost when each is cut."""
-        for places in self._parameters.values():
-            by_parameter: dict[int, _Place] = {id(getattr(place.holder, place.leaf)): place for place in places}
-            extents = sorted(
-                (place.ref.offset, place.ref.offset + place.ref.nbytes // place.ref.dtype.itemsize, place.name)
-                for place in by_parameter.values()
-            )
-            for (_, stop, first), (start, _, second) in itertools.pairwise(extents):
-                if start < stop:
-                    raise ValueError(
-                        f"{first} and {second} are two parameters in one memory, which would part when the model is cut; tie them "
-                        "by one nn.Parameter under both names"
-                    )
-
     def _around(self, name: str) -> Iterator[tuple[str, _Source, WeightFiles, str]]:
         """The sources of all modules that a name lies in: the module's name, its source, its files, the name within it."""
         for path, (source, files) in self._sources.items():
@@ -481,12 +464,7 @@ class LateWeights:
 
         Called before the model is sharded.
         """
-
-        def take(places: Sequence[_Place], tensor: Callable[[TensorRef], Tensor]) -> None:
-            for place in places:
-                _set(place, tensor(place.ref).clone())
-
-        self._fill(self._others, take)
+        self._fill(self._others)
 
     @property
     def count(self) -> int:
@@ -500,7 +478,6 @@ class LateWeights:
             record: the record of the sharded model; None if it is not sharded.
             advance: called for each of the :attr:`count` tensors when it is filled.
         """
-        rank = record.groups.rank("tp") if record is not None else 0
         # What other stages of a pipeline hold has left the meta device already, without values.
         wanted = {
             key: places
@@ -514,90 +491,51 @@ class LateWeights:
                 room = nn.Parameter(empty_on_cpu(parameter), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, room)
 
-        def take(places: Sequence[_Place], tensor: Callable[[TensorRef], Tensor]) -> None:
-            done: set[int] = set()
-            for place in places:
-                parameter = getattr(place.holder, place.leaf)
-                if id(parameter) not in done:  # a tied parameter is filled once
-                    done.add(id(parameter))
-                    layout = _layout(record, parameter)
-                    _copy_part(place, tensor(place.ref), layout.shard if layout is not None else None, rank)
-
-        self._fill(wanted, take, record, rank, advance)
+        self._fill(wanted, record, advance)
         for module in self._model.modules():
             module.__dict__.pop(_SOURCE, None)
 
     def _fill(
         self,
         wanted: Mapping[int, list[_Place]],
-        take: Callable[[Sequence[_Place], Callable[[TensorRef], Tensor]], None],
         record: ShardedModel | None = None,
-        rank: int = 0,
         advance: Callable[[], None] = lambda: None,
     ) -> None:
-        """Give tensors their values: read from a checkpoint or a file if one has them, else from the record.
-
-        Args:
-            wanted: the tensors, by storage.
-            take: fills the tensors of one storage from the record; gets them and a function from a reference to the tensor.
-            record: the record of the sharded model.
-            rank: the tensor-parallel rank.
-            advance: called when the tensors of a storage are filled.
-        """
+        """Gives tensors, by storage, their values: read from a checkpoint or a file if one has them, else from the record."""
+        rank = record.groups.rank("tp") if record is not None else 0
         drawn: dict[int, list[_Place]] = {}
         for key, places in wanted.items():
-            read = [self._read(place, record, rank) for place in places]  # a list: every one must be read
+            read = [self._read(place, _layout(record, place), rank) for place in places]
             if any(read):
                 advance()
             else:
                 drawn[key] = places
 
         def draw(key: int, tensor: Callable[[TensorRef], Tensor]) -> None:
-            take(drawn[key], tensor)
+            for place in drawn[key]:
+                layout, whole = _layout(record, place), tensor(place.ref)
+                _set(place, whole if layout is None else layout.take(whole, rank))
             advance()
 
         if drawn:
             self.recorder.replay([place.ref for places in drawn.values() for place in places], draw)
 
-    def _read(self, place: _Place, record: ShardedModel | None, rank: int) -> bool:
-        """Fill a tensor from the checkpoint or a file; returns whether one of them has it."""
-        current = getattr(place.holder, place.leaf)
-        layout = _layout(record, current) if isinstance(current, nn.Parameter) else None
+    def _read(self, place: _Place, layout: ParamLayout | None, rank: int) -> bool:
+        """Fills a tensor from the checkpoint or a file; returns whether one of them has it."""
         if place.name in self._state:
             whole = self._state[place.name]
-            local = layout.take(whole, rank) if layout is not None else whole
+            _set(place, whole if layout is None else layout.take(whole, rank))
         elif (source := self._in_files.get(place.name)) is not None:
             files, name = source
-            local = files.read(name, layout.shard if layout is not None else None, rank)
+            _set(place, files.read(name, layout.shard if layout is not None else None, rank))
         else:
             return False
-        _set(place, local)
         return True
 
 
-def _layout(record: ShardedModel | None, parameter: Tensor) -> ParamLayout | None:
-    """The layout of a parameter; None if the model is not sharded."""
-    return record.layout.of(parameter) if record is not None else None
-
-
-def _copy_part(place: _Place, whole: Tensor, shard: Shard | None, rank: int) -> None:
-    """Copy a rank's part of a whole tensor into a parameter, without another copy of that part in between.
-
-    Args:
-        place: the parameter.
-        whole: the whole tensor.
-        shard: how it is divided over tp; None if it is not.
-        rank: the tensor-parallel rank.
-    """
-    if shard is None or shard.padded is not None or is_split(getattr(place.holder, place.leaf)):
-        _set(place, whole if shard is None else shard.take(whole, rank))
-        return
-    parameter, local_start = getattr(place.holder, place.leaf), 0
-    with torch.no_grad():
-        for start, stop in shard.ranges[rank]:
-            part = whole.narrow(shard.dim, start, stop - start)
-            parameter.narrow(shard.dim, local_start, stop - start).copy_(part)
-            local_start += stop - start
+def _layout(record: ShardedModel | None, place: _Place) -> ParamLayout | None:
+    """The layout of a parameter; None for any other tensor, and if the model is not sharded."""
+    return record.layout.of(getattr(place.holder, place.leaf)) if record is not None else None
 
 
 def _set(place: _Place, value: Tensor) -> None:
@@ -616,7 +554,6 @@ def _set(place: _Place, value: Tensor) -> None:
         with torch.no_grad():
             rows = rows_held(current)
             local_rows(current).copy_(value if rows is None else value[slice(*rows)])
-    elif place.leaf in place.holder._buffers:
-        place.holder._buffers[place.leaf] = value.to(current.dtype)
     else:
-        place.holder.__dict__[place.leaf] = value.to(current.dtype)
+        kept = place.holder._buffers if place.leaf in place.holder._buffers else place.holder.__dict__
+        kept[place.leaf] = value.to(current.dtype, copy=True)
