@@ -166,10 +166,6 @@ class FrozenModel(BaseModel):
 def with_overrides(fields: Any, overrides: Sequence[str]) -> Any:
     """Fields with ``overrides`` such as ``"tp=4"`` or ``"ddp.static_graph=true"`` over them, as an OmegaConf node.
 
-    Args:
-        fields: an OmegaConf node or a mapping.
-        overrides: each a field, an equals sign and a value in YAML.
-
     Raises:
         ValueError: for an override of another form; the message shows it. Also for fields that OmegaConf can't hold.
     """

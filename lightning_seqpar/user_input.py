@@ -81,14 +81,10 @@ def name_error(error: BaseException) -> str:
 
 
 def read_text(path: str | Path, name: str) -> str | None:
-    """The text of a file that a user names; None if there is no such file.
-
-    Args:
-        path: its path.
-        name: how messages call it.
+    """Reads a file that a user names; None if there is no such file.
 
     Raises:
-        ValueError: if it can't be read, or is not in UTF-8.
+        ValueError: if it can't be read, or is not in UTF-8; the message calls it ``name``.
     """
     try:
         file = Path(path)

@@ -63,11 +63,7 @@ class _Folder(Source):
 
 
 def open_source(path: str | Path, *, trust: bool = False) -> Source:
-    """Open a checkpoint of either of this package's forms.
-
-    Args:
-        path: a file, or the folder of a sharded checkpoint.
-        trust: whether to read objects that are neither tensors nor plain data; their pickles may run code.
+    """Opens a checkpoint of either of this package's forms; ``trust`` also reads objects whose pickles may run code.
 
     Raises:
         ValueError: if it is missing, damaged or unfinished.
@@ -79,9 +75,7 @@ def open_source(path: str | Path, *, trust: bool = False) -> Source:
 def write_checkpoint(
     source: Source, target: Path, form: Form, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Write a checkpoint in one of this package's two forms.
-
-    Tensors are copied one by one, so that no more than the largest is in memory.
+    """Writes a checkpoint in one of this package's two forms, tensor by tensor: no more than the largest is in memory.
 
     Args:
         source: the checkpoint that is read.
@@ -97,11 +91,7 @@ def write_checkpoint(
 
 
 def check_free(target: Path) -> None:
-    """Check that nothing would be overwritten.
-
-    Raises:
-        ValueError: if the target exists.
-    """
+    """Raises ValueError if something would be overwritten."""
     if target.exists():
         raise ValueError(f"{target}: it is there already; remove it, or write elsewhere")
 
@@ -130,13 +120,9 @@ def _is_meta(leaf: Any) -> bool:
 
 @contextmanager
 def scratch(path: Path, metas: Mapping[K, Tensor]) -> Iterator[dict[K, Tensor]]:
-    """A context manager that gives tensors whose memory is a mapped file, which is removed at the end.
+    """Gives tensors with the shapes and dtypes of ``metas``, whose memory is a mapped file that is removed at the end.
 
     So a file of weights of any size can be put together in little memory.
-
-    Args:
-        path: the file.
-        metas: tensors with the shapes and dtypes that are wanted, by name.
     """
     places, size = {}, 0
     for name, meta in metas.items():
@@ -159,12 +145,7 @@ def scratch(path: Path, metas: Mapping[K, Tensor]) -> Iterator[dict[K, Tensor]]:
 
 
 class _DeferredPart(Part):
-    """A whole tensor that is read from the source only when it is about to be written.
-
-    Args:
-        meta: a tensor of its shape and dtype.
-        read: reads it.
-    """
+    """Holds the place of a whole tensor, which is read from the source only when it is about to be written."""
 
     def __init__(self, meta: Tensor, read: Callable[[], Tensor]) -> None:
         super().__init__(meta, None, 0, writes=True)

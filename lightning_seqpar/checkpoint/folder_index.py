@@ -25,11 +25,7 @@ class _Index(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class of that name, if indexes are made of it.
-
-        Raises:
-            UnpicklingError: for any other class.
-        """
+        """Returns the class of that name; raises UnpicklingError if indexes are not made of it."""
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
             return PurePosixPath  # the index names the folder as it was called on the system that wrote it
         if (module, name) in _OF_INDEX:
@@ -53,10 +49,7 @@ _OF_INDEX = {
 
 
 class Folder:
-    """A sharded checkpoint that is read. Reading is not collective, and any number of ranks may read.
-
-    Args:
-        path: the folder.
+    """Reads a sharded checkpoint. Reading is not collective, and any number of ranks may read.
 
     Attributes:
         path: the folder.
@@ -81,11 +74,7 @@ class Folder:
         self._check_files()
 
     def index(self) -> Any:
-        """Where each tensor's parts lie in its files: torch's ``Metadata``.
-
-        Raises:
-            ValueError: if it can't be read.
-        """
+        """Reads where each tensor's parts lie in its files; raises ValueError if it can't be read."""
         try:
             with (self.path / ".metadata").open("rb") as file:
                 return _Index(file).load()
@@ -121,14 +110,7 @@ class Folder:
                 raise ValueError(f"{file}: it {what}; the checkpoint is damaged")
 
     def state(self, *, weights_only: bool | None = None) -> dict[str, Any]:
-        """The checkpoint with a meta tensor for each tensor that :meth:`read` reads, whose key is its path in it.
-
-        Args:
-            weights_only: as for ``torch.load``.
-
-        Raises:
-            ValueError: if the file is damaged.
-        """
+        """Reads the checkpoint, with a meta tensor for each tensor that ranks wrote; raises ValueError if the file is damaged."""
         try:
             state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=weights_only)
         except (OSError, EOFError, RuntimeError) as error:
@@ -137,12 +119,7 @@ class Folder:
 
 
 class FolderSource(Source):
-    """A sharded checkpoint whose tensors are listed, and not read.
-
-    Args:
-        path: the folder.
-        trust: whether to read objects that are neither tensors nor plain data; their pickles may run code.
-    """
+    """Lists the tensors of a sharded checkpoint, without their numbers."""
 
     form: Form = "sharded"
 

@@ -156,15 +156,7 @@ class HuggingFaceTarget:
         return sum(value.nbytes for value, _ in self._metas.values())
 
     def _find_names(self, own: Mapping[str, Tensor], prefix: str | None) -> dict[str, str]:
-        """Find the name in the checkpoint of each tensor of the model. Of tied tensors the checkpoint needs to have one.
-
-        Args:
-            own: the tensors of the model, by the names of the library.
-            prefix: where the model is in the checkpoint; None to try all places.
-
-        Raises:
-            ValueError: if the checkpoint does not hold all of the model, or holds it in several places.
-        """
+        """Finds the name in the checkpoint of each tensor of the model; of tied tensors the checkpoint needs to have one."""
         tied: dict[int, list[str]] = defaultdict(list)
         for name, value in own.items():
             tied[id(value)].append(name)
@@ -231,11 +223,7 @@ class HuggingFaceTarget:
         self.left_out = [name for name in self._state if name not in known]
 
     def _without_ties(self) -> list[str]:
-        """The names that the library writes: of tied tensors one alone.
-
-        Raises:
-            ValueError: if the tensors of the checkpoint that it leaves out have other values.
-        """
+        """Lists the names that the library writes: of tied tensors one; raises ValueError if the others differ from it."""
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
         own = self._model.state_dict(keep_vars=True)
@@ -254,10 +242,9 @@ class HuggingFaceTarget:
         return list(kept)
 
     def _grouped(self, names: list[str]) -> list[list[str]]:
-        """Divide the model's tensors into groups that the library converts together to tensors of the files.
+        """Divides the model's tensors into groups that the library converts together to tensors of the files.
 
-        Most groups are one tensor; the weights of experts, which the model stacks and the files do not, are an example of
-        others.
+        Most groups are one tensor; the weights of experts, which the model stacks and the files do not, are others.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightConverter, apply_converters, dot_natural_key
@@ -277,12 +264,7 @@ class HuggingFaceTarget:
         return list(groups.values())
 
     def _converted(self, group: list[str], *, meta: bool) -> dict[str, Tensor]:
-        """Convert a group to tensors of the files.
-
-        Args:
-            group: names of the model's tensors.
-            meta: whether to convert meta tensors, to learn names and shapes without reading.
-        """
+        """Converts a group to tensors of the files; meta tensors tell names and shapes without reading."""
         from transformers.core_model_loading import revert_weight_conversion
 
         values = {name: self._state[self._names[name]] for name in group}
@@ -298,11 +280,7 @@ class HuggingFaceTarget:
     # ---- writing ---------------------------------------------------------------------------------------------
 
     def write(self, target: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Write the folder under another name, one file and one group of tensors after the other, and rename it.
-
-        Args:
-            target: the folder; nothing may be there.
-            progress: called with the bytes that are written and the bytes of all.
+        """Writes the folder under another name, one file and one group of tensors after the other, and renames it.
 
         Raises:
             ValueError: if the target is there.

@@ -25,18 +25,9 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device: torch.device) -> Tensor:
-    """Gather a tensor on the rank that writes (tp rank 0 of replica 0). Collective over tp, and over dp if replicas split it.
+    """Gathers a tensor on the rank that writes (tp rank 0 of replica 0). Collective over tp, and over dp if replicas split it.
 
-    No other rank holds more than its own part.
-
-    Args:
-        local: this rank's part.
-        layout: how the whole tensor is divided over tp.
-        groups: the process groups.
-        device: where the collective of the groups' backend runs.
-
-    Returns:
-        The whole tensor on the rank that writes, on the device of ``local``; elsewhere a meta tensor of its shape.
+    No other rank holds more than its own part; there a meta tensor of the whole shape is returned.
     """
     local = gather_rows(local, groups[groups.mean_axes]).detach() if is_split(local) else local.detach()
     local = from_holder(local, layout, groups)
@@ -63,7 +54,7 @@ def _is_on_first_stage(groups: ParallelGroups) -> bool:
 def full_state_dict(
     record: ShardedModel, device: torch.device, held: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """``state_dict()`` of the model as it was before it was sharded. Collective.
+    """Makes ``state_dict()`` of the model as it was before it was sharded. Collective.
 
     Args:
         record: the record of the sharded model.
@@ -113,9 +104,7 @@ def _layout_of(record: ShardedModel, name: str, value: object) -> ParamLayout | 
 def model_parts(
     model: nn.Module, record: ShardedModel | None, groups: ParallelGroups, held: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """``state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each tensor. Nothing is sent.
-
-    A part holds this rank's shard of the tensor, and says what of it this rank writes.
+    """Makes ``state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each tensor. Nothing is sent.
 
     Args:
         model: the model.
@@ -135,14 +124,9 @@ def model_parts(
 
 
 def optimizer_parts(optimizer: Optimizer, layout: ModelLayout | None, groups: ParallelGroups) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each moment.
+    """Makes ``optimizer.state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each moment.
 
     No moments are sent; collective over the stages of a pipeline, which tell each other of theirs.
-
-    Args:
-        optimizer: an optimizer over the sharded parameters.
-        layout: the layouts of the parameters; None if the model is not sharded.
-        groups: the process groups.
     """
     writers = _WriterChoice(groups)
     return _optimizer_state(optimizer, layout, groups, writers.part)
@@ -186,14 +170,10 @@ class _WriterChoice:
     def part(
         self, value: Tensor, layout: ParamLayout | None, stages: Sequence[int] = (), *, alike: bool = True
     ) -> Part:
-        """The part of the next tensor. Every rank must ask for the same tensors in the same order.
+        """Makes the part of the next tensor. Every rank must ask for the same tensors in the same order.
 
-        Args:
-            value: this rank's tensor.
-            layout: how the whole tensor is divided over tp; None if it is not.
-            stages: the stages of a pipeline that hold it, of which the first writes; empty where all do.
-            alike: whether all replicas hold the same values. Buffers may differ between replicas, which count on their own;
-                those of the first replica are written.
+        Buffers may differ between replicas, which count on their own (not ``alike``); those of the first replica are written. Of
+        the stages that hold a tensor the first writes; without any, all of them hold it.
         """
         dp, tp = self._groups.rank(self._groups.mean_axes), self._groups.rank("tp")
         here = "pp" not in self._groups.topology.axes or self._groups.rank("pp") == next(iter(stages), 0)
@@ -217,7 +197,7 @@ class _WriterChoice:
 def load_full_state_dict(
     record: ShardedModel, state: Mapping[str, Any], *, strict: bool, opened: Opened | None = None
 ) -> Any:
-    """Load the state dict of a whole model into a sharded one; each rank takes its part.
+    """Loads the state dict of a whole model into a sharded one; each rank takes its part.
 
     Args:
         record: the record of the sharded model.
@@ -273,11 +253,7 @@ def _is_torchs_layout(state: Mapping[str, Any]) -> bool:
 
 
 def _refuse_own_layout(optimizer: Optimizer, state: Mapping[str, Any], layout: ModelLayout | None) -> None:
-    """Refuse a state dict of a layout of its own where parameters are sharded; an empty one has nothing to shard.
-
-    Raises:
-        ValueError: naming the optimizer and what its state dict holds.
-    """
+    """Refuses a state dict of a layout of its own where parameters are sharded; an empty one has nothing to shard."""
     if layout is not None and state:
         raise ValueError(
             f"{type(optimizer).__name__}: its state dict holds {', '.join(map(str, state))} in a layout of its own, of which it is "
@@ -289,13 +265,7 @@ def _refuse_own_layout(optimizer: Optimizer, state: Mapping[str, Any], layout: M
 def full_optimizer_state(
     optimizer: Optimizer, layout: ModelLayout, groups: ParallelGroups, device: torch.device
 ) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with the moments of whole parameters. Collective over tp.
-
-    Args:
-        optimizer: an optimizer over the sharded parameters.
-        layout: the layouts of the parameters.
-        groups: the process groups.
-        device: where collectives of the groups' backend run.
+    """Makes ``optimizer.state_dict()`` with the moments of whole parameters. Collective over tp.
 
     Returns:
         Whole moments on the first rank, which writes; meta tensors of their shapes elsewhere.
@@ -335,7 +305,7 @@ def load_full_optimizer_state(
     groups: ParallelGroups,
     opened: Opened | None = None,
 ) -> None:
-    """Load the optimizer state of a whole model; each rank takes its part of every moment.
+    """Loads the optimizer state of a whole model; each rank takes its part of every moment.
 
     Args:
         optimizer: an optimizer over the sharded parameters.

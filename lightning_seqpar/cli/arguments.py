@@ -23,15 +23,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(given: argparse.Namespace, fields: Mapping[str, Any]) -> ParallelConfig:
-    """The configuration that is asked for: the one of ``--config``, or else the target's, with the overrides on top.
-
-    Args:
-        given: the parsed arguments.
-        fields: fields of :class:`~lightning_seqpar.config.ParallelConfig` that the target sets.
-
-    Raises:
-        ValueError: if the file, an override or what they make together is wrong.
-    """
+    """Returns the configuration of ``--config``, or else of the target's ``fields``, with the overrides on top."""
     if given.config:
         return ParallelConfig.from_yaml(given.config, given.overrides)
     return ParallelConfig.from_omegaconf(with_overrides(fields, given.overrides))

@@ -143,11 +143,7 @@ def _to_safetensors(source: Source, target: Path, given: argparse.Namespace) -> 
 
 @contextmanager
 def _progress(what: str, size: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes on the terminal; nothing is shown without rich.
-
-    Yields:
-        what to call with the bytes that are done and all of them.
-    """
+    """Shows a bar of bytes on the terminal (nothing without rich); it gets the bytes that are done and all of them."""
     try:
         from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
     except ImportError:

@@ -70,11 +70,7 @@ def _help_parser() -> argparse.ArgumentParser:
 
 
 def _refuse_without_cli(given: Sequence[str]) -> None:
-    """Exit with the sentence that a subcommand needs the extra, which is not installed.
-
-    Args:
-        given: arguments of the command line, of which the first is no subcommand of :data:`OWN`.
-    """
+    """Exits with the sentence that a subcommand needs the extra, which is not installed."""
     name = next((argument for argument in given if argument in LIGHTNINGS), given[0])
     parser = _help_parser()
     parser.exit(2, f"error: {parser.prog} {name} needs jsonargparse, which is not installed: {INSTALL}\n")
@@ -86,11 +82,7 @@ def print_schema() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Args:
-        args: its arguments; None for those of this process.
-    """
+    """Runs the command line, with the arguments of this process where none are given."""
     try:
         _run(args)
         sys.stdout.flush()
@@ -141,12 +133,7 @@ def _run(args: Sequence[str] | None) -> None:
 
 
 def _train(given: Sequence[str], args: Sequence[str] | None) -> None:
-    """Run Lightning's command line.
-
-    Args:
-        given: the arguments.
-        args: the same as they were given to :func:`main`; None for those of this process.
-    """
+    """Runs Lightning's command line; ``args`` is None for the arguments of this process."""
     from lightning_seqpar.cli.training import OwnCLI, has_cli
 
     if not has_cli():

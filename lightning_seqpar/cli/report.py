@@ -41,15 +41,7 @@ def _text(console: Any) -> str:
 
 
 def render_contents(contents: Contents, width: int | None = None) -> str:
-    """Render what a checkpoint holds: a headline, a table of its tensors, and its other keys.
-
-    Args:
-        contents: what :func:`~lightning_seqpar.checkpoint.contents.contents_of` returned.
-        width: columns of the terminal; the default is 100.
-
-    Raises:
-        ImportError: without the extra ``cli``.
-    """
+    """Renders what a checkpoint holds: a headline, a table of its tensors, and its other keys."""
     console, table_class = _console(width)
     origin = contents.origin
     sizes = [f"{axis} {size}" for axis, size in (origin.get("topology") or {}).items() if size > 1]
@@ -72,15 +64,7 @@ def render_contents(contents: Contents, width: int | None = None) -> str:
 
 
 def render_tensors(tensors: Mapping[str, tuple[list[int], str]], width: int | None = None) -> str:
-    """Render a table of tensors.
-
-    Args:
-        tensors: shape and dtype of each tensor, by name.
-        width: columns of the terminal; the default is 100.
-
-    Raises:
-        ImportError: without the extra ``cli``.
-    """
+    """Renders a table of tensors."""
     console, table_class = _console(width)
     _add_tensors(console, table_class, tensors, {})
     return _text(console)
@@ -89,14 +73,7 @@ def render_tensors(tensors: Mapping[str, tuple[list[int], str]], width: int | No
 def _add_tensors(
     console: Any, table_class: Any, tensors: Mapping[str, tuple[list[int], str]], ties: Mapping[str, str]
 ) -> None:
-    """Print a table of tensors; those whose names differ in an index alone, and nothing else, are one row.
-
-    Args:
-        console: where to print.
-        table_class: rich's class of tables.
-        tensors: shape and dtype of each tensor, by name.
-        ties: of tied tensors, the other name.
-    """
+    """Prints a table of tensors; those whose names differ in an index alone, and nothing else, are one row."""
     counts: Counter[tuple[str, str, str, str]] = Counter()
     for name, (shape, dtype) in tensors.items():
         tied = re.sub(r"\.\d+(?=\.)", ".*", ties.get(name, ""))
@@ -111,15 +88,7 @@ def _add_tensors(
 
 
 def render(described: Description, width: int | None = None) -> str:
-    """Render what a plan makes of a model: a headline, a table of the modules, the totals of a rank, and notes.
-
-    Args:
-        described: what :func:`~lightning_seqpar.verify.describe.describe` returned.
-        width: columns of the terminal; the default is 100.
-
-    Raises:
-        ImportError: without the extra ``cli``.
-    """
+    """Renders what a plan makes of a model: a headline, a table of the modules, the totals of a rank, and notes."""
     console, table_class = _console(width)
     console.print(_headline(described))
     table = table_class(box=None, pad_edge=False, padding=(0, 2, 0, 0))

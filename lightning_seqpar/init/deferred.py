@@ -36,7 +36,7 @@ _EMPTY = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_stride
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor of the meta device in the record: which view of which storage it is.
+    """Names a view of a storage of the meta device.
 
     Attributes:
         storage: the id of the storage, as :func:`~lightning_seqpar.distributed.autograd.storage_id` gives it.
@@ -73,10 +73,6 @@ class _Op:
     """A recorded operation, with a :class:`TensorRef` in place of each meta tensor.
 
     Attributes:
-        func: what was called.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        out: its result.
         writes: storages that it changes in place.
         overwrites: that one of them of whose old values nothing is left; None if there is none.
         dtype: the default dtype when it was called.
@@ -186,12 +182,7 @@ class DeferredInit(TorchDispatchMode):
         self._left_states[op.stream] = generator.get_state().numpy().tobytes()
 
     def note_constant(self, out: Tensor, value: Tensor) -> None:
-        """Record a meta tensor that was made of numbers, which the meta device does not keep.
-
-        Args:
-            out: the meta tensor.
-            value: the same with its numbers.
-        """
+        """Records a meta tensor that was made of numbers, which the meta device does not keep, with them."""
         known = len(self._storages)
         ref = self.ref(out)
         self._note(_Op(_constant, (value,), {}, ref, frozenset(), None), list(self._storages)[known:])
@@ -270,12 +261,7 @@ class DeferredInit(TorchDispatchMode):
                 )
 
     def note_call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        """Record a call of a function of ``torch.nn.init`` that does nothing to meta tensors.
-
-        Args:
-            function: the function, which is called as a whole when the record is replayed.
-            arguments: its arguments by name; ``tensor`` is the one that it fills.
-        """
+        """Records a call of a function of ``torch.nn.init`` that does nothing to meta tensors; a replay calls it as a whole."""
         ref_arguments = {name: self._refer(value) for name, value in arguments.items()}
         target = ref_arguments["tensor"]
         overwritten = target.storage if self._covers_storage(target) else None
@@ -466,13 +452,7 @@ def _constant(value: Tensor) -> Tensor:
 
 
 def _run(op: _Op, tensor: Callable[[TensorRef], Tensor], generators: Mapping[int, torch.Generator]) -> Any:
-    """Call a recorded operation again, on real tensors.
-
-    Args:
-        op: the operation.
-        tensor: from a reference to the real tensor.
-        generators: by stream, the generator to draw from.
-    """
+    """Calls a recorded operation again, on real tensors, with the generator of its stream."""
 
     def real(value: Any) -> Any:
         if isinstance(value, torch.Generator):

@@ -34,12 +34,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 class _Source(str):
     """The path of a module's weights, and which tensors the module had under which names when :func:`weights_from` was called.
 
-    Later a wrapper or an adapter may change the names.
-
-    Args:
-        path: the path that :func:`weights_from` was given.
-        tensors: the parameters and buffers that the files fill, by their names in the module.
-        since: how many operations :class:`DeferredInit` had recorded then.
+    Later a wrapper or an adapter may change the names. ``since`` counts the operations that :class:`DeferredInit` had recorded.
     """
 
     def __new__(cls, path: str, tensors: dict[str, Tensor], since: int) -> _Source:
@@ -107,15 +102,9 @@ def weights_from(module: _Module, path: str | Path) -> _Module:
 
 
 class WeightFiles(TensorFiles):
-    """Safetensors files whose tensors are read by the names that they have in a module.
+    """Reads safetensors files by the names that their tensors have in a module.
 
-    Args:
-        path: a ``.safetensors`` file, a ``.safetensors.index.json``, or a folder with either.
-        module: the module. Where it is a Hugging Face model, files may also use the names that its library writes.
-
-    Raises:
-        ValueError: if there are no such files.
-        ImportError: without the extra ``hf``.
+    Where it is a Hugging Face model, files may also use the names that its library writes.
     """
 
     def __init__(self, path: str | Path, module: nn.Module) -> None:
@@ -127,10 +116,7 @@ class WeightFiles(TensorFiles):
             self._read_mapping()
 
     def _read_mapping(self) -> None:
-        """Find out how a Hugging Face model's tensors differ from those of the files.
-
-        Some have another name, and some are made of several tensors of the files (stacked experts).
-        """
+        """Finds what has another name in a Hugging Face model's files, or is made of several tensors there (stacked experts)."""
         from transformers import conversion_mapping, core_model_loading
 
         model: Any = self._module
@@ -158,11 +144,7 @@ class WeightFiles(TensorFiles):
         return next((key for key in keys if key in self._files), None)
 
     def _parts(self, name: str) -> tuple[str, Any, list[tuple[str, str]]] | None:
-        """What the module's ``name`` is made of; None if it is not made of several tensors.
-
-        Returns:
-            The name that the library knows it by, what converts it, and patterns and names of the files' tensors.
-        """
+        """Returns the library's name, the converter, patterns and names in the files, if ``name`` is made of several tensors."""
         return next(
             (
                 (candidate, *self._converted[candidate])
@@ -177,11 +159,7 @@ class WeightFiles(TensorFiles):
         return self._key(name) is not None or self._parts(name) is not None
 
     def check(self) -> None:
-        """Check that the files hold every parameter, with its shape.
-
-        Raises:
-            ValueError: naming a parameter that they do not hold, or hold with another shape.
-        """
+        """Raises ValueError unless the files hold every parameter, with its shape."""
         keys: dict[int, str | None] = {}  # by the id of a parameter: tied names are one
         names: dict[int, list[str]] = defaultdict(list)
         tensors = {}
@@ -231,14 +209,9 @@ class WeightFiles(TensorFiles):
         return self._dtype(key if key is not None or parts is None else parts[2][0][1])
 
     def read(self, name: str, shard: Shard | None = None, rank: int = 0) -> Tensor:
-        """Read the module's tensor ``name``, or a rank's part of it.
+        """Reads the module's tensor ``name``, or a rank's part of it.
 
         Nothing but that part is read from the disk, unless the tensor is made of several tensors of the files.
-
-        Args:
-            name: the name in the module.
-            shard: how the tensor is divided over tp; None for the whole tensor.
-            rank: the tensor-parallel rank.
         """
         key = self._key(name)
         if key is None:
@@ -270,14 +243,7 @@ class WeightFiles(TensorFiles):
 
 @dataclass
 class _Place:
-    """Where a tensor of the model is.
-
-    Attributes:
-        name: its name in the model.
-        holder: the module that has it as an attribute.
-        leaf: the name of that attribute.
-        ref: the meta tensor in the record of the initialisation.
-    """
+    """A tensor of the model: its name, the module and attribute that hold it, and the meta tensor in the record."""
 
     name: str
     holder: nn.Module
@@ -325,10 +291,7 @@ class LateWeights:
                     places[ref.storage].append(_Place(f"{name}.{leaf}" if name else leaf, module, leaf, ref))
 
     def _complete(self) -> None:
-        """Record the initialisation of modules whose parameters have none in the record, by calling it now.
-
-        Files fill the modules that have a source; those are left out.
-        """
+        """Records the initialisation of modules that have none in the record and no files, by calling it now."""
         for name, module in self._model.named_modules():
             if any(name == source or name.startswith(f"{source}.") or not source for source in self._sources):
                 continue
@@ -340,11 +303,7 @@ class LateWeights:
                     reset()
 
     def _initialize_huggingface(self, name: str, module: nn.Module) -> None:
-        """Call the initialisation of a Hugging Face model, which the library skips on the meta device.
-
-        Raises:
-            ValueError: if the model was adapted before, since the initialisation would overwrite the adapters.
-        """
+        """Calls the initialisation of a Hugging Face model, which the library skips on the meta device."""
         # The class is asked, since PEFT's wrappers pass attributes of the wrapped model on.
         initialize = getattr(module, "initialize_weights", None) if hasattr(type(module), "_init_weights") else None
         meta = [inner for inner, parameter in module.named_parameters() if parameter.is_meta]
@@ -366,11 +325,7 @@ class LateWeights:
         return tensor.is_meta and not self.recorder.fills(tensor)
 
     def check(self) -> None:
-        """Check that every meta tensor can be given its values.
-
-        Raises:
-            ValueError: naming a tensor that nothing fills, or that would get other values than in a whole model.
-        """
+        """Raises ValueError for a tensor that nothing fills, or that would get other values than in a whole model."""
         drawn: list[_Place] = []  # tensors that get their values from the record
         read: set[int] = set()  # storages of tensors that are read from a checkpoint or a file
         storages_of_files = {
@@ -410,10 +365,7 @@ class LateWeights:
         self.recorder.check((place.ref for place in drawn), storages_of_files)
 
     def _check_known(self, place: _Place) -> None:
-        """Raise ValueError for a parameter that is not the one of its name that files were to fill.
-
-        It would be drawn, and the numbers of the files would be lost.
-        """
+        """Raises ValueError for a parameter that is not the one of its name that files were to fill: it would be drawn."""
         for _, source, files, inner in self._around(place.name):
             if isinstance(getattr(place.holder, place.leaf), nn.Parameter) and files.has(inner):
                 raise ValueError(
@@ -429,19 +381,12 @@ class LateWeights:
 
     @functools.cached_property
     def _in_files(self) -> dict[str, tuple[WeightFiles, str]]:
-        """The files that fill a tensor and its name in them, for each tensor that files fill.
-
-        Looked up once, before any tensor gets its values.
-        """
+        """Maps each tensor that files fill to the files and its name there; looked up before any tensor gets its values."""
         places = (place for group in (self._parameters, self._others) for places in group.values() for place in places)
         return {place.name: source for place in places if (source := self._source_of(place)) is not None}
 
     def _source_of(self, place: _Place) -> tuple[WeightFiles, str] | None:
-        """The files in which a tensor is, and the name that it had in the module when they were given; None if there are none.
-
-        Raises:
-            ValueError: if the tensor was changed in place since.
-        """
+        """Finds the files of a tensor, and its name when they were given; raises ValueError if it was changed in place since."""
         tensor = getattr(place.holder, place.leaf)
         for path, source, files, inner in self._around(place.name):
             known = source.names(tensor)
@@ -472,11 +417,9 @@ class LateWeights:
         return len(self._parameters)
 
     def fill_parameters(self, record: ShardedModel | None, advance: Callable[[], None] = lambda: None) -> None:
-        """Give every parameter this rank's part of its values, or its rows of it. No more than one whole tensor exists at a time.
+        """Gives every parameter this rank's part of its values, or its rows of it; no more than one whole tensor exists at a time.
 
-        Args:
-            record: the record of the sharded model; None if it is not sharded.
-            advance: called for each of the :attr:`count` tensors when it is filled.
+        ``advance`` is called for each of the :attr:`count` tensors when it is filled.
         """
         # What other stages of a pipeline hold has left the meta device already, without values.
         wanted = {
@@ -539,11 +482,7 @@ def _layout(record: ShardedModel | None, place: _Place) -> ParamLayout | None:
 
 
 def _set(place: _Place, value: Tensor) -> None:
-    """Give a tensor its values. A parameter stays the same object, so that tied parameters stay tied.
-
-    Raises:
-        ValueError: for values of another shape.
-    """
+    """Gives a tensor its values. A parameter stays the same object, so that tied parameters stay tied."""
     current = getattr(place.holder, place.leaf)
     if tuple(value.shape) != tuple(current.shape):
         raise ValueError(

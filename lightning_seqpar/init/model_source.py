@@ -97,15 +97,7 @@ def load_target(
 
 
 def made_by_user(make: Callable[[], Any], what: str) -> Any:
-    """What a function of the user's returns.
-
-    Args:
-        make: the function.
-        what: names it in messages.
-
-    Raises:
-        ValueError: if it raises something, or needs arguments.
-    """
+    """Calls a function of the user's; raises ValueError, which names it ``what``, if it raises something or needs arguments."""
     try:
         return make()
     except ImportError:
@@ -120,16 +112,7 @@ def made_by_user(make: Callable[[], Any], what: str) -> Any:
 
 
 def _make(make: Any, what: str, memory: bool) -> nn.Module:
-    """Make a model on the meta device, or, where its code needs numbers, on the CPU.
-
-    Args:
-        make: makes the model.
-        what: what is called, for the error.
-        memory: make it on the CPU at once.
-
-    Raises:
-        ValueError: if it makes something else.
-    """
+    """Makes a model on the meta device, or, where its code needs numbers (or ``memory`` is asked for), on the CPU."""
     try:
         with contextlib.nullcontext() if memory else torch.device("meta"):
             made = make()
@@ -151,15 +134,7 @@ def as_steps_take_it(model: nn.Module, batch: Any) -> Any:
 
 
 def function_named(path: str, what: str) -> Callable[[], Any]:
-    """The function or class that ``package.module:name`` names.
-
-    Args:
-        path: its path.
-        what: the option that gave it, for the error.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Imports what ``package.module:name`` names; raises ValueError, with the option ``what`` that gave it, if there is none."""
     module, _, name = path.partition(":")
     try:
         imported = importlib.import_module(module)
@@ -173,11 +148,7 @@ def function_named(path: str, what: str) -> Callable[[], Any]:
 
 
 def batch_named(path: str | None, target: TargetModel) -> Any:
-    """The batch that the option ``--batch`` names, or what makes it; else that of the target, or None.
-
-    Raises:
-        ValueError: if nothing has that name.
-    """
+    """Returns the batch that the option ``--batch`` names, or what makes it; else that of the target, or None."""
     return target.batch if path is None else function_named(path, "--batch")
 
 
@@ -187,7 +158,7 @@ def model_from_folder(
     memory: bool = False,
     change: Callable[[Any], Any] | None = None,
 ) -> nn.Module:
-    """Make the model of a Hugging Face folder's ``config.json`` on the meta device; no weights are read.
+    """Makes the model of a Hugging Face folder's ``config.json`` on the meta device; no weights are read.
 
     Args:
         folder: the folder.
@@ -227,12 +198,7 @@ def model_from_folder(
 
 
 def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
-    """The model of a YAML file of Lightning's command line, with the strategy's fields and the first batch.
-
-    Raises:
-        ValueError: if the file can't be read or names no model, or the model can't be made.
-        ImportError: without the extra ``cli``.
-    """
+    """Makes the model of a YAML file of Lightning's command line, with the strategy's fields and the first batch."""
     text = read_text(file, str(file))
     if text is None:
         raise ValueError(f"target={str(file)!r}: no such file; give {_FORMS}")
@@ -316,11 +282,7 @@ def _strategy_of(setting: Any, file: Path, foreign: bool) -> tuple[tuple[str, di
 
 
 def _mapping(value: Any, name: str, file: Path) -> dict[str, Any]:
-    """A copy of a mapping below ``trainer.strategy`` of a YAML file; empty for nothing.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Copies a mapping below ``trainer.strategy`` of a YAML file; empty for nothing, ValueError for anything else."""
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(
             f"{file}: {name}={shown(value)} of trainer.strategy is no mapping; write arguments by name, as tp: 2"
