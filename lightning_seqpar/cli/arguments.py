@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_seqpar.config import ParallelConfig, with_overrides
@@ -27,6 +28,15 @@ def config_of(given: argparse.Namespace, fields: Mapping[str, Any]) -> ParallelC
     if given.config:
         return ParallelConfig.from_yaml(given.config, given.overrides)
     return ParallelConfig.from_omegaconf(with_overrides(fields, given.overrides))
+
+
+@contextmanager
+def told(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """A context manager in which an error ends the process with code 2, by a sentence and where to find help."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        parser.exit(2, f"error: {cause_of(str(error))}\ntip: {parser.prog} --help\n")
 
 
 def cause_of(message: str) -> str:

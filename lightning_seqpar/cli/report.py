@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from lightning_seqpar.checkpoint.contents import Contents
     from lightning_seqpar.verify.describe import Description, ModuleRow
 
-_WIDTH = 100
-"""Columns of the text if nothing else is asked for."""
-
 
 def human(count: float) -> str:
     """A number of bytes in the largest unit of which there is at least one: ``1.50 GiB``."""
@@ -25,14 +22,14 @@ def human(count: float) -> str:
     raise AssertionError
 
 
-def _console(width: int | None) -> tuple[Any, Any]:
+def _console(width: int = 100) -> tuple[Any, Any]:
     """A console that prints into memory, and rich's class of tables; raises ImportError without rich."""
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
         raise ImportError("the table needs rich: pip install 'lightning-seqpar[cli]'") from None
-    return Console(file=io.StringIO(), width=width or _WIDTH, highlight=False, color_system=None), Table
+    return Console(file=io.StringIO(), width=width, highlight=False, color_system=None), Table
 
 
 def _text(console: Any) -> str:
@@ -40,9 +37,9 @@ def _text(console: Any) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def render_contents(contents: Contents, width: int | None = None) -> str:
+def render_contents(contents: Contents) -> str:
     """Renders what a checkpoint holds: a headline, a table of its tensors, and its other keys."""
-    console, table_class = _console(width)
+    console, table_class = _console()
     origin = contents.origin
     sizes = [f"{axis} {size}" for axis, size in (origin.get("topology") or {}).items() if size > 1]
     form = {"safetensors": "safetensors in Hugging Face's layout"}.get(contents.form, contents.form)
@@ -63,9 +60,9 @@ def render_contents(contents: Contents, width: int | None = None) -> str:
     return _text(console)
 
 
-def render_tensors(tensors: Mapping[str, tuple[list[int], str]], width: int | None = None) -> str:
+def render_tensors(tensors: Mapping[str, tuple[list[int], str]]) -> str:
     """Renders a table of tensors."""
-    console, table_class = _console(width)
+    console, table_class = _console()
     _add_tensors(console, table_class, tensors, {})
     return _text(console)
 
@@ -87,7 +84,7 @@ def _add_tensors(
     console.print(table)
 
 
-def render(described: Description, width: int | None = None) -> str:
+def render(described: Description, width: int = 100) -> str:
     """Renders what a plan makes of a model: a headline, a table of the modules, the totals of a rank, and notes."""
     console, table_class = _console(width)
     console.print(_headline(described))
