@@ -28,12 +28,7 @@ class Background:
         self._waiting: list[Future[None]] = []
 
     def start(self, path: Path, write: Callable[[], None]) -> None:
-        """Begin to write a checkpoint; :meth:`wait` must have been called for the one before.
-
-        Args:
-            path: where it is written.
-            write: writes it; called in the thread.
-        """
+        """Begins to write a checkpoint in the thread; :meth:`wait` must have been called for the one before."""
         assert self._saving is None
         self.path = path
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lightning_seqpar-save")
@@ -51,11 +46,7 @@ class Background:
             self._waiting.append(self._thread.submit(lambda: None if saving.exception() else work()))
 
     def wait(self) -> None:
-        """Wait until the checkpoint is written and all that came after it is done.
-
-        Raises:
-            SaveError: on every rank, if the checkpoint could not be written.
-        """
+        """Waits until the checkpoint is written and all that came after it is done; raises SaveError on every rank if it failed."""
         under_way = [*([self._saving] if self._saving else []), *self._waiting]
         self.path, self._saving, self._waiting = None, None, []
         for future in under_way:

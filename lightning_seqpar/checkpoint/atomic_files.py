@@ -60,15 +60,16 @@ def local_path(path: Any) -> Path | None:
 
 
 def write_synced(path: Path, write: Callable[[Any], None]) -> None:
-    """Write a file and wait until it is on the disk.
-
-    Args:
-        path: the file.
-        write: called with the open binary file; writes what belongs in it.
-    """
+    """Writes a file, by a function of the open binary file, and waits until it is on the disk."""
     with path.open("wb") as file:
         write(file)
         file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file is on the disk."""
+    with path.open("rb+") as file:
         os.fsync(file.fileno())
 
 
@@ -82,15 +83,10 @@ def sync_folder(path: Path) -> None:
 
 
 def on_first_rank(work: Callable[[], Any], group: ProcessGroup, what: str) -> None:
-    """Do something on the group's first rank alone, while the others wait. Collective.
-
-    Args:
-        work: what is done.
-        group: the ranks that wait for it.
-        what: the beginning of the error message: what could not be done.
+    """Does something on the group's first rank alone, while the others wait. Collective.
 
     Raises:
-        SaveError: on every rank, if ``work`` raised.
+        SaveError: on every rank, if ``work`` raised; it begins with ``what`` could not be done.
     """
     message: list[Any] = [None]
     if dist.get_rank(group) == 0:
@@ -104,19 +100,11 @@ def on_first_rank(work: Callable[[], Any], group: ProcessGroup, what: str) -> No
 
 
 def on_every_rank(work: Callable[[], T], group: ProcessGroup, what: str) -> T:
-    """Do something on every rank; if it fails on one rank, it fails on all. Collective.
-
-    Args:
-        work: what is done.
-        group: the ranks that do it.
-        what: the beginning of the error message: what could not be done.
-
-    Returns:
-        What ``work`` returned on this rank.
+    """Does something on every rank; if it fails on one rank, it fails on all. Collective.
 
     Raises:
         Exception: what ``work`` raised on this rank.
-        ValueError: on the ranks where it raised nothing, naming a rank where it did.
+        ValueError: on the ranks where it raised nothing, naming a rank where it did; it begins with ``what`` could not be done.
     """
     failed: Exception | None = None
     try:

@@ -153,7 +153,7 @@ def contents_of(source: Source) -> Contents:
 
 
 def contents_of_files(path: Path) -> Contents:
-    """List the tensors of a folder that ``save_pretrained`` wrote, by the names in its files.
+    """Lists the tensors of a folder that ``save_pretrained`` wrote, by the names in its files.
 
     Raises:
         ValueError: if a file is missing or damaged.

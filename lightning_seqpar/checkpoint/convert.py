@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import mmap
-import os
-import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync_folder
+from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync_file, sync_folder
 from lightning_seqpar.checkpoint.contents import (
     FileSource,
     Form,
@@ -37,6 +34,8 @@ from lightning_seqpar.checkpoint.folder import (
     read_parts,
     split_parts,
 )
+
+K = TypeVar("K")
 
 
 class _Folder(Source):
@@ -64,11 +63,7 @@ class _Folder(Source):
 
 
 def open_source(path: str | Path, *, trust: bool = False) -> Source:
-    """Open a checkpoint of either of this package's forms.
-
-    Args:
-        path: a file, or the folder of a sharded checkpoint.
-        trust: whether to read objects that are neither tensors nor plain data; their pickles may run code.
+    """Opens a checkpoint of either of this package's forms; ``trust`` also reads objects whose pickles may run code.
 
     Raises:
         ValueError: if it is missing, damaged or unfinished.
@@ -80,9 +75,7 @@ def open_source(path: str | Path, *, trust: bool = False) -> Source:
 def write_checkpoint(
     source: Source, target: Path, form: Form, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Write a checkpoint in one of this package's two forms.
-
-    Tensors are copied one by one, so that no more than the largest is in memory.
+    """Writes a checkpoint in one of this package's two forms, tensor by tensor: no more than the largest is in memory.
 
     Args:
         source: the checkpoint that is read.
@@ -98,138 +91,61 @@ def write_checkpoint(
 
 
 def check_free(target: Path) -> None:
-    """Check that nothing would be overwritten.
-
-    Raises:
-        ValueError: if the target exists.
-    """
+    """Raises ValueError if something would be overwritten."""
     if target.exists():
         raise ValueError(f"{target}: it is there already; remove it, or write elsewhere")
 
 
 def _to_file(source: Source, target: Path, progress: Callable[[int, int], None]) -> None:
-    """Write the single form: a file with space for all numbers, which is then mapped into memory and filled."""
-    unfinished = beside(target, UNFINISHED)
+    """Writes the single form; what has no numbers yet is read into a mapped file first, tensor by tensor."""
+    unread: dict[int, Tensor] = {}
+    walk(source.tree, lambda _, leaf: unread.setdefault(id(leaf), leaf) if _is_meta(leaf) else leaf)
+    total, done = sum(value.nbytes for value in unread.values()), 0
     target.parent.mkdir(parents=True, exist_ok=True)
-    within = _write_empty_file(source, target, unfinished)
-    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-        mapped = torch.load(unfinished, map_location="cpu", mmap=True, weights_only=False)
-    places: dict[str, Tensor] = {}
-    walk(mapped, lambda key, leaf: places.setdefault(key, leaf) if isinstance(leaf, Tensor) else leaf)
-    _fill_within(within, mapped, places, target, unfinished)
-    tensors: dict[str, Tensor] = {}
-    walk(source.tree, lambda key, leaf: tensors.setdefault(key, leaf) if isinstance(leaf, Tensor) else leaf)
-    total, done = sum(value.numel() * value.element_size() for value in tensors.values()), 0
-    for key, value in tensors.items():
-        source.fill(value, places[key])
-        done += value.numel() * value.element_size()
-        progress(done, total)
-    with unfinished.open("rb+") as file:
-        os.fsync(file.fileno())
+    unfinished = beside(target, UNFINISHED)
+    with scratch(beside(target, ".scratch"), unread) as room:
+        for key, value in unread.items():
+            source.fill(value, room[key])
+            done += value.nbytes
+            progress(done, total)
+        torch.save(walk(source.tree, lambda _, leaf: room.get(id(leaf), leaf)), unfinished)
+    sync_file(unfinished)
     unfinished.replace(target)
     sync_folder(target.parent)
 
 
-def _write_empty_file(source: Source, target: Path, unfinished: Path) -> list[Tensor]:
-    """Write a checkpoint's file with space for the numbers of its tensors, but without the numbers.
+def _is_meta(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_meta
 
-    Returns:
-        The tensors within objects, which :func:`walk` does not find.
 
-    Raises:
-        ValueError: if one of those is not strided.
+@contextmanager
+def scratch(path: Path, metas: Mapping[K, Tensor]) -> Iterator[dict[K, Tensor]]:
+    """Gives tensors with the shapes and dtypes of ``metas``, whose memory is a mapped file that is removed at the end.
+
+    So a file of weights of any size can be put together in little memory.
     """
-    stand_ins: dict[int, Tensor] = {}
-    with FakeTensorMode():
-
-        def stand_in(key: str, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            if id(leaf) not in stand_ins:
-                stand_ins[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
-            return stand_ins[id(leaf)]
-
-        tree = walk(source.tree, stand_in)
-    within = _Within(stand_ins.values()).of(tree)
-    if odd := next((tensor for tensor in within if tensor.layout != torch.strided), None):
-        raise ValueError(
-            f"{target}: the checkpoint holds a tensor of layout {odd.layout} within an object; convert it to the sharded form, or "
-            "take it out"
-        )
-    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(tree, unfinished)
-    return within
-
-
-def _fill_within(
-    within: list[Tensor], mapped: Any, places: Mapping[str, Tensor], target: Path, unfinished: Path
-) -> None:
-    """Copy the numbers of tensors within objects into the mapped file, and check that all of them arrived.
-
-    Args:
-        within: those tensors, of the source.
-        mapped: the checkpoint in the mapped file.
-        places: the other tensors of the mapped file.
-        target: the checkpoint's name, for the error.
-        unfinished: the file, which is removed if something is missing.
-
-    Raises:
-        ValueError: if the file has other such tensors than the source.
-    """
-    for value, place in zip(within, _Within(places.values()).of(mapped), strict=False):
-        if place.untyped_storage().nbytes() == value.untyped_storage().nbytes():
-            place.untyped_storage().copy_(value.untyped_storage())
-    written = _Within(places.values()).of(mapped)
-    if len(written) != len(within) or not all(map(_are_equal, within, written)):
-        unfinished.unlink()
-        raise ValueError(
-            f"{target}: the checkpoint holds tensors within objects that can't be written one by one (in a set, sparse, or made "
-            "where they are pickled); convert it to the sharded form, or take them out"
-        )
-
-
-class _Within(pickle.Pickler):
-    """Finds tensors within objects that :func:`walk` does not look into (modules, dataclasses).
-
-    They are found in the order in which they are pickled, which is the same in a checkpoint that was saved and loaded.
-
-    Args:
-        known: the tensors that :func:`walk` finds.
-    """
-
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__(io.BytesIO())
-        self._tensors: dict[int, Tensor] = {}
-        self._known = {id(tensor) for tensor in known}
-
-    def persistent_id(self, thing: Any) -> int | None:
-        """An id for a tensor, so that its numbers are not pickled; None for any other object."""
-        if not isinstance(thing, Tensor):
-            return None
-        if id(thing) not in self._known:
-            self._tensors[id(thing)] = thing
-        return id(thing)
-
-    def of(self, tree: Any) -> list[Tensor]:
-        """The tensors within objects of a checkpoint, without those that are known."""
-        self.dump(tree)
-        return [*self._tensors.values()]
-
-
-def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits (a NaN equals itself)."""
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    return torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8) for x in (a, b)))
+    places, size = {}, 0
+    for name, meta in metas.items():
+        places[name] = size
+        size += -(-meta.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        with path.open("w+b") as file:
+            file.truncate(max(size, 1))
+            memory = mmap.mmap(file.fileno(), 0)
+        yield {
+            name: torch.frombuffer(memory, dtype=torch.uint8, count=meta.nbytes, offset=places[name])
+            .view(meta.dtype)
+            .view(meta.shape)
+            if meta.nbytes
+            else torch.empty(meta.shape, dtype=meta.dtype)
+            for name, meta in metas.items()
+        }
+    finally:
+        path.unlink(missing_ok=True)
 
 
 class _DeferredPart(Part):
-    """A whole tensor that is read from the source only when it is about to be written.
-
-    Args:
-        meta: a tensor of its shape and dtype.
-        read: reads it.
-    """
+    """Holds the place of a whole tensor, which is read from the source only when it is about to be written."""
 
     def __init__(self, meta: Tensor, read: Callable[[], Tensor]) -> None:
         super().__init__(meta, None, 0, writes=True)
@@ -246,7 +162,7 @@ def _to_folder(source: Source, target: Path, progress: Callable[[int, int], None
 
     def read(leaf: Tensor) -> Tensor:
         nonlocal done
-        done += leaf.numel() * leaf.element_size()
+        done += leaf.nbytes
         progress(done, total)
         return source.read(leaf)
 
@@ -256,7 +172,7 @@ def _to_folder(source: Source, target: Path, progress: Callable[[int, int], None
         return leaf
 
     state, deferred = split_parts(walk(source.tree, part))
-    total = sum(item.local.numel() * item.local.element_size() for item in deferred.values())
+    total = sum(item.local.nbytes for item in deferred.values())
     begin_folder(target)
     try:
         with warnings.catch_warnings():  # torch warns that one process writes alone, which is intended

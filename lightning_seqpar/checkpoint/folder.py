@@ -113,11 +113,7 @@ class Part:
         return out
 
     def write_items(self, key: str) -> Iterator[WriteItem]:
-        """What this rank writes, as torch's distributed checkpointing asks for it.
-
-        Args:
-            key: the tensor's name in the checkpoint.
-        """
+        """Yields what this rank writes of the tensor ``key``, as torch's distributed checkpointing asks for it."""
         for offsets, (piece, writes) in self._chunks.items():
             if writes:
                 chunk = ChunkStorageMetadata(offsets, piece.shape)
@@ -188,11 +184,7 @@ def own_memory(tree: Any) -> Any:
 
 
 def split_parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Part]]:
-    """Separate a checkpoint into what ranks write together and the rest.
-
-    Returns:
-        The checkpoint with a meta tensor in place of each part, and the parts by their path in it.
-    """
+    """Separates a checkpoint into what ranks write together, by path, and the rest, with a meta tensor for each part."""
     parts: dict[str, Part] = {}
     stand_ins: dict[int, Tensor] = {}  # by the id of a part: tied weights are one part, and stay one tensor
 
@@ -219,11 +211,7 @@ def remove_folder(path: Path) -> None:
 
 
 def begin_folder(path: Path) -> None:
-    """Make an empty folder beside a checkpoint's name; what an interrupted run left there is removed.
-
-    Raises:
-        OSError: if the folder can't be made.
-    """
+    """Makes an empty folder beside a checkpoint's name; what an interrupted run left there is removed."""
     unfinished = beside(path, UNFINISHED)
     if path.is_file():
         raise FileExistsError(f"{path} is a file; a sharded checkpoint is a folder")
@@ -239,14 +227,9 @@ def pack(state: Any) -> bytes:
 
 
 def finish_folder(path: Path, state: bytes, facts: Mapping[str, Any]) -> None:
-    """Complete a checkpoint whose tensors are written: write the rest, then the marker, and rename the folder.
+    """Completes a checkpoint whose tensors are written: writes the rest (of :func:`pack`), then the marker, and renames the folder.
 
     Each step waits until the one before is on the disk.
-
-    Args:
-        path: the checkpoint.
-        state: what :func:`pack` returned.
-        facts: what the marker says of the run.
     """
     unfinished, replaced = (beside(path, end) for end in (UNFINISHED, REPLACED))
     write_synced(unfinished / STATE, lambda file: file.write(state))
@@ -337,18 +320,14 @@ class _Reader(FileSystemReader):
 
 
 def read_parts(folder: Folder, parts: Mapping[str, Part]) -> None:
-    """Read parts of tensors from the files, into the memory of :attr:`Part.local`.
-
-    Args:
-        folder: the checkpoint.
-        parts: what to read, by key.
+    """Reads parts of tensors, by key, from the files into the memory of :attr:`Part.local`.
 
     Raises:
         ValueError: for a tensor that is not there, or has another shape, and if the disk fails.
     """
     if not parts:
         return
-    index: Metadata = folder.index(stand_ins=False)
+    index: Metadata = folder.index()
     for key, part in parts.items():
         metadata = index.state_dict_metadata.get(key)
         if not isinstance(metadata, TensorStorageMetadata):
@@ -445,12 +424,7 @@ class Opened:
 
 
 class FolderTensors(Mapping[str, Tensor]):
-    """A mapping from names to tensors of a folder, each of which is read whole on every access.
-
-    Args:
-        opened: the folder.
-        tensors: its meta tensors, by name.
-    """
+    """Maps names to tensors of a folder, each of which is read whole on every access."""
 
     def __init__(self, opened: Opened, tensors: Mapping[str, Any]) -> None:
         self._opened, self._tensors = opened, tensors

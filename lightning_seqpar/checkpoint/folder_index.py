@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -18,40 +18,16 @@ FORMAT = 1
 """Version of the folder's layout, which its marker names."""
 
 
-class _StandIn:
-    """Has the attributes of a pickled object, and nothing else of it."""
-
-    def __init__(self, *args: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        vars(self).update(state if isinstance(state, dict) else {})
-
-
 class _Index(pickle.Unpickler):
     """Reads the index that torch writes into a folder, a pickle, and refuses any class that is not part of an index.
 
     Reading a pickle of arbitrary classes may run code.
-
-    Args:
-        file: the pickle.
-        stand_ins: whether objects of torch's distributed checkpointing are made as :class:`_StandIn`.
     """
 
-    def __init__(self, file: BinaryIO, *, stand_ins: bool) -> None:
-        super().__init__(file)
-        self._stand_ins = stand_ins
-
     def find_class(self, module: str, name: str) -> Any:
-        """The class of that name, if indexes are made of it.
-
-        Raises:
-            UnpicklingError: for any other class.
-        """
+        """Returns the class of that name; raises UnpicklingError if indexes are not made of it."""
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
             return PurePosixPath  # the index names the folder as it was called on the system that wrote it
-        if (module, name) in _OF_INDEX and self._stand_ins and module.startswith("torch.distributed."):
-            return _StandIn
         if (module, name) in _OF_INDEX:
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
@@ -73,10 +49,7 @@ _OF_INDEX = {
 
 
 class Folder:
-    """A sharded checkpoint that is read. Reading is not collective, and any number of ranks may read.
-
-    Args:
-        path: the folder.
+    """Reads a sharded checkpoint. Reading is not collective, and any number of ranks may read.
 
     Attributes:
         path: the folder.
@@ -100,18 +73,11 @@ class Folder:
             )
         self._check_files()
 
-    def index(self, *, stand_ins: bool) -> Any:
-        """Where each tensor's parts lie in its files: torch's ``Metadata``, or an object with its attributes.
-
-        Args:
-            stand_ins: whether the objects are of a class of ours; torch's take half a second to load.
-
-        Raises:
-            ValueError: if it can't be read.
-        """
+    def index(self) -> Any:
+        """Reads where each tensor's parts lie in its files; raises ValueError if it can't be read."""
         try:
             with (self.path / ".metadata").open("rb") as file:
-                return _Index(file, stand_ins=stand_ins).load()
+                return _Index(file).load()
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(
                 f"{self.path}: its index .metadata can't be read ({error}); the checkpoint is damaged"
@@ -130,7 +96,7 @@ class Folder:
     def _check_files(self) -> None:
         """Raise ValueError unless every file is as long as the index says."""
         ends: dict[str, int] = {}
-        for info in self.index(stand_ins=True).storage_data.values():
+        for info in self.index().storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, length in ends.items():
             file = self.path / name
@@ -144,14 +110,7 @@ class Folder:
                 raise ValueError(f"{file}: it {what}; the checkpoint is damaged")
 
     def state(self, *, weights_only: bool | None = None) -> dict[str, Any]:
-        """The checkpoint with a meta tensor for each tensor that :meth:`read` reads, whose key is its path in it.
-
-        Args:
-            weights_only: as for ``torch.load``.
-
-        Raises:
-            ValueError: if the file is damaged.
-        """
+        """Reads the checkpoint, with a meta tensor for each tensor that ranks wrote; raises ValueError if the file is damaged."""
         try:
             state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=weights_only)
         except (OSError, EOFError, RuntimeError) as error:
@@ -160,12 +119,7 @@ class Folder:
 
 
 class FolderSource(Source):
-    """A sharded checkpoint whose tensors are listed, and not read.
-
-    Args:
-        path: the folder.
-        trust: whether to read objects that are neither tensors nor plain data; their pickles may run code.
-    """
+    """Lists the tensors of a sharded checkpoint, without their numbers."""
 
     form: Form = "sharded"
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync_folder, write_synced
+from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync_file, sync_folder, write_synced
 from lightning_seqpar.checkpoint.contents import WEIGHTS, Form, Source, identity
-from lightning_seqpar.checkpoint.convert import check_free
+from lightning_seqpar.checkpoint.convert import check_free, scratch
 from lightning_seqpar.checkpoint.folder import begin_folder
 from lightning_seqpar.init.meta_weights import WeightFiles
 from lightning_seqpar.init.model_source import model_from_folder
@@ -155,18 +153,10 @@ class HuggingFaceTarget:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that are written."""
-        return sum(_nbytes(value) for value, _ in self._metas.values())
+        return sum(value.nbytes for value, _ in self._metas.values())
 
     def _find_names(self, own: Mapping[str, Tensor], prefix: str | None) -> dict[str, str]:
-        """Find the name in the checkpoint of each tensor of the model. Of tied tensors the checkpoint needs to have one.
-
-        Args:
-            own: the tensors of the model, by the names of the library.
-            prefix: where the model is in the checkpoint; None to try all places.
-
-        Raises:
-            ValueError: if the checkpoint does not hold all of the model, or holds it in several places.
-        """
+        """Finds the name in the checkpoint of each tensor of the model; of tied tensors the checkpoint needs to have one."""
         tied: dict[int, list[str]] = defaultdict(list)
         for name, value in own.items():
             tied[id(value)].append(name)
@@ -233,11 +223,7 @@ class HuggingFaceTarget:
         self.left_out = [name for name in self._state if name not in known]
 
     def _without_ties(self) -> list[str]:
-        """The names that the library writes: of tied tensors one alone.
-
-        Raises:
-            ValueError: if the tensors of the checkpoint that it leaves out have other values.
-        """
+        """Lists the names that the library writes: of tied tensors one; raises ValueError if the others differ from it."""
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
         own = self._model.state_dict(keep_vars=True)
@@ -256,10 +242,9 @@ class HuggingFaceTarget:
         return list(kept)
 
     def _grouped(self, names: list[str]) -> list[list[str]]:
-        """Divide the model's tensors into groups that the library converts together to tensors of the files.
+        """Divides the model's tensors into groups that the library converts together to tensors of the files.
 
-        Most groups are one tensor; the weights of experts, which the model stacks and the files do not, are an example of
-        others.
+        Most groups are one tensor; the weights of experts, which the model stacks and the files do not, are others.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightConverter, apply_converters, dot_natural_key
@@ -279,12 +264,7 @@ class HuggingFaceTarget:
         return list(groups.values())
 
     def _converted(self, group: list[str], *, meta: bool) -> dict[str, Tensor]:
-        """Convert a group to tensors of the files.
-
-        Args:
-            group: names of the model's tensors.
-            meta: whether to convert meta tensors, to learn names and shapes without reading.
-        """
+        """Converts a group to tensors of the files; meta tensors tell names and shapes without reading."""
         from transformers.core_model_loading import revert_weight_conversion
 
         values = {name: self._state[self._names[name]] for name in group}
@@ -300,11 +280,7 @@ class HuggingFaceTarget:
     # ---- writing ---------------------------------------------------------------------------------------------
 
     def write(self, target: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Write the folder under another name, one file and one group of tensors after the other, and rename it.
-
-        Args:
-            target: the folder; nothing may be there.
-            progress: called with the bytes that are written and the bytes of all.
+        """Writes the folder under another name, one file and one group of tensors after the other, and renames it.
 
         Raises:
             ValueError: if the target is there.
@@ -331,7 +307,7 @@ class HuggingFaceTarget:
         """Write the files of weights; ``files`` has the names of the tensors in each."""
         done = 0
         for file, names in files.items():
-            with _scratch(folder / f"{file}.scratch", {name: self._metas[name][0] for name in names}) as room:
+            with scratch(folder / f"{file}.scratch", {name: self._metas[name][0] for name in names}) as room:
                 waiting = dict.fromkeys(names)
                 while waiting:
                     group = self._metas[next(iter(waiting))][1]
@@ -339,7 +315,7 @@ class HuggingFaceTarget:
                         if name in waiting:
                             room[name].copy_(value)
                             del waiting[name]
-                            done += _nbytes(value)
+                            done += value.nbytes
                             progress(done, self.nbytes)
                 _save(room, folder / file)
 
@@ -366,36 +342,9 @@ class HuggingFaceTarget:
         _write_json(folder / "config.json", config)
 
 
-def _nbytes(value: Tensor) -> int:
-    """Bytes of a tensor's numbers, whatever its device."""
-    return value.numel() * value.element_size()
-
-
 def _write_json(path: Path, value: Any) -> None:
     """Write a JSON file, and wait until it is on the disk."""
     write_synced(path, lambda file: file.write((json.dumps(value, indent=2, sort_keys=True) + "\n").encode()))
-
-
-@contextmanager
-def _scratch(path: Path, metas: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """A context manager that gives tensors whose memory is a mapped file, which is removed at the end.
-
-    So a file of weights of any size can be put together in little memory.
-
-    Args:
-        path: the file.
-        metas: tensors with the shapes and dtypes that are wanted, by name.
-    """
-    places, size = {}, 0
-    for name, meta in metas.items():
-        places[name] = size
-        size += -(-_nbytes(meta) // 64) * 64
-    store = torch.from_file(str(path), shared=True, size=max(size, 1), dtype=torch.uint8)
-    yield {
-        name: store[start : start + _nbytes(metas[name])].view(metas[name].dtype).view(metas[name].shape)
-        for name, start in places.items()
-    }
-    path.unlink()
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -403,5 +352,4 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(tensors, path, metadata={"format": "pt"})
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
+    sync_file(path)

@@ -6,7 +6,7 @@ They have the names, shapes and order of the model as it was written, whatever t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -25,18 +25,9 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device: torch.device) -> Tensor:
-    """Gather a tensor on the rank that writes (tp rank 0 of replica 0). Collective over tp, and over dp if replicas split it.
+    """Gathers a tensor on the rank that writes (tp rank 0 of replica 0). Collective over tp, and over dp if replicas split it.
 
-    No other rank holds more than its own part.
-
-    Args:
-        local: this rank's part.
-        layout: how the whole tensor is divided over tp.
-        groups: the process groups.
-        device: where the collective of the groups' backend runs.
-
-    Returns:
-        The whole tensor on the rank that writes, on the device of ``local``; elsewhere a meta tensor of its shape.
+    No other rank holds more than its own part; there a meta tensor of the whole shape is returned.
     """
     local = gather_rows(local, groups[groups.mean_axes]).detach() if is_split(local) else local.detach()
     local = from_holder(local, layout, groups)
@@ -63,7 +54,7 @@ def _is_on_first_stage(groups: ParallelGroups) -> bool:
 def full_state_dict(
     record: ShardedModel, device: torch.device, held: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """``state_dict()`` of the model as it was before it was sharded. Collective.
+    """Makes ``state_dict()`` of the model as it was before it was sharded. Collective.
 
     Args:
         record: the record of the sharded model.
@@ -76,16 +67,31 @@ def full_state_dict(
     Raises:
         RuntimeError: on every rank, for a copy of a sharded module.
     """
-    refuse_copies(record)
-    with record.allow_state_dict():
-        local = record.model.state_dict(keep_vars=True)
-    whole: dict[int, Tensor] = {}  # by the id of the model's own tensor: tied weights are one tensor
+
+    def gathered(mine: Tensor, layout: ParamLayout | None, _: bool) -> Tensor:
+        return mine.detach() if layout is None else _assemble(mine, layout, record.groups, device)
+
+    return _model_state(record.model, record, held, gathered)
+
+
+def _model_state(
+    model: nn.Module,
+    record: ShardedModel | None,
+    held: Mapping[str, Any] | None,
+    change: Callable[[Tensor, ParamLayout | None, bool], Any],
+) -> dict[str, Any]:
+    """``state_dict()`` with other things in the place of tensors; ``change`` also hears whether one is a parameter."""
+    if record is not None:
+        refuse_copies(record)
+    with nullcontext() if record is None else record.allow_state_dict():
+        local = model.state_dict(keep_vars=True)
+    held = local if held is None else held
+    changed: dict[int, Any] = {}  # by the id of the model's own tensor: tied weights are one
     for name, value in local.items():
-        mine = value if held is None else held[name]
-        if isinstance(mine, Tensor) and id(value) not in whole:
-            layout = _layout_of(record, name, value)
-            whole[id(value)] = mine.detach() if layout is None else _assemble(mine, layout, record.groups, device)
-    return {name: whole.get(id(local[name]), value) for name, value in (local if held is None else held).items()}
+        if isinstance(held[name], Tensor) and id(value) not in changed:
+            layout = None if record is None else _layout_of(record, name, value)
+            changed[id(value)] = change(held[name], layout, isinstance(value, nn.Parameter))
+    return {name: changed.get(id(local[name]), value) for name, value in held.items()}
 
 
 def _layout_of(record: ShardedModel, name: str, value: object) -> ParamLayout | None:
@@ -98,9 +104,7 @@ def _layout_of(record: ShardedModel, name: str, value: object) -> ParamLayout | 
 def model_parts(
     model: nn.Module, record: ShardedModel | None, groups: ParallelGroups, held: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """``state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each tensor. Nothing is sent.
-
-    A part holds this rank's shard of the tensor, and says what of it this rank writes.
+    """Makes ``state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each tensor. Nothing is sent.
 
     Args:
         model: the model.
@@ -111,52 +115,49 @@ def model_parts(
     Raises:
         RuntimeError: on every rank, for a copy of a sharded module.
     """
-    if record is not None:
-        refuse_copies(record)
-    with nullcontext() if record is None else record.allow_state_dict():
-        local = model.state_dict(keep_vars=True)
     writers = _WriterChoice(groups)
-    parts: dict[int, Part] = {}  # by the id of the model's own tensor: tied weights are one part
-    for name, value in local.items():
-        mine = value if held is None else held[name]
-        if isinstance(mine, Tensor) and id(value) not in parts:
-            layout = None if record is None else _layout_of(record, name, value)
-            is_parameter = isinstance(value, nn.Parameter)
-            parts[id(value)] = writers.part(mine, layout, () if layout is None else layout.stages, alike=is_parameter)
-    return {name: parts.get(id(local[name]), value) for name, value in (local if held is None else held).items()}
+
+    def part(mine: Tensor, layout: ParamLayout | None, is_parameter: bool) -> Part:
+        return writers.part(mine, layout, () if layout is None else layout.stages, alike=is_parameter)
+
+    return _model_state(model, record, held, part)
 
 
 def optimizer_parts(optimizer: Optimizer, layout: ModelLayout | None, groups: ParallelGroups) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each moment.
+    """Makes ``optimizer.state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each moment.
 
     No moments are sent; collective over the stages of a pipeline, which tell each other of theirs.
-
-    Args:
-        optimizer: an optimizer over the sharded parameters.
-        layout: the layouts of the parameters; None if the model is not sharded.
-        groups: the process groups.
     """
+    writers = _WriterChoice(groups)
+    return _optimizer_state(optimizer, layout, groups, writers.part)
+
+
+def _optimizer_state(
+    optimizer: Optimizer,
+    layout: ModelLayout | None,
+    groups: ParallelGroups,
+    change: Callable[[Tensor, ParamLayout | None, Sequence[int]], Any],
+) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with other things in the place of moments; ``change`` hears of one's layout and stages."""
     state: dict[str, Any] = optimizer.state_dict()
-    parameters, writers = _parameters(optimizer), _WriterChoice(groups)
     if not _is_torchs_layout(state):
         _refuse_own_layout(optimizer, state, layout)
-        return cast(
-            "dict[str, Any]",
-            walk(state, lambda _, leaf: writers.part(leaf, None) if isinstance(leaf, Tensor) else leaf),
-        )
-    parts = {}
+        whole = walk(state, lambda _, leaf: change(leaf, None, ()) if isinstance(leaf, Tensor) else leaf)
+        return cast("dict[str, Any]", whole)
+    parameters = _parameters(optimizer)
     entries = state["state"] if layout is None else _of_all_stages(state["state"], parameters, layout, groups)
+    changed: dict[Any, Any] = {}
     for index, entry in entries.items():
         parameter = parameters[index]
-        layout_of_parameter = None if layout is None else layout.of(parameter)
-        stages = () if layout_of_parameter is None else layout_of_parameter.stages
-        parts[index] = {
-            key: writers.part(value, layout_of_parameter if value.shape == parameter.shape else None, stages)
+        own = None if layout is None else layout.of(parameter)
+        stages = () if own is None else own.stages
+        changed[index] = {
+            key: change(value, own if value.ndim and value.shape == parameter.shape else None, stages)
             if isinstance(value, Tensor)
             else value
             for key, value in entry.items()
         }
-    return {**state, "state": parts}
+    return {**state, "state": changed}
 
 
 class _WriterChoice:
@@ -169,14 +170,10 @@ class _WriterChoice:
     def part(
         self, value: Tensor, layout: ParamLayout | None, stages: Sequence[int] = (), *, alike: bool = True
     ) -> Part:
-        """The part of the next tensor. Every rank must ask for the same tensors in the same order.
+        """Makes the part of the next tensor. Every rank must ask for the same tensors in the same order.
 
-        Args:
-            value: this rank's tensor.
-            layout: how the whole tensor is divided over tp; None if it is not.
-            stages: the stages of a pipeline that hold it, of which the first writes; empty where all do.
-            alike: whether all replicas hold the same values. Buffers may differ between replicas, which count on their own;
-                those of the first replica are written.
+        Buffers may differ between replicas, which count on their own (not ``alike``); those of the first replica are written. Of
+        the stages that hold a tensor the first writes; without any, all of them hold it.
         """
         dp, tp = self._groups.rank(self._groups.mean_axes), self._groups.rank("tp")
         here = "pp" not in self._groups.topology.axes or self._groups.rank("pp") == next(iter(stages), 0)
@@ -200,7 +197,7 @@ class _WriterChoice:
 def load_full_state_dict(
     record: ShardedModel, state: Mapping[str, Any], *, strict: bool, opened: Opened | None = None
 ) -> Any:
-    """Load the state dict of a whole model into a sharded one; each rank takes its part.
+    """Loads the state dict of a whole model into a sharded one; each rank takes its part.
 
     Args:
         record: the record of the sharded model.
@@ -256,11 +253,7 @@ def _is_torchs_layout(state: Mapping[str, Any]) -> bool:
 
 
 def _refuse_own_layout(optimizer: Optimizer, state: Mapping[str, Any], layout: ModelLayout | None) -> None:
-    """Refuse a state dict of a layout of its own where parameters are sharded; an empty one has nothing to shard.
-
-    Raises:
-        ValueError: naming the optimizer and what its state dict holds.
-    """
+    """Refuses a state dict of a layout of its own where parameters are sharded; an empty one has nothing to shard."""
     if layout is not None and state:
         raise ValueError(
             f"{type(optimizer).__name__}: its state dict holds {', '.join(map(str, state))} in a layout of its own, of which it is "
@@ -272,36 +265,16 @@ def _refuse_own_layout(optimizer: Optimizer, state: Mapping[str, Any], layout: M
 def full_optimizer_state(
     optimizer: Optimizer, layout: ModelLayout, groups: ParallelGroups, device: torch.device
 ) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with the moments of whole parameters. Collective over tp.
-
-    Args:
-        optimizer: an optimizer over the sharded parameters.
-        layout: the layouts of the parameters.
-        groups: the process groups.
-        device: where collectives of the groups' backend run.
+    """Makes ``optimizer.state_dict()`` with the moments of whole parameters. Collective over tp.
 
     Returns:
         Whole moments on the first rank, which writes; meta tensors of their shapes elsewhere.
     """
-    state: dict[str, Any] = optimizer.state_dict()
-    if not _is_torchs_layout(state):
-        _refuse_own_layout(optimizer, state, layout)
-        return state
-    parameters = _parameters(optimizer)
-    whole: dict[Any, Any] = {}
-    for index, entry in _of_all_stages(state["state"], parameters, layout, groups).items():
-        parameter = parameters[index]
-        layout_of_parameter = layout.of(parameter)
-        whole[index] = {
-            key: _assemble(value, layout_of_parameter, groups, device)
-            if layout_of_parameter is not None
-            and isinstance(value, Tensor)
-            and value.shape == parameter.shape
-            and value.ndim > 0
-            else value
-            for key, value in entry.items()
-        }
-    return {**state, "state": whole}
+
+    def gathered(value: Tensor, own: ParamLayout | None, _: Sequence[int]) -> Tensor:
+        return value if own is None else _assemble(value, own, groups, device)
+
+    return _optimizer_state(optimizer, layout, groups, gathered)
 
 
 def _of_all_stages(
@@ -332,7 +305,7 @@ def load_full_optimizer_state(
     groups: ParallelGroups,
     opened: Opened | None = None,
 ) -> None:
-    """Load the optimizer state of a whole model; each rank takes its part of every moment.
+    """Loads the optimizer state of a whole model; each rank takes its part of every moment.
 
     Args:
         optimizer: an optimizer over the sharded parameters.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_seqpar.config import ParallelConfig, with_overrides
@@ -23,18 +24,19 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(given: argparse.Namespace, fields: Mapping[str, Any]) -> ParallelConfig:
-    """The configuration that is asked for: the one of ``--config``, or else the target's, with the overrides on top.
-
-    Args:
-        given: the parsed arguments.
-        fields: fields of :class:`~lightning_seqpar.config.ParallelConfig` that the target sets.
-
-    Raises:
-        ValueError: if the file, an override or what they make together is wrong.
-    """
+    """Returns the configuration of ``--config``, or else of the target's ``fields``, with the overrides on top."""
     if given.config:
         return ParallelConfig.from_yaml(given.config, given.overrides)
     return ParallelConfig.from_omegaconf(with_overrides(fields, given.overrides))
+
+
+@contextmanager
+def told(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """A context manager in which an error ends the process with code 2, by a sentence and where to find help."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        parser.exit(2, f"error: {cause_of(str(error))}\ntip: {parser.prog} --help\n")
 
 
 def cause_of(message: str) -> str:

@@ -19,7 +19,7 @@ from lightning_seqpar.checkpoint.contents import (
     is_huggingface,
 )
 from lightning_seqpar.checkpoint.folder_index import FolderSource
-from lightning_seqpar.cli.arguments import cause_of
+from lightning_seqpar.cli.arguments import told
 from lightning_seqpar.cli.report import human, render_contents, render_tensors
 
 
@@ -32,12 +32,9 @@ def print_contents(args: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
     parser.add_argument("--trust", action="store_true", help="read objects whose pickles may run code")
     given = parser.parse_args(list(args))
-    try:
-        path = Path(given.path)
-        contents = _inspect(path, trust=given.trust)
+    with told(parser):
+        contents = _inspect(Path(given.path), trust=given.trust)
         text = json.dumps(contents.to_dict(), indent=2, default=str) if given.json else render_contents(contents)
-    except (ValueError, ImportError) as error:
-        parser.exit(2, f"error: {cause_of(str(error))}\ntip: seqpar inspect --help\n")
     print(text.rstrip())  # noqa: T201
 
 
@@ -84,7 +81,7 @@ def convert(args: Sequence[str]) -> None:
     from lightning_seqpar.checkpoint.convert import check_free, write_checkpoint
 
     target = Path(given.target)
-    try:
+    with told(parser):
         check_free(target)
         source = _source_of(given)
         form: Form = given.to or ("sharded" if source.form == "single" else "single")
@@ -101,8 +98,6 @@ def convert(args: Sequence[str]) -> None:
                 return
             with _progress(f"{what}: {target}", size) as progress:
                 write_checkpoint(source, target, form, progress)
-    except (ValueError, OSError, ImportError) as error:
-        parser.exit(2, f"error: {cause_of(str(error))}\ntip: seqpar convert --help\n")
 
 
 def _source_of(given: argparse.Namespace) -> Source:
@@ -143,11 +138,7 @@ def _to_safetensors(source: Source, target: Path, given: argparse.Namespace) -> 
 
 @contextmanager
 def _progress(what: str, size: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes on the terminal; nothing is shown without rich.
-
-    Yields:
-        what to call with the bytes that are done and all of them.
-    """
+    """Shows a bar of bytes on the terminal (nothing without rich); it gets the bytes that are done and all of them."""
     try:
         from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
     except ImportError:

@@ -42,55 +42,28 @@ def _program() -> str:
 
 def _help_parser() -> argparse.ArgumentParser:
     """The parser that prints the help of the command itself: all subcommands, of which some may need the extra ``cli``."""
-    if importlib.util.find_spec("jsonargparse") is not None:
-        trains = (
-            "training, by Lightning's command line with --trainer.strategy=lightning_seqpar.SeqParallelStrategy:\n"
-            + "".join(f"  {name:<20}{text}\n" for name, text in LIGHTNINGS.items())
-        )
-        title, end = "before and after a training", f"{trains}\noptions of a subcommand: {_program()} fit --help"
-    else:
-        title = "subcommands that work as installed"
-        end = (
-            f"{', '.join(LIGHTNINGS)} need jsonargparse, which is not installed:\n  {INSTALL}\n\n"
-            "The same extra is needed for the tables of plan and inspect (--json works without\n"
-            "it, and plan --yaml), for YAML files with a model that plan reads, and for\n"
-            "convert --dry-run and its bar of progress."
-        )
+    trains = "".join(f"  {name:<20}{text}\n" for name, text in LIGHTNINGS.items())
+    missing = (
+        ""
+        if importlib.util.find_spec("jsonargparse") is not None
+        else "\nThey need jsonargparse, which is not installed, and so do the tables of plan and inspect (--json works),\n"
+        f"YAML files with a model, and convert --dry-run:\n  {INSTALL}\n"
+    )
     parser = argparse.ArgumentParser(
         prog=_program(),
         description="Tensor + sequence parallel training for PyTorch Lightning.",
-        epilog=end,
+        epilog="training, by Lightning's command line with --trainer.strategy=lightning_seqpar.SeqParallelStrategy:\n"
+        f"{trains}{missing}\noptions of a subcommand: {_program()} fit --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    shown = OWN if "need jsonargparse" in end else {**LIGHTNINGS, **OWN}
-    own = parser.add_subparsers(title=title, metavar=f"{{{','.join(shown)}}}")
+    own = parser.add_subparsers(title="before and after a training", metavar=f"{{{','.join([*LIGHTNINGS, *OWN])}}}")
     for name, text in OWN.items():
         own.add_parser(name, help=text)
     return parser
 
 
-def _refuse_without_cli(given: Sequence[str]) -> None:
-    """Exit with the sentence that a subcommand needs the extra, which is not installed.
-
-    Args:
-        given: arguments of the command line, of which the first is no subcommand of :data:`OWN`.
-    """
-    name = next((argument for argument in given if argument in LIGHTNINGS), given[0])
-    parser = _help_parser()
-    parser.exit(2, f"error: {parser.prog} {name} needs jsonargparse, which is not installed: {INSTALL}\n")
-
-
-def print_schema() -> None:
-    """Run ``seqpar schema``."""
-    print(json.dumps(ParallelConfig.json_schema(), indent=2))  # noqa: T201
-
-
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Args:
-        args: its arguments; None for those of this process.
-    """
+    """Runs the command line, with the arguments of this process where none are given."""
     try:
         _run(args)
         sys.stdout.flush()
@@ -111,7 +84,7 @@ def _run(args: Sequence[str] | None) -> None:
         return
     if name == "schema":
         argparse.ArgumentParser(prog="seqpar schema", description=OWN[name]).parse_args(options)
-        print_schema()
+        print(json.dumps(ParallelConfig.json_schema(), indent=2))  # noqa: T201
         return
     if not name.startswith("-") and name not in (*OWN, *LIGHTNINGS):
         parser = _help_parser()
@@ -141,16 +114,13 @@ def _run(args: Sequence[str] | None) -> None:
 
 
 def _train(given: Sequence[str], args: Sequence[str] | None) -> None:
-    """Run Lightning's command line.
-
-    Args:
-        given: the arguments.
-        args: the same as they were given to :func:`main`; None for those of this process.
-    """
+    """Runs Lightning's command line; ``args`` is None for the arguments of this process."""
     from lightning_seqpar.cli.training import OwnCLI, has_cli
 
     if not has_cli():
-        _refuse_without_cli(given)
+        name = next((argument for argument in given if argument in LIGHTNINGS), given[0])
+        parser = _help_parser()
+        parser.exit(2, f"error: {parser.prog} {name} needs jsonargparse, which is not installed: {INSTALL}\n")
     OwnCLI(
         save_config_kwargs={"overwrite": True},
         parser_kwargs={

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_seqpar.cli.arguments import add_model_arguments, cause_of, config_of
+from lightning_seqpar.cli.arguments import add_model_arguments, config_of, told
 from lightning_seqpar.cli.report import render
 from lightning_seqpar.init.model_source import as_steps_take_it, batch_named, load_target, made_by_user
 from lightning_seqpar.verify.describe import OPTIMIZERS, describe
@@ -50,7 +50,7 @@ def print_plan(args: Sequence[str]) -> None:
     """Run ``seqpar plan`` with its arguments; exits with code 2 if the target or a field is wrong."""
     parser = _plan_parser()
     given = parser.parse_intermixed_args(list(args))
-    try:
+    with told(parser):
         target = load_target(given.target, getattr(torch, given.dtype) if given.dtype else None)
         batch = batch_named(given.batch, target)
         if given.batch is not None and callable(batch):
@@ -77,6 +77,4 @@ def print_plan(args: Sequence[str]) -> None:
         if given.out:
             given.out.write_text(text)
             text = f"{given.out}: the plan; train with plan={given.out}"
-    except (OSError, ValueError, ImportError) as error:
-        parser.exit(2, f"error: {cause_of(str(error))}\ntip: seqpar plan --help\n")
     print(text.rstrip())  # noqa: T201

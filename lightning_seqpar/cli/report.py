@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from lightning_seqpar.checkpoint.contents import Contents
     from lightning_seqpar.verify.describe import Description, ModuleRow
 
-_WIDTH = 100
-"""Columns of the text if nothing else is asked for."""
-
 
 def human(count: float) -> str:
     """A number of bytes in the largest unit of which there is at least one: ``1.50 GiB``."""
@@ -25,14 +22,14 @@ def human(count: float) -> str:
     raise AssertionError
 
 
-def _console(width: int | None) -> tuple[Any, Any]:
+def _console(width: int = 100) -> tuple[Any, Any]:
     """A console that prints into memory, and rich's class of tables; raises ImportError without rich."""
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
         raise ImportError("the table needs rich: pip install 'lightning-seqpar[cli]'") from None
-    return Console(file=io.StringIO(), width=width or _WIDTH, highlight=False, color_system=None), Table
+    return Console(file=io.StringIO(), width=width, highlight=False, color_system=None), Table
 
 
 def _text(console: Any) -> str:
@@ -40,17 +37,9 @@ def _text(console: Any) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def render_contents(contents: Contents, width: int | None = None) -> str:
-    """Render what a checkpoint holds: a headline, a table of its tensors, and its other keys.
-
-    Args:
-        contents: what :func:`~lightning_seqpar.checkpoint.contents.contents_of` returned.
-        width: columns of the terminal; the default is 100.
-
-    Raises:
-        ImportError: without the extra ``cli``.
-    """
-    console, table_class = _console(width)
+def render_contents(contents: Contents) -> str:
+    """Renders what a checkpoint holds: a headline, a table of its tensors, and its other keys."""
+    console, table_class = _console()
     origin = contents.origin
     sizes = [f"{axis} {size}" for axis, size in (origin.get("topology") or {}).items() if size > 1]
     form = {"safetensors": "safetensors in Hugging Face's layout"}.get(contents.form, contents.form)
@@ -71,17 +60,9 @@ def render_contents(contents: Contents, width: int | None = None) -> str:
     return _text(console)
 
 
-def render_tensors(tensors: Mapping[str, tuple[list[int], str]], width: int | None = None) -> str:
-    """Render a table of tensors.
-
-    Args:
-        tensors: shape and dtype of each tensor, by name.
-        width: columns of the terminal; the default is 100.
-
-    Raises:
-        ImportError: without the extra ``cli``.
-    """
-    console, table_class = _console(width)
+def render_tensors(tensors: Mapping[str, tuple[list[int], str]]) -> str:
+    """Renders a table of tensors."""
+    console, table_class = _console()
     _add_tensors(console, table_class, tensors, {})
     return _text(console)
 
@@ -89,14 +70,7 @@ def render_tensors(tensors: Mapping[str, tuple[list[int], str]], width: int | No
 def _add_tensors(
     console: Any, table_class: Any, tensors: Mapping[str, tuple[list[int], str]], ties: Mapping[str, str]
 ) -> None:
-    """Print a table of tensors; those whose names differ in an index alone, and nothing else, are one row.
-
-    Args:
-        console: where to print.
-        table_class: rich's class of tables.
-        tensors: shape and dtype of each tensor, by name.
-        ties: of tied tensors, the other name.
-    """
+    """Prints a table of tensors; those whose names differ in an index alone, and nothing else, are one row."""
     counts: Counter[tuple[str, str, str, str]] = Counter()
     for name, (shape, dtype) in tensors.items():
         tied = re.sub(r"\.\d+(?=\.)", ".*", ties.get(name, ""))
@@ -110,16 +84,8 @@ def _add_tensors(
     console.print(table)
 
 
-def render(described: Description, width: int | None = None) -> str:
-    """Render what a plan makes of a model: a headline, a table of the modules, the totals of a rank, and notes.
-
-    Args:
-        described: what :func:`~lightning_seqpar.verify.describe.describe` returned.
-        width: columns of the terminal; the default is 100.
-
-    Raises:
-        ImportError: without the extra ``cli``.
-    """
+def render(described: Description, width: int = 100) -> str:
+    """Renders what a plan makes of a model: a headline, a table of the modules, the totals of a rank, and notes."""
     console, table_class = _console(width)
     console.print(_headline(described))
     table = table_class(box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -126,10 +126,6 @@ def has_cli() -> bool:
 
 
 def require_cli() -> None:
-    """Check that Lightning's command line can be used.
-
-    Raises:
-        ImportError: without jsonargparse; the sentence names the extra that installs it.
-    """
+    """Raises ImportError without jsonargparse, naming the extra that installs it."""
     if not has_cli():
         raise ImportError(f"the command line needs jsonargparse: {INSTALL}")

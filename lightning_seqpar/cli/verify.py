@@ -73,15 +73,7 @@ def verify_parser() -> argparse.ArgumentParser:
 
 
 def verify_target(given: argparse.Namespace) -> Verification:
-    """Carry out ``seqpar verify``.
-
-    Args:
-        given: the parsed arguments.
-
-    Raises:
-        ValueError: for arguments that make no trial.
-        ImportError: without the extra that the target needs.
-    """
+    """Carries out ``seqpar verify``."""
     notes: list[str] = []
     change = _shrinking(given.target, notes) if given.shrink else None
     target = load_target(given.target, change=change, foreign=True)
@@ -111,11 +103,7 @@ def _make_target(target: str, change: Callable[[Any], Any] | None) -> nn.Module:
 
 
 def _shrinking(target: str, notes: list[str]) -> Callable[[Any], Any]:
-    """What makes the configuration of a folder small: in width too, if its model still runs then.
-
-    Raises:
-        ValueError: if it does not run in any smaller form.
-    """
+    """Chooses what makes the configuration of a folder small: in width too, if its model still runs then."""
     failures = []
     for way in (shrink, shrink_depth):
         changes: list[str] = []
@@ -143,11 +131,7 @@ def _shrinking(target: str, notes: list[str]) -> Callable[[Any], Any]:
 
 
 def _strategy_of(given: argparse.Namespace, target: TargetModel) -> ParallelConfig | Callable[[], Strategy] | str:
-    """The strategy that is asked for: by option, by fields, or by the YAML file.
-
-    Raises:
-        ValueError: if there are two, or it is none.
-    """
+    """Returns the strategy that is asked for: by option, by fields, or by the YAML file."""
     if given.strategy is not None:
         if given.overrides or given.config:
             raise ValueError(
@@ -169,11 +153,7 @@ def _make_strategy(path: str, arguments: Mapping[str, Any]) -> Strategy:
 
 
 def _check_room(model: nn.Module, given: argparse.Namespace) -> None:
-    """Check that this machine has memory for the processes of a trial.
-
-    Raises:
-        ValueError: if it has not.
-    """
+    """Raises ValueError unless this machine has memory for the processes of a trial."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     width = 8 if given.dtype == "float64" else 4
     size = sum(parameter.numel() for parameter in model.parameters()) * width

@@ -29,13 +29,9 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
-    """Make a batch in which each tensor is replaced by what ``change`` makes of it.
+    """Makes a batch in which each tensor is replaced by what ``change`` makes of it.
 
     Containers are of the same types as before. One that holds no tensors is the very object of the old batch.
-
-    Args:
-        change: from a tensor to what takes its place.
-        batch: the batch.
     """
 
     def changed(leaf: Any) -> Any:
@@ -61,10 +57,7 @@ def own_tensors(batch: Any) -> Any:
 
 
 def _items(leaf: Any) -> dict[Any, Any]:
-    """The items of a container that torch's pytrees take for a leaf, by key, index or field; empty if it is none.
-
-    Hugging Face's ``BatchEncoding``, a mapping that is no dict, is one.
-    """
+    """Returns the items of a container that torch's pytrees take for a leaf (Hugging Face's ``BatchEncoding``), by key or field."""
     if isinstance(leaf, _NO_CONTAINERS):
         return {}
     if isinstance(leaf, Mapping):

@@ -39,25 +39,17 @@ PLACE = "lightning_seqpar"
 
 
 class OrderSeed:
-    """The number from which the order of the samples follows in each epoch of a run.
+    """The number from which the order of the samples follows in each epoch of a run; None until it is needed.
 
     It is the seed of ``seed_everything``, or a number that is drawn once. A checkpoint holds it, so that a run that is
     resumed has the orders that it would have had.
-
-    Attributes:
-        value: the number; None until it is needed.
     """
 
     def __init__(self) -> None:
         self.value: int | None = None
 
     def of_epoch(self, epoch: int, place: int = 0) -> int:
-        """The seed of one epoch's order.
-
-        Args:
-            epoch: the epoch.
-            place: which of several loaders it is for (0-based); each has another seed.
-        """
+        """Returns the seed of one epoch's order, another one for each of several loaders."""
         if self.value is None:
             seed = os.environ.get("PL_GLOBAL_SEED")
             self.value = int(torch.empty((), dtype=torch.int64).random_(2**31)) if seed is None else int(seed)
@@ -101,11 +93,7 @@ class ReplicaSampler(Sampler[Any]):
         self._epoch: int | None = None
 
     def place_in_epoch(self, items: int) -> dict[str, Any]:
-        """Where the epoch is, for a checkpoint: plain data and tensors.
-
-        Args:
-            items: how many items of this sampler (samples or batches) this replica has trained on; 0 between two epochs.
-        """
+        """Returns where the epoch is, after this replica has trained on ``items`` samples or batches; 0 between two epochs."""
         if items:
             return {"items": items, **self._began}
         generator = self._generator()  # the next epoch's order is drawn from it
@@ -184,11 +172,7 @@ class ReplicaSampler(Sampler[Any]):
         return rest
 
     def _iterate(self, place: Mapping[str, Any]) -> Iterator[Any]:
-        """The items of this replica, from the first one of the epoch on.
-
-        Args:
-            place: where a resumed epoch was; empty for one that begins.
-        """
+        """Iterates this replica's items from the first one of the epoch on; ``place`` is where a resumed epoch was."""
         if self.num_replicas == 1 and self._agreed is None:
             self._began = {"torch": place.get("torch", torch.get_rng_state())}
             if (generator := self._generator()) is not None:
@@ -284,14 +268,7 @@ def inject_sampler(
 
 
 class _Place:
-    """The two methods by which Lightning asks a loader where it is, and knows that it can be resumed.
-
-    What is pickled of it, with a Trainer, knows no place.
-
-    Args:
-        sampler: which knows from where its order was drawn.
-        items_done: how many of its items are done in this epoch.
-    """
+    """The two methods by which Lightning asks a loader where it is; what is pickled of it, with a Trainer, knows no place."""
 
     def __init__(self, sampler: ReplicaSampler, items_done: Callable[[], int]) -> None:
         self._sampler: ReplicaSampler | None = sampler
@@ -301,23 +278,19 @@ class _Place:
         return {"_sampler": None, "_items_done": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is."""
+        """Returns where the loader is."""
         if self._sampler is None or self._items_done is None:
             return {PLACE: {}}
         return {PLACE: self._sampler.place_in_epoch(self._items_done())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin there."""
+        """Restores the place in the epoch."""
         if self._sampler is not None and state[PLACE]:
             self._sampler.resume(state[PLACE])
 
 
 def check_users_sampler(sampler: DistributedSampler[Any], groups: ParallelGroups) -> None:
-    """Check a sampler that the user made.
-
-    Raises:
-        ValueError: if it counts ranks rather than data-parallel replicas.
-    """
+    """Raises ValueError if a sampler that the user made counts ranks rather than data-parallel replicas."""
     expected = (groups.size("dp"), groups.rank("dp"))
     if (sampler.num_replicas, sampler.rank) != expected:
         raise ValueError(
@@ -328,13 +301,10 @@ def check_users_sampler(sampler: DistributedSampler[Any], groups: ParallelGroups
 
 
 def replica_workers(dataloader: DataLoader[Any], dp_rank: int) -> None:
-    """Seed the loader's worker processes by replica, where Lightning was asked to seed them.
+    """Seeds the loader's worker processes by replica, where Lightning was asked to seed them.
 
-    Lightning would seed them by rank, and the ranks of one replica would augment the same samples differently.
-
-    Args:
-        dataloader: the loader, which is changed in place unless it has a ``worker_init_fn`` of the user's.
-        dp_rank: this rank's replica.
+    Lightning would seed them by rank, and the ranks of one replica would augment the same samples differently. A
+    ``worker_init_fn`` of the user's stays.
     """
     if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=dp_rank)

@@ -2,7 +2,8 @@
 
 A model that is made under a :class:`DeferredInit` needs no memory. When the record is replayed, each of its tensors gets
 exactly the numbers that it would have got at once, whichever part of it a rank keeps: random numbers are drawn in the same
-order and from the same stream.
+order and from the same stream. Code that goes back to an earlier state of a generator (``torch.random.fork_rng`` around draws) gets
+other random numbers behind it than a model that is made at once, the same on every rank.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _EMPTY = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_stride
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor of the meta device in the record: which view of which storage it is.
+    """Names a view of a storage of the meta device.
 
     Attributes:
         storage: the id of the storage, as :func:`~lightning_seqpar.distributed.autograd.storage_id` gives it.
@@ -72,16 +73,11 @@ class _Op:
     """A recorded operation, with a :class:`TensorRef` in place of each meta tensor.
 
     Attributes:
-        func: what was called.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        out: its result.
         writes: storages that it changes in place.
         overwrites: that one of them of whose old values nothing is left; None if there is none.
         dtype: the default dtype when it was called.
         stream: the generator that it draws from, by id; 0 is torch's own.
         state: index of the state that the generator was set to before the operation; -1 if it was not set.
-        restored: index of the operation after which the generator had the state that it was set back to; -1 if it was not.
     """
 
     func: Any
@@ -93,7 +89,6 @@ class _Op:
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     stream: int = 0
     state: int = -1
-    restored: int = -1
 
     @property
     def name(self) -> str:
@@ -140,9 +135,7 @@ class DeferredInit(TorchDispatchMode):
         self._depth = 0
         self._states: list[Tensor] = []  # states that generators were set to from outside
         self._generators: dict[int, torch.Generator] = {0: torch.default_generator}
-        # By stream: the states to which recorded draws set the generator, each with the index of that draw.
-        self._left_states: dict[int, dict[bytes, int]] = defaultdict(dict)
-        self._latest_state: dict[int, bytes] = {}
+        self._left_states: dict[int, bytes] = {}  # by stream: the state to which its latest draw set the generator
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -180,24 +173,16 @@ class DeferredInit(TorchDispatchMode):
         generator = self._generators.setdefault(op.stream, passed[0] if passed else torch.default_generator)
         state = generator.get_state()
         now = state.numpy().tobytes()
-        if now in self._left_states[op.stream]:
-            if now != self._latest_state[op.stream]:
-                op.restored = self._left_states[op.stream][now]
-        else:  # it is the first draw, or the generator was seeded or used in between
+        # At the first draw, and where the generator was seeded or used in between.
+        if now != self._left_states.get(op.stream):
             op.state = len(self._states)
             self._states.append(state)
         digest = hashlib.blake2b(now + len(self._ops).to_bytes(8, "little"), digest_size=8).digest()
         generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-        left = generator.get_state().numpy().tobytes()
-        self._left_states[op.stream][left], self._latest_state[op.stream] = len(self._ops), left
+        self._left_states[op.stream] = generator.get_state().numpy().tobytes()
 
     def note_constant(self, out: Tensor, value: Tensor) -> None:
-        """Record a meta tensor that was made of numbers, which the meta device does not keep.
-
-        Args:
-            out: the meta tensor.
-            value: the same with its numbers.
-        """
+        """Records a meta tensor that was made of numbers, which the meta device does not keep, with them."""
         known = len(self._storages)
         ref = self.ref(out)
         self._note(_Op(_constant, (value,), {}, ref, frozenset(), None), list(self._storages)[known:])
@@ -276,12 +261,7 @@ class DeferredInit(TorchDispatchMode):
                 )
 
     def note_call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        """Record a call of a function of ``torch.nn.init`` that does nothing to meta tensors.
-
-        Args:
-            function: the function, which is called as a whole when the record is replayed.
-            arguments: its arguments by name; ``tensor`` is the one that it fills.
-        """
+        """Records a call of a function of ``torch.nn.init`` that does nothing to meta tensors; a replay calls it as a whole."""
         ref_arguments = {name: self._refer(value) for name, value in arguments.items()}
         target = ref_arguments["tensor"]
         overwritten = target.storage if self._covers_storage(target) else None
@@ -359,20 +339,18 @@ class DeferredInit(TorchDispatchMode):
             empty = torch.empty(0, dtype=ref.dtype)
             return empty.set_(real[ref.storage], ref.offset, ref.shape, ref.stride)
 
-        streams = _ReplayedStreams(self._generators, self._states, self._ops)
+        generators = {key: torch.Generator() if key else torch.default_generator for key in self._generators}
         before = torch.get_rng_state()
         try:
             with torch.no_grad():
                 for at, op in enumerate(self._ops):
-                    streams.before(op)
+                    if op.state >= 0:
+                        generators[op.stream].set_state(self._states[op.state])
                     if not needed[at]:
                         if op.is_random:
-                            _run(op, _fresh, streams.generators)  # only to draw what it drew
-                        streams.after(at, op)
+                            _run(op, _fresh, generators)  # only to draw what it drew
                         continue
-                    out = _run(op, tensor, streams.generators)
-                    streams.after(at, op)
-                    _keep_results(op, out, real)
+                    _keep_results(op, _run(op, tensor, generators), real)
                     for key in ends[at]:
                         if key in wanted_storages:
                             take(key, tensor)
@@ -409,37 +387,6 @@ class DeferredInit(TorchDispatchMode):
                 live.discard(op.overwrites)
             live |= op.reads()
         return needed
-
-
-class _ReplayedStreams:
-    """The states of the generators during a replay: each operation draws from the state that it was recorded at.
-
-    Args:
-        recorded: the generators that operations drew from, by stream.
-        states: the states that generators were set to from outside.
-        ops: all operations.
-
-    Attributes:
-        generators: a generator of its own for each stream; torch's own for stream 0.
-    """
-
-    def __init__(self, recorded: Iterable[int], states: list[Tensor], ops: list[_Op]) -> None:
-        self.generators = {key: torch.Generator() if key else torch.default_generator for key in recorded}
-        self._states = states
-        self._restored = {op.restored for op in ops}
-        self._marks: dict[int, Tensor] = {}  # by operation: the state after it, if a later one goes back to that
-
-    def before(self, op: _Op) -> None:
-        """Set the generator of an operation to where it was set when the operation was recorded."""
-        if op.state >= 0:
-            self.generators[op.stream].set_state(self._states[op.state])
-        elif op.restored >= 0:
-            self.generators[op.stream].set_state(self._marks[op.restored])
-
-    def after(self, at: int, op: _Op) -> None:
-        """Note the state after operation number ``at``, if a later one goes back to it."""
-        if at in self._restored:
-            self._marks[at] = self.generators[op.stream].get_state()
 
 
 def _keep_results(op: _Op, out: Any, real: dict[int, torch.UntypedStorage]) -> None:
@@ -505,13 +452,7 @@ def _constant(value: Tensor) -> Tensor:
 
 
 def _run(op: _Op, tensor: Callable[[TensorRef], Tensor], generators: Mapping[int, torch.Generator]) -> Any:
-    """Call a recorded operation again, on real tensors.
-
-    Args:
-        op: the operation.
-        tensor: from a reference to the real tensor.
-        generators: by stream, the generator to draw from.
-    """
+    """Calls a recorded operation again, on real tensors, with the generator of its stream."""
 
     def real(value: Any) -> Any:
         if isinstance(value, torch.Generator):

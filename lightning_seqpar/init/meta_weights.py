@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ from lightning_seqpar.init.deferred import DeferredInit, TensorRef
 from lightning_seqpar.init.weight_files import TensorFiles
 from lightning_seqpar.layout.adapters import is_adapted
 from lightning_seqpar.layout.param_layout import ParamLayout
-from lightning_seqpar.layout.replica_rows import empty_on_cpu, is_split, local_rows, rows_held
+from lightning_seqpar.layout.replica_rows import empty_on_cpu, local_rows, rows_held
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.user_input import nearest
@@ -35,12 +34,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 class _Source(str):
     """The path of a module's weights, and which tensors the module had under which names when :func:`weights_from` was called.
 
-    Later a wrapper or an adapter may change the names.
-
-    Args:
-        path: the path that :func:`weights_from` was given.
-        tensors: the parameters and buffers that the files fill, by their names in the module.
-        since: how many operations :class:`DeferredInit` had recorded then.
+    Later a wrapper or an adapter may change the names. ``since`` counts the operations that :class:`DeferredInit` had recorded.
     """
 
     def __new__(cls, path: str, tensors: dict[str, Tensor], since: int) -> _Source:
@@ -108,15 +102,9 @@ def weights_from(module: _Module, path: str | Path) -> _Module:
 
 
 class WeightFiles(TensorFiles):
-    """Safetensors files whose tensors are read by the names that they have in a module.
+    """Reads safetensors files by the names that their tensors have in a module.
 
-    Args:
-        path: a ``.safetensors`` file, a ``.safetensors.index.json``, or a folder with either.
-        module: the module. Where it is a Hugging Face model, files may also use the names that its library writes.
-
-    Raises:
-        ValueError: if there are no such files.
-        ImportError: without the extra ``hf``.
+    Where it is a Hugging Face model, files may also use the names that its library writes.
     """
 
     def __init__(self, path: str | Path, module: nn.Module) -> None:
@@ -128,10 +116,7 @@ class WeightFiles(TensorFiles):
             self._read_mapping()
 
     def _read_mapping(self) -> None:
-        """Find out how a Hugging Face model's tensors differ from those of the files.
-
-        Some have another name, and some are made of several tensors of the files (stacked experts).
-        """
+        """Finds what has another name in a Hugging Face model's files, or is made of several tensors there (stacked experts)."""
         from transformers import conversion_mapping, core_model_loading
 
         model: Any = self._module
@@ -159,11 +144,7 @@ class WeightFiles(TensorFiles):
         return next((key for key in keys if key in self._files), None)
 
     def _parts(self, name: str) -> tuple[str, Any, list[tuple[str, str]]] | None:
-        """What the module's ``name`` is made of; None if it is not made of several tensors.
-
-        Returns:
-            The name that the library knows it by, what converts it, and patterns and names of the files' tensors.
-        """
+        """Returns the library's name, the converter, patterns and names in the files, if ``name`` is made of several tensors."""
         return next(
             (
                 (candidate, *self._converted[candidate])
@@ -178,11 +159,7 @@ class WeightFiles(TensorFiles):
         return self._key(name) is not None or self._parts(name) is not None
 
     def check(self) -> None:
-        """Check that the files hold every parameter, with its shape.
-
-        Raises:
-            ValueError: naming a parameter that they do not hold, or hold with another shape.
-        """
+        """Raises ValueError unless the files hold every parameter, with its shape."""
         keys: dict[int, str | None] = {}  # by the id of a parameter: tied names are one
         names: dict[int, list[str]] = defaultdict(list)
         tensors = {}
@@ -232,14 +209,9 @@ class WeightFiles(TensorFiles):
         return self._dtype(key if key is not None or parts is None else parts[2][0][1])
 
     def read(self, name: str, shard: Shard | None = None, rank: int = 0) -> Tensor:
-        """Read the module's tensor ``name``, or a rank's part of it.
+        """Reads the module's tensor ``name``, or a rank's part of it.
 
         Nothing but that part is read from the disk, unless the tensor is made of several tensors of the files.
-
-        Args:
-            name: the name in the module.
-            shard: how the tensor is divided over tp; None for the whole tensor.
-            rank: the tensor-parallel rank.
         """
         key = self._key(name)
         if key is None:
@@ -271,14 +243,7 @@ class WeightFiles(TensorFiles):
 
 @dataclass
 class _Place:
-    """Where a tensor of the model is.
-
-    Attributes:
-        name: its name in the model.
-        holder: the module that has it as an attribute.
-        leaf: the name of that attribute.
-        ref: the meta tensor in the record of the initialisation.
-    """
+    """A tensor of the model: its name, the module and attribute that hold it, and the meta tensor in the record."""
 
     name: str
     holder: nn.Module
@@ -293,6 +258,9 @@ class LateWeights:
         model: a model with parameters or buffers on the meta device.
         recorder: the record of its initialisation; None if it was not recorded.
         state: weights of a checkpoint by name, which take precedence over files.
+
+    Attributes:
+        recorder: the record.
     """
 
     def __init__(
@@ -309,7 +277,7 @@ class LateWeights:
         self._changed = {
             (path, name) for path, (source, _) in self._sources.items() if not self._state for name in source.changed()
         }
-        self._recorder = recorder or DeferredInit()
+        self.recorder = recorder or DeferredInit()
         self._complete()
         self._parameters: dict[int, list[_Place]] = defaultdict(list)
         self._others: dict[int, list[_Place]] = defaultdict(list)
@@ -319,27 +287,11 @@ class LateWeights:
             attributes += [(leaf, value, self._others) for leaf, value in others.items()]
             for leaf, tensor, places in attributes:
                 if isinstance(tensor, Tensor) and tensor.is_meta:
-                    ref = self._recorder.ref(tensor)
+                    ref = self.recorder.ref(tensor)
                     places[ref.storage].append(_Place(f"{name}.{leaf}" if name else leaf, module, leaf, ref))
 
-    @property
-    def shared(self) -> Any:
-        """The states of generators and the given numbers in the record, to be made equal on all ranks."""
-        return self._recorder.shared
-
-    @shared.setter
-    def shared(self, states_and_numbers: Any) -> None:
-        self._recorder.shared = states_and_numbers
-
-    def digest(self) -> str:
-        """A digest of the recorded initialisation, to compare it over ranks."""
-        return self._recorder.digest()
-
     def _complete(self) -> None:
-        """Record the initialisation of modules whose parameters have none in the record, by calling it now.
-
-        Files fill the modules that have a source; those are left out.
-        """
+        """Records the initialisation of modules that have none in the record and no files, by calling it now."""
         for name, module in self._model.named_modules():
             if any(name == source or name.startswith(f"{source}.") or not source for source in self._sources):
                 continue
@@ -347,15 +299,11 @@ class LateWeights:
             blank = [parameter for parameter in module.parameters(recurse=False) if self._is_blank(parameter)]
             reset = getattr(module, "reset_parameters", None)
             if blank and callable(reset):
-                with self._recorder, torch.no_grad():
+                with self.recorder, torch.no_grad():
                     reset()
 
     def _initialize_huggingface(self, name: str, module: nn.Module) -> None:
-        """Call the initialisation of a Hugging Face model, which the library skips on the meta device.
-
-        Raises:
-            ValueError: if the model was adapted before, since the initialisation would overwrite the adapters.
-        """
+        """Calls the initialisation of a Hugging Face model, which the library skips on the meta device."""
         # The class is asked, since PEFT's wrappers pass attributes of the wrapped model on.
         initialize = getattr(module, "initialize_weights", None) if hasattr(type(module), "_init_weights") else None
         meta = [inner for inner, parameter in module.named_parameters() if parameter.is_meta]
@@ -369,20 +317,15 @@ class LateWeights:
                 f"({adapted}), and its own initialisation would go over the adapters; give its weights before it is "
                 "adapted, weights_from(module, folder), or make it outside torch.device('meta')"
             )
-        with self._recorder, torch.no_grad():
+        with self.recorder, torch.no_grad():
             initialize()
 
     def _is_blank(self, tensor: Tensor) -> bool:
         """Whether a meta tensor gets no values from the record."""
-        return tensor.is_meta and not self._recorder.fills(tensor)
+        return tensor.is_meta and not self.recorder.fills(tensor)
 
     def check(self) -> None:
-        """Check that every meta tensor can be given its values.
-
-        Raises:
-            ValueError: naming a tensor that nothing fills, or that would get other values than in a whole model.
-        """
-        self._check_overlaps()
+        """Raises ValueError for a tensor that nothing fills, or that would get other values than in a whole model."""
         drawn: list[_Place] = []  # tensors that get their values from the record
         read: set[int] = set()  # storages of tensors that are read from a checkpoint or a file
         storages_of_files = {
@@ -398,7 +341,7 @@ class LateWeights:
                     continue
                 self._check_known(place)
                 drawn.append(place)
-                if self._recorder.written_elsewhere(tensor):
+                if self.recorder.written_elsewhere(tensor):
                     raise ValueError(
                         f"{place.name}: it was made on the meta device, and initialised there outside configure_model, where "
                         "nothing remembers it; make and initialise the model in configure_model, or give its weights: "
@@ -419,34 +362,16 @@ class LateWeights:
                     "name or as another parameter (weight_norm, a parametrization?); make the model outside "
                     "torch.device('meta') and load it whole"
                 )
-        self._recorder.check((place.ref for place in drawn), storages_of_files)
+        self.recorder.check((place.ref for place in drawn), storages_of_files)
 
     def _check_known(self, place: _Place) -> None:
-        """Raise ValueError for a parameter that is not the one of its name that files were to fill.
-
-        It would be drawn, and the numbers of the files would be lost.
-        """
+        """Raises ValueError for a parameter that is not the one of its name that files were to fill: it would be drawn."""
         for _, source, files, inner in self._around(place.name):
             if isinstance(getattr(place.holder, place.leaf), nn.Parameter) and files.has(inner):
                 raise ValueError(
                     f"{place.name}: it came after weights_from({str(source)!r}), which holds numbers of that name; change layers "
                     "(a resized embedding, a new head) before weights_from, or make the model outside torch.device('meta')"
                 )
-
-    def _check_overlaps(self) -> None:
-        """Raise ValueError if two parameters share memory, which is lost when each is cut."""
-        for places in self._parameters.values():
-            by_parameter: dict[int, _Place] = {id(getattr(place.holder, place.leaf)): place for place in places}
-            extents = sorted(
-                (place.ref.offset, place.ref.offset + place.ref.nbytes // place.ref.dtype.itemsize, place.name)
-                for place in by_parameter.values()
-            )
-            for (_, stop, first), (start, _, second) in itertools.pairwise(extents):
-                if start < stop:
-                    raise ValueError(
-                        f"{first} and {second} are two parameters in one memory, which would part when the model is cut; tie them "
-                        "by one nn.Parameter under both names"
-                    )
 
     def _around(self, name: str) -> Iterator[tuple[str, _Source, WeightFiles, str]]:
         """The sources of all modules that a name lies in: the module's name, its source, its files, the name within it."""
@@ -456,19 +381,12 @@ class LateWeights:
 
     @functools.cached_property
     def _in_files(self) -> dict[str, tuple[WeightFiles, str]]:
-        """The files that fill a tensor and its name in them, for each tensor that files fill.
-
-        Looked up once, before any tensor gets its values.
-        """
+        """Maps each tensor that files fill to the files and its name there; looked up before any tensor gets its values."""
         places = (place for group in (self._parameters, self._others) for places in group.values() for place in places)
         return {place.name: source for place in places if (source := self._source_of(place)) is not None}
 
     def _source_of(self, place: _Place) -> tuple[WeightFiles, str] | None:
-        """The files in which a tensor is, and the name that it had in the module when they were given; None if there are none.
-
-        Raises:
-            ValueError: if the tensor was changed in place since.
-        """
+        """Finds the files of a tensor, and its name when they were given; raises ValueError if it was changed in place since."""
         tensor = getattr(place.holder, place.leaf)
         for path, source, files, inner in self._around(place.name):
             known = source.names(tensor)
@@ -491,12 +409,7 @@ class LateWeights:
 
         Called before the model is sharded.
         """
-
-        def take(places: Sequence[_Place], tensor: Callable[[TensorRef], Tensor]) -> None:
-            for place in places:
-                _set(place, tensor(place.ref).clone())
-
-        self._fill(self._others, take)
+        self._fill(self._others)
 
     @property
     def count(self) -> int:
@@ -504,13 +417,10 @@ class LateWeights:
         return len(self._parameters)
 
     def fill_parameters(self, record: ShardedModel | None, advance: Callable[[], None] = lambda: None) -> None:
-        """Give every parameter this rank's part of its values, or its rows of it. No more than one whole tensor exists at a time.
+        """Gives every parameter this rank's part of its values, or its rows of it; no more than one whole tensor exists at a time.
 
-        Args:
-            record: the record of the sharded model; None if it is not sharded.
-            advance: called for each of the :attr:`count` tensors when it is filled.
+        ``advance`` is called for each of the :attr:`count` tensors when it is filled.
         """
-        rank = record.groups.rank("tp") if record is not None else 0
         # What other stages of a pipeline hold has left the meta device already, without values.
         wanted = {
             key: places
@@ -524,98 +434,55 @@ class LateWeights:
                 room = nn.Parameter(empty_on_cpu(parameter), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, room)
 
-        def take(places: Sequence[_Place], tensor: Callable[[TensorRef], Tensor]) -> None:
-            done: set[int] = set()
-            for place in places:
-                parameter = getattr(place.holder, place.leaf)
-                if id(parameter) not in done:  # a tied parameter is filled once
-                    done.add(id(parameter))
-                    layout = _layout(record, parameter)
-                    _copy_part(place, tensor(place.ref), layout.shard if layout is not None else None, rank)
-
-        self._fill(wanted, take, record, rank, advance)
+        self._fill(wanted, record, advance)
         for module in self._model.modules():
             module.__dict__.pop(_SOURCE, None)
 
     def _fill(
         self,
         wanted: Mapping[int, list[_Place]],
-        take: Callable[[Sequence[_Place], Callable[[TensorRef], Tensor]], None],
         record: ShardedModel | None = None,
-        rank: int = 0,
         advance: Callable[[], None] = lambda: None,
     ) -> None:
-        """Give tensors their values: read from a checkpoint or a file if one has them, else from the record.
-
-        Args:
-            wanted: the tensors, by storage.
-            take: fills the tensors of one storage from the record; gets them and a function from a reference to the tensor.
-            record: the record of the sharded model.
-            rank: the tensor-parallel rank.
-            advance: called when the tensors of a storage are filled.
-        """
+        """Gives tensors, by storage, their values: read from a checkpoint or a file if one has them, else from the record."""
+        rank = record.groups.rank("tp") if record is not None else 0
         drawn: dict[int, list[_Place]] = {}
         for key, places in wanted.items():
-            read = [self._read(place, record, rank) for place in places]  # a list: every one must be read
+            read = [self._read(place, _layout(record, place), rank) for place in places]
             if any(read):
                 advance()
             else:
                 drawn[key] = places
 
         def draw(key: int, tensor: Callable[[TensorRef], Tensor]) -> None:
-            take(drawn[key], tensor)
+            for place in drawn[key]:
+                layout, whole = _layout(record, place), tensor(place.ref)
+                _set(place, whole if layout is None else layout.take(whole, rank))
             advance()
 
         if drawn:
-            self._recorder.replay([place.ref for places in drawn.values() for place in places], draw)
+            self.recorder.replay([place.ref for places in drawn.values() for place in places], draw)
 
-    def _read(self, place: _Place, record: ShardedModel | None, rank: int) -> bool:
-        """Fill a tensor from the checkpoint or a file; returns whether one of them has it."""
-        current = getattr(place.holder, place.leaf)
-        layout = _layout(record, current) if isinstance(current, nn.Parameter) else None
+    def _read(self, place: _Place, layout: ParamLayout | None, rank: int) -> bool:
+        """Fills a tensor from the checkpoint or a file; returns whether one of them has it."""
         if place.name in self._state:
             whole = self._state[place.name]
-            local = layout.take(whole, rank) if layout is not None else whole
+            _set(place, whole if layout is None else layout.take(whole, rank))
         elif (source := self._in_files.get(place.name)) is not None:
             files, name = source
-            local = files.read(name, layout.shard if layout is not None else None, rank)
+            _set(place, files.read(name, layout.shard if layout is not None else None, rank))
         else:
             return False
-        _set(place, local)
         return True
 
 
-def _layout(record: ShardedModel | None, parameter: Tensor) -> ParamLayout | None:
-    """The layout of a parameter; None if the model is not sharded."""
-    return record.layout.of(parameter) if record is not None else None
-
-
-def _copy_part(place: _Place, whole: Tensor, shard: Shard | None, rank: int) -> None:
-    """Copy a rank's part of a whole tensor into a parameter, without another copy of that part in between.
-
-    Args:
-        place: the parameter.
-        whole: the whole tensor.
-        shard: how it is divided over tp; None if it is not.
-        rank: the tensor-parallel rank.
-    """
-    if shard is None or shard.padded is not None or is_split(getattr(place.holder, place.leaf)):
-        _set(place, whole if shard is None else shard.take(whole, rank))
-        return
-    parameter, local_start = getattr(place.holder, place.leaf), 0
-    with torch.no_grad():
-        for start, stop in shard.ranges[rank]:
-            part = whole.narrow(shard.dim, start, stop - start)
-            parameter.narrow(shard.dim, local_start, stop - start).copy_(part)
-            local_start += stop - start
+def _layout(record: ShardedModel | None, place: _Place) -> ParamLayout | None:
+    """The layout of a parameter; None for any other tensor, and if the model is not sharded."""
+    return record.layout.of(getattr(place.holder, place.leaf)) if record is not None else None
 
 
 def _set(place: _Place, value: Tensor) -> None:
-    """Give a tensor its values. A parameter stays the same object, so that tied parameters stay tied.
-
-    Raises:
-        ValueError: for values of another shape.
-    """
+    """Gives a tensor its values. A parameter stays the same object, so that tied parameters stay tied."""
     current = getattr(place.holder, place.leaf)
     if tuple(value.shape) != tuple(current.shape):
         raise ValueError(
@@ -626,7 +493,6 @@ def _set(place: _Place, value: Tensor) -> None:
         with torch.no_grad():
             rows = rows_held(current)
             local_rows(current).copy_(value if rows is None else value[slice(*rows)])
-    elif place.leaf in place.holder._buffers:
-        place.holder._buffers[place.leaf] = value.to(current.dtype)
     else:
-        place.holder.__dict__[place.leaf] = value.to(current.dtype)
+        kept = place.holder._buffers if place.leaf in place.holder._buffers else place.holder.__dict__
+        kept[place.leaf] = value.to(current.dtype, copy=True)

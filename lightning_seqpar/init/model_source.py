@@ -97,15 +97,7 @@ def load_target(
 
 
 def made_by_user(make: Callable[[], Any], what: str) -> Any:
-    """What a function of the user's returns.
-
-    Args:
-        make: the function.
-        what: names it in messages.
-
-    Raises:
-        ValueError: if it raises something, or needs arguments.
-    """
+    """Calls a function of the user's; raises ValueError, which names it ``what``, if it raises something or needs arguments."""
     try:
         return make()
     except ImportError:
@@ -120,16 +112,7 @@ def made_by_user(make: Callable[[], Any], what: str) -> Any:
 
 
 def _make(make: Any, what: str, memory: bool) -> nn.Module:
-    """Make a model on the meta device, or, where its code needs numbers, on the CPU.
-
-    Args:
-        make: makes the model.
-        what: what is called, for the error.
-        memory: make it on the CPU at once.
-
-    Raises:
-        ValueError: if it makes something else.
-    """
+    """Makes a model on the meta device, or, where its code needs numbers (or ``memory`` is asked for), on the CPU."""
     try:
         with contextlib.nullcontext() if memory else torch.device("meta"):
             made = make()
@@ -151,15 +134,7 @@ def as_steps_take_it(model: nn.Module, batch: Any) -> Any:
 
 
 def function_named(path: str, what: str) -> Callable[[], Any]:
-    """The function or class that ``package.module:name`` names.
-
-    Args:
-        path: its path.
-        what: the option that gave it, for the error.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Imports what ``package.module:name`` names; raises ValueError, with the option ``what`` that gave it, if there is none."""
     module, _, name = path.partition(":")
     try:
         imported = importlib.import_module(module)
@@ -173,11 +148,7 @@ def function_named(path: str, what: str) -> Callable[[], Any]:
 
 
 def batch_named(path: str | None, target: TargetModel) -> Any:
-    """The batch that the option ``--batch`` names, or what makes it; else that of the target, or None.
-
-    Raises:
-        ValueError: if nothing has that name.
-    """
+    """Returns the batch that the option ``--batch`` names, or what makes it; else that of the target, or None."""
     return target.batch if path is None else function_named(path, "--batch")
 
 
@@ -187,7 +158,7 @@ def model_from_folder(
     memory: bool = False,
     change: Callable[[Any], Any] | None = None,
 ) -> nn.Module:
-    """Make the model of a Hugging Face folder's ``config.json`` on the meta device; no weights are read.
+    """Makes the model of a Hugging Face folder's ``config.json`` on the meta device; no weights are read.
 
     Args:
         folder: the folder.
@@ -227,12 +198,7 @@ def model_from_folder(
 
 
 def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
-    """The model of a YAML file of Lightning's command line, with the strategy's fields and the first batch.
-
-    Raises:
-        ValueError: if the file can't be read or names no model, or the model can't be made.
-        ImportError: without the extra ``cli``.
-    """
+    """Makes the model of a YAML file of Lightning's command line, with the strategy's fields and the first batch."""
     text = read_text(file, str(file))
     if text is None:
         raise ValueError(f"target={str(file)!r}: no such file; give {_FORMS}")
@@ -267,10 +233,7 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
         raise ValueError(f"{file}: trainer={shown(trainer)} is no mapping; write trainer: {{devices: 2, ...}}")
     clipping = {key: trainer[key] for key in ("gradient_clip_val", "gradient_clip_algorithm") if trainer.get(key)}
     target = TargetModel(model, world_size=_world_of(trainer), clipping=clipping)
-    setting = trainer.get("strategy")
-    target.strategy = _strategy_beside_ours(setting, file) if foreign else None
-    if target.strategy is None:
-        target.fields = _strategy_of(setting, file)
+    target.strategy, target.fields = _strategy_of(trainer.get("strategy"), file, foreign)
     if "data" in data or (isinstance(model, LightningModule) and is_overridden("train_dataloader", model)):
         try:
             target.batch = _first_batch(data["data"]) if "data" in data else next(iter(model.train_dataloader()))
@@ -293,48 +256,38 @@ def _first_batch(settings: Any) -> Any:
     return next(iter(data.train_dataloader()))
 
 
-def _strategy_of(setting: Any, file: Path) -> dict[str, Any]:
-    """Fields of ParallelConfig that ``trainer.strategy`` of a YAML file sets; raises ValueError for another strategy."""
-    if isinstance(setting, str) and setting in StrategyRegistry and setting.startswith("seqpar"):
-        return dict(StrategyRegistry[setting].get("init_params", {}))
-    if isinstance(setting, Mapping) and str(setting.get("class_path", "")).endswith("SeqParallelStrategy"):
-        fields = _mapping(setting.get("init_args"), "init_args", file)
+def _strategy_of(setting: Any, file: Path, foreign: bool) -> tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]:
+    """Reads ``trainer.strategy`` of a YAML file: another strategy with its arguments, and fields of ParallelConfig for ours."""
+    if setting is None:
+        return None, {}
+    given = setting if isinstance(setting, Mapping) else {}
+    path = str(given.get("class_path", ""))
+    if path.endswith("SeqParallelStrategy"):
+        fields = _mapping(given.get("init_args"), "init_args", file)
         config = fields.pop("config", None)
         if isinstance(config, str):  # a file, as Lightning's CLI takes one
             place = config if Path(config).is_file() else file.parent / config
             config = ParallelConfig.from_yaml(place).model_dump(exclude_unset=True)
-        return {**_mapping(config, "init_args.config", file), **fields}
-    if setting is None:
-        return {}
+        return None, {**_mapping(config, "init_args.config", file), **fields}
+    registered = isinstance(setting, str) and setting in StrategyRegistry
+    if registered and setting.startswith("seqpar"):
+        return None, dict(StrategyRegistry[setting].get("init_params", {}))
+    if foreign and registered:
+        return (setting, {}), {}
+    if foreign and path:
+        return (path, _mapping(given.get("init_args"), "init_args", file)), {}
     raise ValueError(
         f"{file}: trainer.strategy={setting!r} is none of ours; name lightning_seqpar.SeqParallelStrategy or seqpar_tp2"
     )
 
 
 def _mapping(value: Any, name: str, file: Path) -> dict[str, Any]:
-    """A copy of a mapping below ``trainer.strategy`` of a YAML file; empty for nothing.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Copies a mapping below ``trainer.strategy`` of a YAML file; empty for nothing, ValueError for anything else."""
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(
             f"{file}: {name}={shown(value)} of trainer.strategy is no mapping; write arguments by name, as tp: 2"
         )
     return dict(value or {})
-
-
-def _strategy_beside_ours(setting: Any, file: Path) -> tuple[str, dict[str, Any]] | None:
-    """Class path (or registered name) and arguments of a strategy that is not ours; None for one of ours, or none."""
-    if isinstance(setting, str) and setting in StrategyRegistry and not setting.startswith("seqpar"):
-        return setting, {}
-    if isinstance(setting, Mapping) and (path := str(setting.get("class_path", ""))):
-        return (
-            None
-            if path.endswith("SeqParallelStrategy")
-            else (path, _mapping(setting.get("init_args"), "init_args", file))
-        )
-    return None
 
 
 def _world_of(trainer: Mapping[str, Any]) -> int | None:

@@ -11,10 +11,7 @@ import torch
 
 
 class TensorFiles:
-    """The tensors of safetensors files, by the names that they have there.
-
-    Args:
-        path: a ``.safetensors`` file, a ``.safetensors.index.json``, or a folder with either.
+    """The tensors of a safetensors file, of its index, or of a folder with either, by the names that they have there.
 
     Raises:
         ValueError: if there are no such files.

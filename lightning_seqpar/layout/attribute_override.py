@@ -10,10 +10,6 @@ class AttributeOverride:
     """Stands for an object and gives other values for a few of its attributes; the object itself stays as it is.
 
     It is no copy, since libraries write to a shared configuration after the model is made, and a copy would not change.
-
-    Args:
-        original: the object. Attributes that are set are set on it.
-        values: the attributes that have other values here.
     """
 
     def __init__(self, original: Any, values: Mapping[str, Any]) -> None:
@@ -44,11 +40,7 @@ def named_numbers(value: Any) -> dict[str, int]:
 
 
 def read_attribute(module: Any, path: str) -> Any:
-    """An attribute by its path, such as ``num_heads``, ``config.num_heads`` or, of a mapping or of pairs, ``sizes.h``.
-
-    Raises:
-        AttributeError: if there is none.
-    """
+    """Reads an attribute by its path, such as ``num_heads``, ``config.num_heads`` or, of a mapping or of pairs, ``sizes.h``."""
     for part in path.split("."):
         held = named_numbers(module)
         module = held[part] if part in held else getattr(module, part)

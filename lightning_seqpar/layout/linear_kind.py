@@ -80,11 +80,7 @@ class LinearSettings:
     values: Mapping[str, object]
 
     def check(self, module: nn.Module, name: str) -> None:
-        """Check that they are as they were; the layer that took the module's place computes the product alone.
-
-        Raises:
-            RuntimeError: naming the setting.
-        """
+        """Raises RuntimeError, naming the setting, unless all are as they were: a parallel layer computes the product alone."""
         for key, value in self.values.items():
             now = vars(module).get(key, getattr(self.of, key, None))
             if now is not value and now != value:
@@ -123,7 +119,7 @@ def settings_of(module: nn.Module) -> LinearSettings | None:
 
 
 def _try(module: nn.Module, weight: Tensor, bias: Tensor | None) -> LinearKind | None:
-    """Run a module on random numbers ``[2, 3, in]`` and compare it with ``F.linear`` for either form of its weight.
+    """Runs a module on random numbers ``[2, 3, in]`` and compares it with ``F.linear`` for either form of its weight.
 
     Modes of the caller's do not reach it: one that turns casts down would hide that a linear takes one type alone.
     """

@@ -78,11 +78,7 @@ class ParamLayout:
         return tuple(tensor.shape) == self.global_shape
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """The part of a whole tensor that tensor-parallel ``rank`` has.
-
-        Raises:
-            ValueError: if the tensor has another shape than the parameter.
-        """
+        """Takes the part of a whole tensor that tensor-parallel ``rank`` has; raises ValueError for another shape."""
         if not self.fits(whole):
             raise ValueError(
                 f"{self.name}: expected the whole shape {list(self.global_shape)}, got {list(whole.shape)}; "
@@ -127,14 +123,10 @@ class ModelLayout(Mapping[str, ParamLayout]):
         self._layouts = {name: replace(layout, stages=stages_of(name)) for name, layout in self._layouts.items()}
 
     def note_computing(self, model: nn.Module, prefix: str) -> dict[str, nn.Parameter]:
-        """Note the objects that stand in for parameters while a forward computes with all rows of them.
+        """Notes the objects that stand in for parameters while a forward computes with all rows of them.
 
-        Args:
-            model: the model.
-            prefix: the name of the module whose parameters have all rows now, with a dot at its end; empty for the model's.
-
-        Returns:
-            Those that were not known yet, by name.
+        ``prefix`` names the module whose parameters have all rows now, with a dot at its end; empty for the model's. Returns those
+        that were not known yet, by name.
         """
         new: dict[str, nn.Parameter] = {}
         for name in self._parameters:
@@ -164,15 +156,9 @@ class ModelLayout(Mapping[str, ParamLayout]):
         return self._parameters[name]
 
     def first_held(self, name: str, rank: int, grad: Tensor) -> Tensor:
-        """Which indices of a rank's part of a gradient no rank before it holds too, along the shard's dim.
+        """Returns which indices of a rank's part of a gradient no rank before it holds too, along the shard's dim: int64.
 
-        Args:
-            name: of a sharded parameter.
-            rank: the tensor-parallel rank.
-            grad: its gradient, of which the rank may hold some rows alone.
-
-        Returns:
-            int64, on the gradient's device, where it is sent once.
+        It is sent to the gradient's device once. Of the gradient the rank may hold some rows alone.
         """
         rows, shard = rows_held(grad), self[name].shard
         key = name, grad.device, rows

@@ -41,15 +41,7 @@ def rows_held(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def take_rows(part: Tensor, like: Tensor) -> Tensor:
-    """Of a tensor that a replica would hold, what this rank holds if it is split as ``like`` is.
-
-    Args:
-        part: the rank's part over tp, with all rows.
-        like: a parameter, or its gradient; one that is not split leaves ``part`` as it is.
-
-    Returns:
-        A ``DTensor`` with rows in memory of its own, or ``part``.
-    """
+    """Takes this rank's rows of ``part``, in memory of their own, if ``like`` is split; else returns ``part``."""
     if not is_split(like):
         return part
     start, stop = rows_held(like) or (0, 0)
@@ -79,12 +71,7 @@ def empty_on_cpu(like: Tensor) -> Tensor:
 
 
 def gather_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """A tensor with the rows of all replicas; any that is not split is returned as it is. Collective over ``group``.
-
-    Args:
-        tensor: split over the replicas, or not.
-        group: the data-parallel group.
-    """
+    """Gathers the rows of all replicas, if the tensor is split. Collective over the data-parallel group."""
     if not is_split(tensor):
         return tensor
     rows, length = local_rows(tensor).detach(), tensor.shape[0]

@@ -129,11 +129,7 @@ class Shard:
         return sum(stop - start for start, stop in self.ranges[rank])
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """The part of a whole tensor that ``rank`` has, padded, in memory of its own.
-
-        Raises:
-            ValueError: if the tensor has another length at the dim.
-        """
+        """Takes the part of a whole tensor that ``rank`` has, padded, in memory of its own."""
         if whole.shape[self.dim] != self.length:
             raise ValueError(f"expected {self.length} at dim {self.dim}, got a tensor of shape {list(whole.shape)}")
         pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]

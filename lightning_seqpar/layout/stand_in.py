@@ -34,12 +34,7 @@ class StandIn(Tensor):
 
 
 def stand_in(whole: Tensor, size: int) -> StandIn:
-    """``[..., h]`` → a tensor of the shape ``[..., h/tp]`` that stands for it.
-
-    Args:
-        whole: the activation.
-        size: number of tensor-parallel ranks.
-    """
+    """``[..., h]`` → a tensor of the shape ``[..., h/tp]`` that stands for it; ``size`` is tp."""
     narrow = whole.detach().new_full((), float("nan")).expand(*whole.shape[:-1], whole.shape[-1] // size)
     out = narrow.as_subclass(StandIn)
     out.whole = whole

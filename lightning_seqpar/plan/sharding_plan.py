@@ -24,7 +24,7 @@ from lightning_seqpar.layout.class_source import class_source
 from lightning_seqpar.layout.module_names import compile_pattern, in_all_layers, likely_blocks, match_pattern
 from lightning_seqpar.styles.registry import parse_rule
 from lightning_seqpar.styles.style import Match, Rule, Target
-from lightning_seqpar.user_input import check_yaml, nearest, read_text, shortened, shown, why_unreadable
+from lightning_seqpar.user_input import nearest, read_text, shortened, shown
 
 KEYS = ("rules", "family", "class_name", "parts", "source", "when")
 """What may stand at the top of a plan's file; all but the rules are those of shipped plans, which say what models they are for."""
@@ -62,9 +62,8 @@ def parse_yaml(text: str) -> Any:
     """The data in a YAML text of anybody's.
 
     Raises:
-        yaml.YAMLError: whatever is wrong with it; also if it is too long, or nested too deeply.
+        yaml.YAMLError: whatever is wrong with it.
     """
-    check_yaml(text)
     try:
         return _load_yaml(text)
     except yaml.YAMLError:
@@ -97,8 +96,6 @@ def _rules_in(text: str, name: str) -> list[Any]:
 
 def _read_rule(data: Any) -> Rule:
     """One rule from plain data or a rule, of which the patterns can be matched; raises ValueError for any other."""
-    if not isinstance(data, Rule) and (why := why_unreadable(data)) is not None:
-        raise ValueError(f"plan rule {shown(data)}: {why}")
     if isinstance(data, Mapping) and not all(isinstance(key, str) for key in (*data, data.get("style", ""))):
         raise ValueError(
             f"plan rule {shown(data)}: options and style must be words, such as {{pattern: layers.*, style: blocks}}"
@@ -107,10 +104,6 @@ def _read_rule(data: Any) -> Rule:
         rule = parse_rule(data)
     except ValueError as error:  # it shows the rule, which may be long, and then what is wrong with it
         raise ValueError(shortened(error)) from None
-    except Exception as error:  # a value's own, as it is shown
-        raise ValueError(
-            f"plan rule {shown(data)} can't be read ({shortened(error, 300)}); write plain values"
-        ) from None
     for field in ("pattern", "blocks"):  # the latter of an exit's
         pattern = getattr(rule, field, None)
         if pattern is not None and (why := _why_unmatchable(pattern)) is not None:

@@ -640,11 +640,13 @@ class SeqParallelStrategy(TuningStrategy):
             return None
         late = LateWeights(module, recorder, state)
         late.check()
-        initialisation = {"how the model of the meta device is initialised (numbers of Python, shapes)": late.digest()}
+        initialisation = {
+            "how the model of the meta device is initialised (numbers of Python, shapes)": late.recorder.digest()
+        }
         check_agreement(initialisation, self._world, self.root_device)
-        shared = [late.shared]
+        shared = [late.recorder.shared]
         dist.broadcast_object_list(shared, src=dist.get_process_group_ranks(self._world)[0], group=self._world)
-        late.shared = shared[0]
+        late.recorder.shared = shared[0]
         late.fill_buffers()
         return late
 

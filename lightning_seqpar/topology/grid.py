@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.user_input import LARGEST_NUMBER, nearest, shortened, shown, why_unreadable
+from lightning_seqpar.user_input import LARGEST_NUMBER, nearest, shortened, shown
 
 PIPELINE = "pp"
 """The axis of pipeline stages; a topology without it is a pipeline of one stage."""
@@ -44,7 +44,7 @@ def _whole(name: str, value: Any) -> int:
 
 def _listed(name: str, given: Any, what: str, kind: type = object) -> tuple[Any, ...]:
     """What was given as ``name``, a list of ``what``, each a ``kind``; raises ValueError for anything else."""
-    if not isinstance(given, str | bytes | Mapping | Set) and why_unreadable(given) is None:
+    if not isinstance(given, str | bytes | Mapping | Set):
         with contextlib.suppress(TypeError):
             parts = tuple(given)
             if all(isinstance(part, kind) for part in parts):

@@ -270,7 +270,7 @@ SLICE = (
 )
 @sees(
     "pp: a folder has the first stage's moments alone",
-    "optimizer_parts",
+    "_optimizer_state",
     'state["state"] if layout is None else _of_all_stages(state["state"], parameters, layout, groups)',
     'state["state"]',
     case="tp2-pp2-dp1-sharded-plain-adamw",

@@ -34,13 +34,6 @@ def write(path: Path, text: str | bytes) -> str:
     return str(path)
 
 
-@sees(
-    "overrides are merged whatever they hold",
-    "with_overrides",
-    '            check_config_text(override.partition("=")[2])\n',
-    "",
-    case="too deep-plan",
-)
 @BOTH
 @pytest.mark.parametrize(
     ("override", "told"),
@@ -50,27 +43,10 @@ def write(path: Path, text: str | bytes) -> str:
         ("plan=${", "error: override 'plan=${': "),
         ("tp=${tp}", "error: the parallel config can't be resolved: Recursive interpolation detected"),
         ("ddp.x=${nowhere}", "error: the parallel config can't be resolved: Interpolation key 'nowhere' not found"),
-        (f"ddp={'[' * 60}{']' * 60}", "nested in 50 levels at most; write it as field=value"),
-        (f"ddp={{x: [{'0, ' * 60_000}]}}", "it must hold 50,000 values at most"),
-        (f"plan={'x' * 1_000_001}", "it has 1,000,001 characters; write 1,000,000 at most"),
-        (f"tp={'9' * 5000}", "error: override 'tp=999"),
-    ],
-    ids=[
-        "no value",
-        "half a list",
-        "half an interpolation",
-        "a circle",
-        "leads nowhere",
-        "too deep",
-        "too many values",
-        "too long",
-        "too many digits",
     ],
 )
 def test_an_override_that_cannot_be_read(command, override, told, capsys):
-    said = refusal(capsys, command, LLAMA, override)
-    assert told in said
-    assert len(said) < 2000, "a long one is not shown whole"
+    assert told in refusal(capsys, command, LLAMA, override)
 
 
 @sees(
@@ -150,5 +126,3 @@ def test_files_that_are_no_text_are_named(command, tmp_path, capsys):
         assert refusal(capsys, command, str(target)).startswith(
             f"error: {file} is no text: byte 2 is not UTF-8; save it as UTF-8\n"
         )
-    large = write(tmp_path / "large.yaml", "#" * 4_000_001)
-    assert refusal(capsys, command, large).startswith(f"error: {large} has 4,000,001 bytes; give a file of 1,000,000 ")

@@ -167,8 +167,6 @@ class Given(nn.Module):
         self.second = nn.Linear(3, 4)
         torch.manual_seed(5)
         self.third = nn.Linear(3, 4)
-        with torch.random.fork_rng():
-            self.forked = nn.Linear(3, 4)
         self.fourth = nn.Linear(3, 4)
         self.register_buffer("gain", torch.tensor([2.0, 3.0]) * 1.5)
         self.own = nn.Parameter(torch.empty(4, 3))
@@ -380,16 +378,6 @@ def test_what_became_of_layers_that_files_fill(folder, weights, then, says):
 
     with pytest.raises(ValueError, match=says):
         late_llama(folder, then=broken, weights=weights)[1].check()
-
-
-def test_two_parameters_in_one_memory_are_refused():
-    recorder = DeferredInit()
-    with recorder, torch.device("meta"):
-        model = nn.Module()
-        model.a = nn.Parameter(torch.randn(3))
-        model.b = nn.Parameter(model.a.data)
-    with pytest.raises(ValueError, match="a and b are two parameters in one memory"):
-        LateWeights(model, recorder).check()
 
 
 def test_what_is_read_and_not_known_is_refused():
