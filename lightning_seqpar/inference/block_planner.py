@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_seqpar.inference.block_kinds import kind_of
+from lightning_seqpar.inference.block_kinds import is_settings, kind_of
 from lightning_seqpar.inference.dataflow import (
     BlockFlow,
     CantInferError,
@@ -18,7 +18,7 @@ from lightning_seqpar.inference.dataflow import (
     UnknownLinearError,
     UserDecidesError,
 )
-from lightning_seqpar.inference.edit_search import find_edits, is_settings
+from lightning_seqpar.inference.edit_search import find_edits
 from lightning_seqpar.inference.feature_dependence import ColumnLayout, GroupLayout, group_layout, mixes_positions
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.rehearsal import Edit
@@ -163,11 +163,7 @@ class BlockPlanner:
     # ---- rows and columns ------------------------------------------------------------------------------------
 
     def _plan_row(self, row: str) -> None:
-        """Plan a row linear and its columns, or leave them whole if they work on each position by itself.
-
-        Raises:
-            CantInferError: if they can't be split and positions mix between them.
-        """
+        """Plan a row linear and its columns, or leave them whole if they work on each position by itself."""
         flow, block = self._flow, self._block
         try:
             groups, more_edits = self._split(row)
@@ -199,11 +195,7 @@ class BlockPlanner:
         )
 
     def _split(self, row: str) -> tuple[list[GroupLayout], list[Edit]]:
-        """Split a row and the rows beside it, and find what must change with them.
-
-        Raises:
-            CantInferError: if they can't be split, or nothing that may change mends it.
-        """
+        """Split a row and the rows beside it, and find what must change with them."""
         flow = self._flow
         if flow.linears[row].summed and any(inside(row, owner) for owner in flow.sums):
             raise CantInferError(f"{row}: a sum of products inside an expert, whose own output is summed")
@@ -223,11 +215,7 @@ class BlockPlanner:
         return found[1:]
 
     def _plan_products(self, row: str) -> None:
-        """Plan a module that multiplies its parameters itself: all its rows and columns at once, or leave it whole.
-
-        Raises:
-            CantInferError: if it can't be split and positions mix in it, or the example does not use a parameter.
-        """
+        """Plan a module that multiplies its parameters itself: all its rows and columns at once, or leave it whole."""
         flow, owner = self._flow, row.rpartition(".")[0]
         inner = self._inner(owner)
         if any(name == inner and style == "gather" for name, style, _ in self._plan.rules):
@@ -282,11 +270,7 @@ class BlockPlanner:
             )
 
     def _check_idle(self) -> None:
-        """Refuse an expert without tokens that did not get the rules of an equal expert.
-
-        Raises:
-            CantInferError: naming it.
-        """
+        """Refuse an expert without tokens that did not get the rules of an equal expert."""
         for row in self._idle if self._sums else ():
             if not any(name == self._inner(row) and style == "row" for name, style, _ in self._plan.rules):
                 raise self._stop(
@@ -355,11 +339,7 @@ class BlockPlanner:
         )
 
     def _write_gradients(self, edited: set[str]) -> None:
-        """Rules for parameters that are whole, where the gather points do not tell whether their gradients come in parts.
-
-        Args:
-            edited: names of the parameters that are cut.
-        """
+        """Rules for parameters that are whole, where the gather points do not tell whether their gradients come in parts."""
         flow = self._flow
         openers = [
             f"{flow.name}.{name}" for name, style, _ in self._plan.rules if style in ("gather", "copy", "full_width")
@@ -395,11 +375,7 @@ def _row_options(model: nn.Module, group: GroupLayout) -> dict[str, Any]:
 
 
 def _share_columns(group: GroupLayout, others: Sequence[GroupLayout]) -> None:
-    """Leave out of a row's columns those that other rows have cut already.
-
-    Raises:
-        CantInferError: if they are cut in another way there.
-    """
+    """Leave out of a row's columns those that other rows have cut already."""
     for other in others:
         for column in [name for name in group.columns if name in other.columns]:
             if group.columns.pop(column).ranges != other.columns[column].ranges:

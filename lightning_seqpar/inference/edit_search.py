@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, combinations, islice, takewhile
 from typing import Any
 
-import torch
 from torch import nn
 
+from lightning_seqpar.inference.block_kinds import is_settings
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.feature_dependence import GroupLayout
 from lightning_seqpar.inference.isolated_block import Block
@@ -47,12 +47,6 @@ def _local_numbers(block: Block, groups: Sequence[GroupLayout], tp: int) -> dict
             if group.units // count > 1:
                 shares.setdefault(group.units // count, group.units // tp)
     return shares
-
-
-def is_settings(value: Any) -> bool:
-    """Whether an attribute is an object of plain settings, such as a config that many modules share."""
-    simple = isinstance(value, nn.Module | torch.Tensor | type | Mapping) or callable(value)
-    return not simple and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _modules_around(block: Block, group: GroupLayout) -> list[str]:
@@ -186,12 +180,7 @@ def find_edits(
 
 
 def _tries(candidates: Sequence[Edit], together: Sequence[Edit]) -> Iterator[tuple[Edit, ...]]:
-    """Sets of edits, the likeliest first: each alone, then families of alike ones at once, then all sets by size.
-
-    Args:
-        candidates: edits that may be needed.
-        together: edits that are only right all at once; they are in every second try, or in none if there are none.
-    """
+    """Sets of edits, the likeliest first: each alone, then families, then all by size; ``together`` is in every second try."""
     sets = [edit for edit in candidates if edit.kind == "set"]
     heads = _by(sets, lambda edit: edit.value if "head" in str(edit.key) else None)
     names = _by(sets, lambda edit: str(edit.key).rpartition(".")[2])

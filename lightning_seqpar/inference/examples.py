@@ -370,11 +370,7 @@ def _first(loader: Any, what: str) -> Any:
 
 
 def _first_of(loader: Any, what: str) -> Any:
-    """The first batch of one loader, read without its workers.
-
-    Raises:
-        NoExampleError: if it is empty or can be read only once.
-    """
+    """The first batch of one loader, read without its workers."""
     advice = "set example_input_array on the module (a tensor, tuple or dict that its forward takes)"
     if isinstance(loader, DataLoader):
         data = loader.dataset

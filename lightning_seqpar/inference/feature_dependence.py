@@ -197,26 +197,10 @@ def _wide_norms(block: Block, row: str, columns: Sequence[str], features: int) -
 
 
 class _Probe:
-    """One forward of the block that keeps the graph from its columns' outputs to its row's input.
-
-    Args:
-        block: the block.
-        row: the row's name.
-        columns: its columns.
-        seed: of the block's input; 0 for the recorded one.
-        skipped: modules that pass their input on unchanged (norms over the whole width).
-
-    Attributes:
-        made: the outputs of each column, ``[b, s, f]``, one for each call, as leaves of the graph; of a column that is called
-            past its module, its weight.
-        read: the row's input, ``[b, s, f]``.
-        features: number of its features.
-
-    Raises:
-        CantInferError: if the block does not call one of them, or the row's input has no graph.
-    """
+    """One forward of the block that keeps the graph from its columns' outputs to its row's input."""
 
     def __init__(self, block: Block, row: str, columns: Sequence[str], seed: int, skipped: Sequence[str]) -> None:
+        # Leaves of the graph: outputs [b, s, f] of each column's calls; of one that is called past its module, its weight.
         self.made: dict[str, list[Tensor]] = {name: [] for name in columns}
         self._reads: list[Tensor] = []
         self._past = {name: one.out_dim for name in columns if not (one := block.flow.linears[name]).is_called}
@@ -292,17 +276,6 @@ class _FeatureSupport:
     """On which out-features of its columns each rank's part of a row's input depends.
 
     Several inputs are drawn, since ReLU sets some features to zero in each of them.
-
-    Args:
-        block: the block.
-        row: the row's name.
-        columns: its columns.
-        skipped: norms over the whole width that pass their input on unchanged.
-        tp: number of ranks.
-        segments: sizes of the parts of the row's input; none if it is one.
-
-    Raises:
-        CantInferError: if the row's in-features do not divide by ``tp``, or it can't be run.
     """
 
     def __init__(
@@ -314,9 +287,9 @@ class _FeatureSupport:
         tp: int,
         segments: tuple[int, ...] = (),
     ) -> None:
-        self.skipped = skipped
+        self.skipped = skipped  # norms over the whole width, which pass their input on unchanged
         self._probes = [_Probe(block, row, columns, 0, skipped)]
-        self._features = self._probes[0].features
+        self.features = self._probes[0].features
         self._tp = tp
         self._feeding = {name for column in columns for name in block.flow.linears[column].upstream}
         self.segments = segments if sum(segments) == self.features else (self.features,)
@@ -346,11 +319,6 @@ class _FeatureSupport:
             touched = [bool(self._union(torch.arange(a, b))[column].any()) for a, b in zip(starts, ends, strict=True)]
             self._fed[column] = [at for at, one in enumerate(touched) if one]
         return self._fed[column]
-
-    @property
-    def features(self) -> int:
-        """Number of the row's in-features."""
-        return self._features
 
     def _union(self, features: Tensor) -> dict[str, Tensor]:
         """The support of some features of the row's input over all draws, by column: bool ``[f]`` each."""
@@ -413,11 +381,7 @@ class _FeatureSupport:
         return len({tuple(part[column].tolist()) for part in self._parts})
 
     def deal(self, column: str, most: int) -> ColumnLayout:
-        """The layout of a column, with ``most`` units in a segment at most.
-
-        Raises:
-            CantInferError: if no list of segments describes what the ranks need.
-        """
+        """The layout of a column, with ``most`` units in a segment at most."""
         covered = torch.stack([part[column] for part in self._parts]).any(0)
         if not covered.any():  # only another row reads it, or none: queries of a text whose output is dropped
             units = most if len(covered) % most == 0 else len(covered)
@@ -454,15 +418,7 @@ def _runs(touched: Tensor) -> Ranges:
 
 
 def _segments(column: str, ranges: Sequence[Ranges]) -> list[tuple[int, int, int]]:
-    """Start, stop and number of distinct parts of each segment of a column.
-
-    Args:
-        column: for messages.
-        ranges: for each rank, the ranges of out-features that it needs.
-
-    Raises:
-        CantInferError: if the ranks' ranges do not line up as segments.
-    """
+    """Start, stop and number of distinct parts of each segment of a column."""
     if any(len(runs) != len(ranges[0]) for runs in ranges):
         raise CantInferError(f"{column}: ranks need parts of it that are not alike: {_shown(ranges)}")
     segments, start = [], 0

@@ -345,11 +345,7 @@ def stand_ins(model: nn.Module, copies: Mapping[int, Any]) -> dict[int, Any]:
 
 
 class _NoCopy:
-    """Stands in a copy of a model for what can't be copied; says so to whom it is of use.
-
-    Args:
-        told: the sentence.
-    """
+    """Stands in a copy of a model for what can't be copied; says so to whom it is of use."""
 
     def __init__(self, told: str) -> None:
         self.__dict__["told"] = told

@@ -194,11 +194,7 @@ def point_to_copy(copied: nn.Module, memo: dict[int, Any]) -> None:
 
 
 class _Leads:
-    """Functions, and what holds them, that lead to copies in place of what was copied.
-
-    Args:
-        memo: of the ``deepcopy``: copies by the id of what they stand for.
-    """
+    """Functions, and what holds them, that lead to copies in place of what was copied."""
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo = memo
@@ -280,11 +276,7 @@ class _Leads:
 
 
 def _refuse_shared(model: nn.Module, copied: nn.Module) -> None:
-    """Refuse a copy that has parameters of its model, which would be moved.
-
-    Raises:
-        RuntimeError: naming one of them.
-    """
+    """Refuse a copy that has parameters of its model, which would be moved."""
     own = {id(parameter) for parameter in model.parameters()}
     for name, parameter in copied.named_parameters():
         if id(parameter) in own:

@@ -172,12 +172,7 @@ def check_stacks(stacks: Sequence[Stack], how: HowToCut) -> None:
 
 
 class _Traced:
-    """What is noted of a stack while a copy runs that is detached at its blocks.
-
-    Args:
-        stack: the stack.
-        called: gets the names of the blocks that are called.
-    """
+    """What is noted of a stack while a copy runs that is detached at its blocks."""
 
     def __init__(self, stack: Stack, called: list[str]) -> None:
         self.stack, self._called = stack, called

@@ -160,11 +160,7 @@ def _without_steps(real: Any) -> None:
 
 
 class _NoStep:
-    """Stands for Lightning's wrapper of an optimizer of the copy, which does nothing either.
-
-    Args:
-        optimizer: made by the copy's own ``configure_optimizers``.
-    """
+    """Stands for Lightning's wrapper of an optimizer of the copy, which does nothing either."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -182,11 +178,7 @@ class _NoStep:
 
 
 class _Steps:
-    """The optimizers and schedulers that a copy configures, once a step asks for them.
-
-    Args:
-        model: the copy.
-    """
+    """The optimizers and schedulers that a copy configures, once a step asks for them."""
 
     def __init__(self, model: LightningModule) -> None:
         self._model = model

@@ -173,12 +173,7 @@ class UnwrappedProducts:
         yield from (((), cuts) for cuts in self._cuts(tp, likely=False))
 
     def _cuts(self, tp: int, *, likely: bool) -> Iterator[dict[str, Cut]]:
-        """Cuts by parameter; parameters of one shape are cut alike.
-
-        Args:
-            tp: number of ranks.
-            likely: whether to give the first choice for the remaining parameters (biases), or all others.
-        """
+        """Cuts by parameter; parameters of one shape are cut alike."""
         own = dict(self.module.named_parameters(recurse=False))
         shapes = list(dict.fromkeys(tuple(own[name].shape) for name in self.columns))
         row_shapes = list(dict.fromkeys(tuple(own[name].shape) for name in self.rows))

@@ -712,7 +712,7 @@ def test_what_raises_while_it_is_recorded_is_told_with_the_line():
 @sees(
     "behind a shipped plan nothing is inferred",
     "_resolve_base",
-    "infer_rest(search.plans) if infer_rest and linears_beside(model, search.plans) else None",
+    "infer_rest(plans) if infer_rest and linears_beside(model, plans) else None",
     "None",
 )
 def test_the_rest_is_inferred_behind_a_shipped_plan():
