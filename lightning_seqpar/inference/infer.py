@@ -148,11 +148,8 @@ def infer_blocks(
         CantInferError: if there are none, or the copy does not run.
     """
     with example_copy(model, example, dtype, prepare) as (copied, on_cpu):
-        trace = ForwardTrace(copied)
         try:
-            with on_cpu.repeats(copied), trace.watch(), Quiet(draws=on_cpu.draws):
-                seed_streams()
-                on_cpu.run(copied)
+            trace = _record(copied, on_cpu)
         except Exception as error:
             raise CantInferError(_of_the_run(model, error)) from error
         stacks = [[call.name for call in calls] for calls in find_stacks(trace, copied)]
@@ -160,6 +157,15 @@ def infer_blocks(
             raise CantInferError(_no_blocks(model))
         patterns = [pattern_of(copied, all_names(copied, names)) for names in stacks]
     return ShardingPlan.from_rules([{"pattern": one, "style": "blocks"} for one in patterns], source="inferred")
+
+
+def _record(model: nn.Module, example: Example) -> ForwardTrace:
+    """The record of a copy's forward on its example."""
+    trace = ForwardTrace(model)
+    with example.repeats(model), trace.watch(), Quiet(draws=example.draws):
+        seed_streams()
+        example.run(model, trace.run_backward)
+    return trace
 
 
 def _no_blocks(model: nn.Module) -> str:
@@ -194,11 +200,8 @@ def _infer(
     sums: bool,
 ) -> Inference:
     """:func:`infer_plan` on the copy itself."""
-    trace = ForwardTrace(model)
     user_rules = _UserRules(model, own)
-    with example.repeats(model), trace.watch(), Quiet(draws=example.draws):
-        seed_streams()
-        example.run(model, trace.run_backward)
+    trace = _record(model, example)
     if not trace.calls:
         raise CantInferError(
             f"{type(model).__name__}: a copy of it runs none of its own modules (its forward is a closure over the original?)"
