@@ -79,7 +79,7 @@ class BlockPlanner:
     ) -> None:
         self._trace, self._model, self._flow, self._tp = trace, model, flow, tp
         self._covers, self._stack, self._sums = covers, stack, sums
-        self._block = Block(model, flow, set(stack) - {flow.name})
+        self._block = Block(trace, model, flow, set(stack) - {flow.name})
         self._plan = BlockPlan()
         self._groups: list[GroupLayout] = []
         self._edits: list[Edit] = []
@@ -168,7 +168,9 @@ class BlockPlanner:
         try:
             groups, more_edits = self._split(row)
         except CantInferError as error:
-            if isinstance(error, UnknownLinearError) or pair_mixes_positions(self._model, flow, row, unknown=True):
+            if isinstance(error, UnknownLinearError) or pair_mixes_positions(
+                self._trace, self._model, flow, row, unknown=True
+            ):
                 raise self._stop(error, row) from None
             self._reason(f"{row}: left whole, as are its columns; they work on each position alone ({error})")
             names = [self._inner(name) for name in (row, *flow.columns[row])]
@@ -204,7 +206,7 @@ class BlockPlanner:
             groups.append(group_layout(self._block, peer, self._tp))
             _share_columns(groups[-1], groups[:-1])
         tried = [*self._groups, *groups]
-        return groups, find_edits(self._trace, self._block, tried, self._edits, self._tp)
+        return groups, find_edits(self._block, tried, self._edits, self._tp)
 
     def _rows_beside(self, row: str) -> list[str]:
         """The rows that read columns of this row too, so that they are planned with it (one for the text, one for the picture)."""
@@ -429,10 +431,13 @@ def _idle_experts(
     return copied
 
 
-def pair_mixes_positions(model: nn.Module, flow: BlockFlow, row: str, *, unknown: bool = False) -> bool:
+def pair_mixes_positions(
+    trace: ForwardTrace, model: nn.Module, flow: BlockFlow, row: str, *, unknown: bool = False
+) -> bool:
     """Whether positions mix between the row's columns and the row.
 
     Args:
+        trace: the recorded forward.
         model: the copy that was recorded.
         flow: the block's data flow.
         row: the row's name.
@@ -443,7 +448,7 @@ def pair_mixes_positions(model: nn.Module, flow: BlockFlow, row: str, *, unknown
     modules = {name for name, _ in model.named_modules()}
     if not all(name in modules for name in (row, *flow.columns[row])):
         return unknown
-    return mixes_positions(Block(model, flow), row)
+    return mixes_positions(Block(trace, model, flow), row)
 
 
 def part_around(trace: ForwardTrace, flow: BlockFlow, row: str) -> str:

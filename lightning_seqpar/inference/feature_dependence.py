@@ -157,43 +157,26 @@ def mixes_positions(block: Block, row: str) -> bool:
 
 
 def _wide_norms(block: Block, row: str, columns: Sequence[str], features: int) -> list[str]:
-    """Names of modules between the columns and the row that may be norms over the whole width.
-
-    They have no submodules, vectors of the columns' width or of the row's ``features`` as parameters, and an output of their
-    input's shape.
-    """
-    norms: list[str] = []
-    hooks = []
-    ran: list[str] = []
-    linears = [name for name in (row, *columns) if name in block.modules]  # others are parameters
-    for name in linears:
-        hooks.append(block.modules[name].register_forward_hook(lambda module, args, out, name=name: ran.append(name)))
-    dense = {block.modules[name] for name in linears}
-    prefix = block.flow.name + "."
-    shapes: dict[str, bool] = {}
-    for name, module in block.modules.items():
-        leaf = module not in dense and not any(True for _ in module.children())
-        if name.startswith(prefix) and leaf and any(p.ndim == 1 for p in module.parameters()):
-
-            def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
-                fits = args and isinstance(args[0], Tensor) and isinstance(out, Tensor)
-                between = bool(ran) and row not in ran
-                shapes[name] = bool(between and fits and args[0].shape == out.shape and args[0].ndim <= 3)
-
-            hooks.append(module.register_forward_hook(note))
-    try:
-        with torch.no_grad():
-            args, kwargs, _ = block.inputs()
-            block.run(args, kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    """Names of modules between the columns and the row that may be norms over the whole width, by their vectors' size."""
+    trace, around = block.trace, block.flow.call
+    dense = {block.modules[name] for name in (row, *columns) if name in block.modules}  # others are parameters
+    ran = [call.last_op for name in columns if (call := trace.call_inside(around, name)) is not None]
+    end = block.call_of(row).last_op
     widths = {features, *(block.width(name) for name in columns)}
-    for name, fits in shapes.items():
-        module = block.modules[name]
-        if fits and all(p.shape[0] in widths for p in module.parameters()):
-            norms.append(name)
-    return norms
+    fits: dict[str, bool] = {}
+    for call in trace.calls:
+        vectors = [parameter for parameter in call.module.parameters() if parameter.ndim == 1]
+        inner = call.id > around.id and call.first_op < around.last_op
+        if not inner or not vectors or call.module in dense or any(True for _ in call.module.children()):
+            continue
+        between = any(last <= call.last_op for last in ran) and call.last_op <= end
+        shapes = [trace.values[number].shape for number in (call.args.get(0), *call.outputs) if number is not None]
+        fits[call.name] = between and len(shapes) == 2 and shapes[0] == shapes[1] and len(shapes[0]) <= 3
+    return [
+        name
+        for name, fit in fits.items()
+        if fit and all(parameter.shape[0] in widths for parameter in block.modules[name].parameters())
+    ]
 
 
 class _Probe:

@@ -300,8 +300,9 @@ class GatherPoints:
 
     def _call_of(self, name: str) -> Call:
         """The module's first call in this block."""
-        first = self.flow.call.first_op
-        return next(call for call in self.trace.calls_of(name) if call.first_op >= first)
+        call = self.trace.call_inside(self.flow.call, name)
+        assert call is not None
+        return call
 
     def _is_fed(self, call: Call, key: Argument, name: str) -> bool:
         """Whether what the module ``name`` makes whole, inside a call, is made of that call's argument ``key``."""

@@ -109,7 +109,7 @@ class StackPlanner:
         def mixes(flow: BlockFlow, row: str) -> bool:
             key = (row[len(flow.name) :], _likeness(flow, model))
             if key not in mixing:
-                mixing[key] = pair_mixes_positions(model, flow, row)
+                mixing[key] = pair_mixes_positions(trace, model, flow, row)
             return mixing[key]
 
         self._refuse_unknown_linears(calls)
@@ -117,7 +117,7 @@ class StackPlanner:
         names = all_names(model, [flow.name for flow in flows])
         planned = self._plan_blocks(flows, names)
         known, plans, wholes = planned.kinds, planned.of_block, planned.wholes
-        dims = {flow.name: Block(model, flow).sequence_dim() for flow in planned.examples}
+        dims = {flow.name: Block(trace, model, flow).sequence_dim() for flow in planned.examples}
         _refuse_idle_stack(model, flows[0].name, known, wholes.values())
         blocks = pattern_of(model, names)
         dim = next(iter(dims.values())) if len(set(dims.values())) == 1 else None
@@ -236,7 +236,8 @@ def _whole_rules(
     out: list[dict[str, Any]] = []
     for inner in wholes:
         flow = next(flow for flow in flows if trace.calls_of(f"{flow.name}.{inner}"))
-        call = next(c for c in trace.calls_of(f"{flow.name}.{inner}") if c.first_op >= flow.call.first_op)
+        call = trace.call_inside(flow.call, f"{flow.name}.{inner}")
+        assert call is not None
         made, shape = made_of_activation(trace, flow), trace.values[flow.call.args[flow.arg]].shape
         args = [key for key, value in call.args.items() if value in made and trace.values[value].shape == shape]
         out.append(

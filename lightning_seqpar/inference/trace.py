@@ -155,7 +155,7 @@ class Call:
 class ForwardTrace(TorchDispatchMode):
     """Records the forward that runs under it.
 
-    All tensors are kept alive until :meth:`forget`, so that no address of memory is used twice.
+    All tensors are kept alive, so that no address of memory is used twice.
 
     Args:
         model: whose module calls are recorded, and whose parameters are recognised.
@@ -324,15 +324,15 @@ class ForwardTrace(TorchDispatchMode):
         finally:
             self._is_paused = False
 
-    def forget(self) -> None:
-        """Free the tensors; the record stays."""
-        self._alive, self._current, self._keys = [], {}, {}
-
     # ---- questions ---------------------------------------------------------------------------------------------
 
     def calls_of(self, name: str) -> list[Call]:
         """The calls of the module of that name, in order."""
         return [call for call in self.calls if call.name == name]
+
+    def call_inside(self, block: Call, name: str) -> Call | None:
+        """The first call of the module ``name`` that begins in a block's call or behind it; None if there is none."""
+        return next((call for call in self.calls_of(name) if call.first_op >= block.first_op), None)
 
     def ops_in(self, call: Call) -> list[Op]:
         """The operations inside a call, in order."""
