@@ -40,15 +40,14 @@ class BlockPlan:
         rules: a triple each: name inside the block, style, options.
         reasons: why, a sentence each.
         parts: names inside the block of the modules around what is sharded, each of which could be computed whole instead.
-        reads_length: whether the block is right on whole sequences only, so that its stack runs without sequence parallelism.
-        no_sp: why it is right on whole sequences only; empty if it is right on shards.
+        no_sp: why it is right on whole sequences only, so that its stack runs without sequence parallelism; empty if it is
+            right on shards.
         whole: names inside the block of modules and parameters that are left whole, each with the reason.
     """
 
     rules: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
-    reads_length: bool = False
     no_sp: str = ""
     whole: dict[str, str] = field(default_factory=dict)
 
@@ -180,14 +179,12 @@ class BlockPlanner:
         self._groups, self._edits = [*self._groups, *groups], [*self._edits, *more_edits]
         alone = [column for column in flow.columns[row] if (column, "gather") in flow.gathers]
         if alone and mixes_positions(block, row):
-            self._plan.reads_length = True
             self._plan.no_sp = (
                 f"the attention of {self._inner(row)} stands in the block's own forward, which would read the length of "
                 "its shard"
             )
             self._reason(
-                f"{flow.name}: the attention of {self._inner(row)} stands in the block's own forward, which would read the "
-                "length of its shard: no sequence parallelism here"
+                f"{flow.name}: {self._plan.no_sp}: no sequence parallelism here"
                 + ("" if is_installed(type(block.module)) else "; a module of its own for the attention would allow it")
             )
         shown = ", ".join(self._inner(column) for column in group.columns)
@@ -260,11 +257,9 @@ class BlockPlanner:
     def _keep_whole_sequences(self) -> None:
         """Turn sequence parallelism off for the block if something in it is right on whole sequences only."""
         if (moved := reorders_tokens(self._trace, self._flow)) is not None:
-            self._plan.reads_length = True
             self._plan.no_sp = f"{self._shown(moved)} works on tokens in another order than the block's"
             self._reason(f"{moved}: its tokens are in another order than the block's: no sequence parallelism here")
         if (counted := orders_tokens(self._trace, self._flow, self._covers)) is not None:
-            self._plan.reads_length = True
             self._plan.no_sp = f"{self._shown(counted[0])} counts, sorts or reduces tokens ({counted[1]})"
             self._reason(
                 f"{counted[0]}: it counts, sorts or reduces tokens ({counted[1]}) where it would see this rank's part of them: no "

@@ -119,11 +119,7 @@ class Example:
             NoExampleError: if no output has a gradient, or the step reads more of the trainer than a copy has.
             PlainBackwardError: if the step runs its backward itself.
         """
-        logged: list[tuple[str, Any]] = []
-        losses: list[Tensor] = []
-        if isinstance(model, LightningModule):
-            answer_harmlessly(model, logged, losses, backward if self.reads_gradients else None)
-        out = self._call(model)
+        out, logged, losses = self._call(model, backward if self.reads_gradients else None)
         if self.method != "forward":
             loss = out.get("loss") if isinstance(out, Mapping) else out
             if losses:
@@ -143,21 +139,24 @@ class Example:
 
     def evaluate(self, model: nn.Module) -> list[tuple[str, Tensor]]:
         """Run it on a copy: the floating-point values that the method logs and returns, each with what it is."""
-        logged: list[tuple[str, Any]] = []
-        losses: list[Tensor] = []
-        if isinstance(model, LightningModule):
-            answer_harmlessly(model, logged, losses)
-        out = self._call(model)
+        out, logged, losses = self._call(model)
         values = [(f"the logged {name!r}", value) for name, value in logged]
         values += [("the loss of a backward", value) for value in losses]
         values += [("a tensor that it returns", value) for value in tensors_in(out)]
         values = [(what, torch.tensor(value) if isinstance(value, float) else value) for what, value in values]
         return [(what, value) for what, value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
-    def _call(self, model: nn.Module) -> Any:
+    def _call(
+        self, model: nn.Module, at_once: Callable[[Tensor], None] | None = None
+    ) -> tuple[Any, list[tuple[str, Any]], list[Tensor]]:
+        """What the method returns, what it logs, and the losses that it passes to ``manual_backward``."""
+        logged: list[tuple[str, Any]] = []
+        losses: list[Tensor] = []
+        if isinstance(model, LightningModule):
+            answer_harmlessly(model, logged, losses, at_once)
         target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
         args, kwargs = own_tensors((self.args, dict(self.kwargs)))
-        return target(_batches(args), **kwargs) if self.iterates else target(*args, **kwargs)
+        return target(*((_batches(args),) if self.iterates else args), **kwargs), logged, losses
 
 
 def _batches(given: tuple[Any, ...]) -> Iterator[tuple[Any, int, int]]:
@@ -199,19 +198,14 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
         else:
             yield Example("example_input_array", "forward", own if isinstance(own, tuple) else (own,), {})
     refused: NoExampleError | None = None
+    loop, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
     try:
-        yield from _of_loaders(module, trainer)
+        yield from _of_loop(module, trainer, getattr(trainer, loop), ("training_step", step), name)
     except NoExampleError as error:
         refused = error
     yield from _dummies(module)
     if refused is not None:
         raise refused
-
-
-def _of_loaders(module: LightningModule, trainer: Trainer) -> Iterator[Example]:
-    """The first batch of the running loop, for each step that takes it."""
-    loop, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
-    return _of_loop(module, trainer, getattr(trainer, loop), ("training_step", step), name)
 
 
 def find_evaluation(module: LightningModule, trainer: Trainer) -> Example | None:
@@ -348,11 +342,11 @@ def _put_back(held: Any, counts: Mapping[str, int | float], lists: Sequence[tupl
 
 def _first(loader: Any, what: str) -> Any:
     """The first batch of one loader, which is put back to where it was."""
-    if isinstance(loader, DataLoader):
-        inner = getattr(loader.batch_sampler, "sampler", None)
-        with _state_kept([loader, loader.sampler, loader.batch_sampler, inner, loader.dataset], _LEVELS):
-            return _first_of(loader, what)
-    return _first_of(loader, what)
+    if not isinstance(loader, DataLoader):
+        return _first_of(loader, what)
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    with _state_kept([loader, loader.sampler, loader.batch_sampler, inner, loader.dataset], _LEVELS):
+        return _first_of(loader, what)
 
 
 def _first_of(loader: Any, what: str) -> Any:

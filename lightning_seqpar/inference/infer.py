@@ -220,10 +220,7 @@ def _infer(
     if not stacks:
         raise CantInferError(_no_blocks(model))
     rules: list[dict[str, Any]] = []
-    reasons: list[str] = []
-    parts: list[dict[str, Any]] = []
-    why_whole: dict[str, str] = {}
-    no_sp: dict[str, str] = {}
+    found = Inference(ShardingPlan(()), [])
     planner = StackPlanner(trace, model, tp, user_rules.covers, sums=sums)
     owners = [owner_of(model, calls[0].name) for calls in stacks]
     failed: list[CantInferError] = []
@@ -237,18 +234,19 @@ def _infer(
                 raise
             error = caught if isinstance(caught, CantInferError) else _told(caught, calls[0].name)
             failed.append(error)
-            names = all_names(model, [call.name for call in calls])
-            reasons.append(f"{pattern_of(model, names)}: every rank has these blocks whole: {error.why}")
-            why_whole[pattern_of(model, names)] = error.why
+            pattern = pattern_of(model, all_names(model, [call.name for call in calls]))
+            found.reasons.append(f"{pattern}: every rank has these blocks whole: {error.why}")
+            found.whole[pattern] = error.why
             continue
         rules += stack.rules
-        reasons += stack.reasons
-        parts += stack.parts
-        why_whole |= stack.whole
-        no_sp |= stack.no_sp
+        found.reasons += stack.reasons
+        found.parts += stack.parts
+        found.whole |= stack.whole
+        found.no_sp |= stack.no_sp
     if not rules:
         raise failed[0]
-    return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons, parts, why_whole, no_sp)
+    found.plan = ShardingPlan.from_rules(rules, source="inferred")
+    return found
 
 
 def _told(error: Exception, block: str) -> CantInferError:

@@ -123,7 +123,7 @@ class StackPlanner:
         dim = next(iter(dims.values())) if len(set(dims.values())) == 1 else None
         streams = dict.fromkeys(key for flow in flows for key in flow.streams)
         why_no_sp = self._why_whole_sequences(flows, known, dims, left)
-        whole = bool(why_no_sp) or any(plan.reads_length for plan in known)
+        whole = bool(why_no_sp)
         where = {"style": "blocks", **({} if dim is None else {"dim": dim}), **({"sp": False} if whole else {})}
         out: list[dict[str, Any]] = [{"pattern": blocks, **where}]
         args = {name: flow.arg for flow in flows if flow.arg != 0 for name in all_names(model, [flow.name])}
@@ -166,7 +166,7 @@ class StackPlanner:
             return f"argument {', '.join(map(repr, streams))} is an activation too"
         if names := ", ".join(left):
             return f"{names} stay whole between these blocks"
-        return next((plan.no_sp for plan in plans if plan.reads_length), "")
+        return next((plan.no_sp for plan in plans if plan.no_sp), "")
 
     def _plan_blocks(self, flows: Sequence[BlockFlow], names: Sequence[str]) -> _PlannedBlocks:
         """Plan each kind of block; what can't be split is left whole in all of them, and the rest is planned again."""

@@ -282,7 +282,7 @@ def build(kind: str) -> nn.Module:
 @sees(
     "what a column reads beside the activation is not copied",
     "GatherPoints.settle",
-    'self._write(point, "copy", [key for key in sources if call.args[key] not in made])',
+    'self._write(point, "copy", [key for key in sources if call.args[key] not in self.made])',
     "pass",
     case="positioned",
 )
