@@ -20,10 +20,9 @@ from lightning_seqpar.layout.module_names import inside
 
 
 def is_settings(value: Any) -> bool:
-    """Whether a value may be a config: an object with attributes, or a dictionary, that is no tensor, class or module."""
-    if isinstance(value, dict):
-        return True
-    return hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type) and not callable(value)
+    """Whether a value may be a config: an object with attributes that is no tensor, class, module, mapping or function."""
+    simple = isinstance(value, Tensor | nn.Module | type | Mapping) or callable(value)
+    return not simple and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def kind_of(module: nn.Module, decisive: dict[type, frozenset[str]] | None = None) -> Any:
@@ -135,12 +134,7 @@ def _names_decided_by(source: str) -> set[str]:
 
 
 def _decides(value: ast.AST, around: Mapping[ast.AST, ast.AST]) -> bool:
-    """Whether code may do one thing or another by a value.
-
-    Args:
-        value: where it is read.
-        around: for each part of the code, what it is a part of.
-    """
+    """Whether code may do one thing or another by a value."""
     node = around[value]
     while isinstance(node, ast.BinOp | ast.UnaryOp | ast.keyword) and not (
         isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.FloorDiv)

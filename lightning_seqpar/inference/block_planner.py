@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_seqpar.inference.block_kinds import kind_of
+from lightning_seqpar.inference.block_kinds import is_settings, kind_of
 from lightning_seqpar.inference.dataflow import (
     BlockFlow,
     CantInferError,
@@ -18,7 +18,7 @@ from lightning_seqpar.inference.dataflow import (
     UnknownLinearError,
     UserDecidesError,
 )
-from lightning_seqpar.inference.edit_search import find_edits, is_settings
+from lightning_seqpar.inference.edit_search import find_edits
 from lightning_seqpar.inference.feature_dependence import ColumnLayout, GroupLayout, group_layout, mixes_positions
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.rehearsal import Edit
@@ -40,15 +40,14 @@ class BlockPlan:
         rules: a triple each: name inside the block, style, options.
         reasons: why, a sentence each.
         parts: names inside the block of the modules around what is sharded, each of which could be computed whole instead.
-        reads_length: whether the block is right on whole sequences only, so that its stack runs without sequence parallelism.
-        no_sp: why it is right on whole sequences only; empty if it is right on shards.
+        no_sp: why it is right on whole sequences only, so that its stack runs without sequence parallelism; empty if it is
+            right on shards.
         whole: names inside the block of modules and parameters that are left whole, each with the reason.
     """
 
     rules: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
-    reads_length: bool = False
     no_sp: str = ""
     whole: dict[str, str] = field(default_factory=dict)
 
@@ -79,7 +78,7 @@ class BlockPlanner:
     ) -> None:
         self._trace, self._model, self._flow, self._tp = trace, model, flow, tp
         self._covers, self._stack, self._sums = covers, stack, sums
-        self._block = Block(model, flow, set(stack) - {flow.name})
+        self._block = Block(trace, model, flow, set(stack) - {flow.name})
         self._plan = BlockPlan()
         self._groups: list[GroupLayout] = []
         self._edits: list[Edit] = []
@@ -163,16 +162,14 @@ class BlockPlanner:
     # ---- rows and columns ------------------------------------------------------------------------------------
 
     def _plan_row(self, row: str) -> None:
-        """Plan a row linear and its columns, or leave them whole if they work on each position by itself.
-
-        Raises:
-            CantInferError: if they can't be split and positions mix between them.
-        """
+        """Plan a row linear and its columns, or leave them whole if they work on each position by itself."""
         flow, block = self._flow, self._block
         try:
             groups, more_edits = self._split(row)
         except CantInferError as error:
-            if isinstance(error, UnknownLinearError) or pair_mixes_positions(self._model, flow, row, unknown=True):
+            if isinstance(error, UnknownLinearError) or pair_mixes_positions(
+                self._trace, self._model, flow, row, unknown=True
+            ):
                 raise self._stop(error, row) from None
             self._reason(f"{row}: left whole, as are its columns; they work on each position alone ({error})")
             names = [self._inner(name) for name in (row, *flow.columns[row])]
@@ -182,14 +179,12 @@ class BlockPlanner:
         self._groups, self._edits = [*self._groups, *groups], [*self._edits, *more_edits]
         alone = [column for column in flow.columns[row] if (column, "gather") in flow.gathers]
         if alone and mixes_positions(block, row):
-            self._plan.reads_length = True
             self._plan.no_sp = (
                 f"the attention of {self._inner(row)} stands in the block's own forward, which would read the length of "
                 "its shard"
             )
             self._reason(
-                f"{flow.name}: the attention of {self._inner(row)} stands in the block's own forward, which would read the "
-                "length of its shard: no sequence parallelism here"
+                f"{flow.name}: {self._plan.no_sp}: no sequence parallelism here"
                 + ("" if is_installed(type(block.module)) else "; a module of its own for the attention would allow it")
             )
         shown = ", ".join(self._inner(column) for column in group.columns)
@@ -199,11 +194,7 @@ class BlockPlanner:
         )
 
     def _split(self, row: str) -> tuple[list[GroupLayout], list[Edit]]:
-        """Split a row and the rows beside it, and find what must change with them.
-
-        Raises:
-            CantInferError: if they can't be split, or nothing that may change mends it.
-        """
+        """Split a row and the rows beside it, and find what must change with them."""
         flow = self._flow
         if flow.linears[row].summed and any(inside(row, owner) for owner in flow.sums):
             raise CantInferError(f"{row}: a sum of products inside an expert, whose own output is summed")
@@ -212,7 +203,7 @@ class BlockPlanner:
             groups.append(group_layout(self._block, peer, self._tp))
             _share_columns(groups[-1], groups[:-1])
         tried = [*self._groups, *groups]
-        return groups, find_edits(self._trace, self._block, tried, self._edits, self._tp)
+        return groups, find_edits(self._block, tried, self._edits, self._tp)
 
     def _rows_beside(self, row: str) -> list[str]:
         """The rows that read columns of this row too, so that they are planned with it (one for the text, one for the picture)."""
@@ -223,11 +214,7 @@ class BlockPlanner:
         return found[1:]
 
     def _plan_products(self, row: str) -> None:
-        """Plan a module that multiplies its parameters itself: all its rows and columns at once, or leave it whole.
-
-        Raises:
-            CantInferError: if it can't be split and positions mix in it, or the example does not use a parameter.
-        """
+        """Plan a module that multiplies its parameters itself: all its rows and columns at once, or leave it whole."""
         flow, owner = self._flow, row.rpartition(".")[0]
         inner = self._inner(owner)
         if any(name == inner and style == "gather" for name, style, _ in self._plan.rules):
@@ -270,11 +257,9 @@ class BlockPlanner:
     def _keep_whole_sequences(self) -> None:
         """Turn sequence parallelism off for the block if something in it is right on whole sequences only."""
         if (moved := reorders_tokens(self._trace, self._flow)) is not None:
-            self._plan.reads_length = True
             self._plan.no_sp = f"{self._shown(moved)} works on tokens in another order than the block's"
             self._reason(f"{moved}: its tokens are in another order than the block's: no sequence parallelism here")
         if (counted := orders_tokens(self._trace, self._flow, self._covers)) is not None:
-            self._plan.reads_length = True
             self._plan.no_sp = f"{self._shown(counted[0])} counts, sorts or reduces tokens ({counted[1]})"
             self._reason(
                 f"{counted[0]}: it counts, sorts or reduces tokens ({counted[1]}) where it would see this rank's part of them: no "
@@ -282,11 +267,7 @@ class BlockPlanner:
             )
 
     def _check_idle(self) -> None:
-        """Refuse an expert without tokens that did not get the rules of an equal expert.
-
-        Raises:
-            CantInferError: naming it.
-        """
+        """Refuse an expert without tokens that did not get the rules of an equal expert."""
         for row in self._idle if self._sums else ():
             if not any(name == self._inner(row) and style == "row" for name, style, _ in self._plan.rules):
                 raise self._stop(
@@ -355,11 +336,7 @@ class BlockPlanner:
         )
 
     def _write_gradients(self, edited: set[str]) -> None:
-        """Rules for parameters that are whole, where the gather points do not tell whether their gradients come in parts.
-
-        Args:
-            edited: names of the parameters that are cut.
-        """
+        """Rules for parameters that are whole, where the gather points do not tell whether their gradients come in parts."""
         flow = self._flow
         openers = [
             f"{flow.name}.{name}" for name, style, _ in self._plan.rules if style in ("gather", "copy", "full_width")
@@ -395,11 +372,7 @@ def _row_options(model: nn.Module, group: GroupLayout) -> dict[str, Any]:
 
 
 def _share_columns(group: GroupLayout, others: Sequence[GroupLayout]) -> None:
-    """Leave out of a row's columns those that other rows have cut already.
-
-    Raises:
-        CantInferError: if they are cut in another way there.
-    """
+    """Leave out of a row's columns those that other rows have cut already."""
     for other in others:
         for column in [name for name in group.columns if name in other.columns]:
             if group.columns.pop(column).ranges != other.columns[column].ranges:
@@ -453,10 +426,13 @@ def _idle_experts(
     return copied
 
 
-def pair_mixes_positions(model: nn.Module, flow: BlockFlow, row: str, *, unknown: bool = False) -> bool:
+def pair_mixes_positions(
+    trace: ForwardTrace, model: nn.Module, flow: BlockFlow, row: str, *, unknown: bool = False
+) -> bool:
     """Whether positions mix between the row's columns and the row.
 
     Args:
+        trace: the recorded forward.
         model: the copy that was recorded.
         flow: the block's data flow.
         row: the row's name.
@@ -467,7 +443,7 @@ def pair_mixes_positions(model: nn.Module, flow: BlockFlow, row: str, *, unknown
     modules = {name for name, _ in model.named_modules()}
     if not all(name in modules for name in (row, *flow.columns[row])):
         return unknown
-    return mixes_positions(Block(model, flow), row)
+    return mixes_positions(Block(trace, model, flow), row)
 
 
 def part_around(trace: ForwardTrace, flow: BlockFlow, row: str) -> str:

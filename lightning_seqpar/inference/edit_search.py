@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, combinations, islice, takewhile
 from typing import Any
 
-import torch
 from torch import nn
 
+from lightning_seqpar.inference.block_kinds import is_settings
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.feature_dependence import GroupLayout
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.rehearsal import Edit, rehearse
-from lightning_seqpar.inference.trace import ForwardTrace
 from lightning_seqpar.layout.attribute_override import named_numbers
 from lightning_seqpar.layout.linear_kind import is_depthwise, linear_kind
 from lightning_seqpar.layout.module_names import inside
@@ -49,12 +48,6 @@ def _local_numbers(block: Block, groups: Sequence[GroupLayout], tp: int) -> dict
     return shares
 
 
-def is_settings(value: Any) -> bool:
-    """Whether an attribute is an object of plain settings, such as a config that many modules share."""
-    simple = isinstance(value, nn.Module | torch.Tensor | type | Mapping) or callable(value)
-    return not simple and isinstance(getattr(value, "__dict__", None), dict)
-
-
 def _modules_around(block: Block, group: GroupLayout) -> list[str]:
     """Names of the modules that the group's linears stand in, the innermost first, the block last."""
     around: dict[str, None] = {}
@@ -73,7 +66,7 @@ def _holder(block: Block, group: GroupLayout) -> str:
     return ".".join(common)
 
 
-def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Edit]:
+def _candidates(block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Edit]:
     """Edits that may be needed, the likeliest first: attributes, then the width of arguments, tensors and arguments."""
     shares = _local_numbers(block, groups, tp)
     group = groups[-1]
@@ -121,36 +114,32 @@ def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout]
             dims = [dim for dim, size in enumerate(tensor.shape) if size in heads and size % tp == 0 and size > 1]
             edits += [Edit("tensor", name, key, dim=dim) for dim in dims]
     for name in parts:
-        edits += [
-            Edit("given" if _is_made_in_another_block(trace, block, name, key) else "arg", name, key, dim=dim)
-            for key, shape in block.argument_shapes(name).items()
-            for dim, size in enumerate(shape)
-            if size == group.units and len(shape) > 2 and dim < len(shape) - 1
-        ]
+        if (entered := block.trace.call_inside(block.flow.call, name)) is None:
+            continue
+        for arg, value in entered.args.items():
+            shape = block.trace.values[value].shape
+            for dim in range(len(shape) - 1) if len(shape) > 2 else ():
+                if shape[dim] == group.units:
+                    kind = "given" if _is_made_in_another_block(block, value) else "arg"
+                    edits.append(Edit(kind, name, arg, dim=dim))
     for (name, style), keys in block.flow.gathers.items():
         if style == "gather" and len(keys) == 1 and inside(group.row, name) and name not in linears:
             edits.append(Edit("narrow", name, keys[0]))
     return sorted(edits, key=lambda edit: (edit.kind not in ("set", "narrow"), "head" not in str(edit.key)))
 
 
-def _is_made_in_another_block(trace: ForwardTrace, block: Block, name: str, key: int | str) -> bool:
-    """Whether a module's argument was made in another block, where it becomes this rank's part."""
-    entered = next(call for call in trace.calls_of(name) if call.first_op >= block.flow.call.first_op)
-    value = entered.args.get(key)
-    if value is None:
-        return False
+def _is_made_in_another_block(block: Block, value: int) -> bool:
+    """Whether an argument was made in another block, where it becomes this rank's part."""
+    trace = block.trace
     root = trace.values[value].root
     maker = next((op for op in trace.ops if any(trace.values[n].root == root for n in op.outputs)), None)
     return maker is not None and any(trace.calls[n].name in block.blocks for n in maker.stack)
 
 
-def find_edits(
-    trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edit], tp: int
-) -> list[Edit]:
+def find_edits(block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edit], tp: int) -> list[Edit]:
     """Find the smallest set of edits with which every rank computes its part of the block.
 
     Args:
-        trace: the recorded forward.
         block: the block.
         groups: rows with their columns, and how they are split; the last one is new.
         edits: those that the other groups need.
@@ -168,7 +157,7 @@ def find_edits(
     if first is None:
         return norms
     together = [*_depthwise(block, groups[-1], tp), *_beside_columns(block, groups[-1], tp)]
-    candidates = [edit for edit in _candidates(trace, block, groups, tp) if edit not in edits]
+    candidates = [edit for edit in _candidates(block, groups, tp) if edit not in edits]
     near = [edit for edit in candidates if inside(edit.module, _holder(block, groups[-1]))]
     tries = chain(
         islice(_tries(near, together), _MAX_TRIES // 2) if near != candidates else (), _tries(candidates, together)
@@ -186,12 +175,7 @@ def find_edits(
 
 
 def _tries(candidates: Sequence[Edit], together: Sequence[Edit]) -> Iterator[tuple[Edit, ...]]:
-    """Sets of edits, the likeliest first: each alone, then families of alike ones at once, then all sets by size.
-
-    Args:
-        candidates: edits that may be needed.
-        together: edits that are only right all at once; they are in every second try, or in none if there are none.
-    """
+    """Sets of edits, the likeliest first: each alone, then families, then all by size; ``together`` is in every second try."""
     sets = [edit for edit in candidates if edit.kind == "set"]
     heads = _by(sets, lambda edit: edit.value if "head" in str(edit.key) else None)
     names = _by(sets, lambda edit: str(edit.key).rpartition(".")[2])

@@ -119,11 +119,7 @@ class Example:
             NoExampleError: if no output has a gradient, or the step reads more of the trainer than a copy has.
             PlainBackwardError: if the step runs its backward itself.
         """
-        logged: list[tuple[str, Any]] = []
-        losses: list[Tensor] = []
-        if isinstance(model, LightningModule):
-            answer_harmlessly(model, logged, losses, backward if self.reads_gradients else None)
-        out = self._call(model)
+        out, logged, losses = self._call(model, backward if self.reads_gradients else None)
         if self.method != "forward":
             loss = out.get("loss") if isinstance(out, Mapping) else out
             if losses:
@@ -143,21 +139,24 @@ class Example:
 
     def evaluate(self, model: nn.Module) -> list[tuple[str, Tensor]]:
         """Run it on a copy: the floating-point values that the method logs and returns, each with what it is."""
-        logged: list[tuple[str, Any]] = []
-        losses: list[Tensor] = []
-        if isinstance(model, LightningModule):
-            answer_harmlessly(model, logged, losses)
-        out = self._call(model)
+        out, logged, losses = self._call(model)
         values = [(f"the logged {name!r}", value) for name, value in logged]
         values += [("the loss of a backward", value) for value in losses]
         values += [("a tensor that it returns", value) for value in tensors_in(out)]
         values = [(what, torch.tensor(value) if isinstance(value, float) else value) for what, value in values]
         return [(what, value) for what, value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
-    def _call(self, model: nn.Module) -> Any:
+    def _call(
+        self, model: nn.Module, at_once: Callable[[Tensor], None] | None = None
+    ) -> tuple[Any, list[tuple[str, Any]], list[Tensor]]:
+        """What the method returns, what it logs, and the losses that it passes to ``manual_backward``."""
+        logged: list[tuple[str, Any]] = []
+        losses: list[Tensor] = []
+        if isinstance(model, LightningModule):
+            answer_harmlessly(model, logged, losses, at_once)
         target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
         args, kwargs = own_tensors((self.args, dict(self.kwargs)))
-        return target(_batches(args), **kwargs) if self.iterates else target(*args, **kwargs)
+        return target(*((_batches(args),) if self.iterates else args), **kwargs), logged, losses
 
 
 def _batches(given: tuple[Any, ...]) -> Iterator[tuple[Any, int, int]]:
@@ -199,19 +198,14 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
         else:
             yield Example("example_input_array", "forward", own if isinstance(own, tuple) else (own,), {})
     refused: NoExampleError | None = None
+    loop, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
     try:
-        yield from _of_loaders(module, trainer)
+        yield from _of_loop(module, trainer, getattr(trainer, loop), ("training_step", step), name)
     except NoExampleError as error:
         refused = error
     yield from _dummies(module)
     if refused is not None:
         raise refused
-
-
-def _of_loaders(module: LightningModule, trainer: Trainer) -> Iterator[Example]:
-    """The first batch of the running loop, for each step that takes it."""
-    loop, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
-    return _of_loop(module, trainer, getattr(trainer, loop), ("training_step", step), name)
 
 
 def find_evaluation(module: LightningModule, trainer: Trainer) -> Example | None:
@@ -237,7 +231,7 @@ def _of_loop(
     iterating = {one for one in steps if is_param_in_hook_signature(steps[one], "dataloader_iter", explicit=True)}
     cpu = torch.device("cpu")
     # The user's hooks may draw (augment), and count.
-    with kept_streams(cpu), _contents_kept([module, getattr(trainer, "datamodule", None)]):
+    with kept_streams(cpu), _state_kept([module, getattr(trainer, "datamodule", None)], levels=1):
         batch, several = _peek(loop._data_source.dataloader(), name, in_turn=loop is not trainer.fit_loop)
         read = small(batch)
         if iterating != set(steps):
@@ -292,33 +286,16 @@ def _peek(loaders: Any, what: str, *, in_turn: bool) -> tuple[Any, bool]:
 
 
 @contextmanager
-def _contents_kept(holders: Sequence[Any]) -> Iterator[None]:
-    """While open, hooks of the user's may run: the numbers that these objects hold are put back after, and so are their lists."""
-    held = [vars(holder) for holder in holders if holder is not None]
-    numbers = [{key: value for key, value in own.items() if type(value) in (int, float)} for own in held]
-    lists = [(value, list(value)) for own in held for value in own.values() if type(value) is list]
-    try:
-        yield
-    finally:
-        for own, before in zip(held, numbers, strict=True):
-            own.update(before)
-        for value, items in lists:
-            if len(value) != len(items):
-                value[:] = items
+def _state_kept(holders: Sequence[Any], levels: int) -> Iterator[None]:
+    """While open, the user's code may read data: random generators, counters and lists of these objects are put back after.
 
-
-@contextmanager
-def _state_kept(loader: DataLoader[Any]) -> Iterator[None]:
-    """While open, a loader may be read: random generators and counters of it, its samplers, collator and data are put back after.
-
-    They are found a few levels deep, in transforms and data sets around data sets. What can't be found is the place in a
+    They are found ``levels`` deep: in transforms, and data sets around data sets. What can't be found is the place in a
     stream or a file that is held open.
     """
-    inner = getattr(loader.batch_sampler, "sampler", None)
     back: list[Callable[[], Any]] = []
-    level: list[Any] = [loader, loader.sampler, loader.batch_sampler, inner, loader.dataset]
+    level = list(holders)
     seen: set[int] = set()
-    for _ in range(_LEVELS):
+    for _ in range(levels):
         below: list[Any] = []
         for value in level:
             if id(value) in seen or isinstance(value, Tensor | np.ndarray | type | types.ModuleType):
@@ -337,7 +314,8 @@ def _state_kept(loader: DataLoader[Any]) -> Iterator[None]:
             else:
                 held = getattr(value, "__dict__", {})
                 counts = {key: number for key, number in held.items() if type(number) in (int, float)}
-                back.append(functools.partial(_put_back, value, counts))
+                lists = [(items, list(items)) for items in held.values() if type(items) is list]
+                back.append(functools.partial(_put_back, held, counts, lists))
                 below += held.values()
         level = below
     try:
@@ -354,27 +332,25 @@ _FEW = 64
 """Among how many items of a container they are."""
 
 
-def _put_back(holder: Any, counts: Mapping[str, int | float]) -> None:
-    """Give an object the numbers again that reading it has changed."""
-    for key, number in counts.items():
-        if key in vars(holder) and vars(holder)[key] != number:
-            vars(holder)[key] = number
+def _put_back(held: Any, counts: Mapping[str, int | float], lists: Sequence[tuple[list[Any], list[Any]]]) -> None:
+    """Give an object the numbers and the lists again that reading it has changed."""
+    held.update({key: number for key, number in counts.items() if held.get(key) != number})
+    for items, before in lists:
+        if len(items) != len(before):
+            items[:] = before
 
 
 def _first(loader: Any, what: str) -> Any:
     """The first batch of one loader, which is put back to where it was."""
-    if isinstance(loader, DataLoader):
-        with _state_kept(loader):
-            return _first_of(loader, what)
-    return _first_of(loader, what)
+    if not isinstance(loader, DataLoader):
+        return _first_of(loader, what)
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    with _state_kept([loader, loader.sampler, loader.batch_sampler, inner, loader.dataset], _LEVELS):
+        return _first_of(loader, what)
 
 
 def _first_of(loader: Any, what: str) -> Any:
-    """The first batch of one loader, read without its workers.
-
-    Raises:
-        NoExampleError: if it is empty or can be read only once.
-    """
+    """The first batch of one loader, read without its workers."""
     advice = "set example_input_array on the module (a tensor, tuple or dict that its forward takes)"
     if isinstance(loader, DataLoader):
         data = loader.dataset

@@ -157,66 +157,33 @@ def mixes_positions(block: Block, row: str) -> bool:
 
 
 def _wide_norms(block: Block, row: str, columns: Sequence[str], features: int) -> list[str]:
-    """Names of modules between the columns and the row that may be norms over the whole width.
-
-    They have no submodules, vectors of the columns' width or of the row's ``features`` as parameters, and an output of their
-    input's shape.
-    """
-    norms: list[str] = []
-    hooks = []
-    ran: list[str] = []
-    linears = [name for name in (row, *columns) if name in block.modules]  # others are parameters
-    for name in linears:
-        hooks.append(block.modules[name].register_forward_hook(lambda module, args, out, name=name: ran.append(name)))
-    dense = {block.modules[name] for name in linears}
-    prefix = block.flow.name + "."
-    shapes: dict[str, bool] = {}
-    for name, module in block.modules.items():
-        leaf = module not in dense and not any(True for _ in module.children())
-        if name.startswith(prefix) and leaf and any(p.ndim == 1 for p in module.parameters()):
-
-            def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
-                fits = args and isinstance(args[0], Tensor) and isinstance(out, Tensor)
-                between = bool(ran) and row not in ran
-                shapes[name] = bool(between and fits and args[0].shape == out.shape and args[0].ndim <= 3)
-
-            hooks.append(module.register_forward_hook(note))
-    try:
-        with torch.no_grad():
-            args, kwargs, _ = block.inputs()
-            block.run(args, kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    """Names of modules between the columns and the row that may be norms over the whole width, by their vectors' size."""
+    trace, around = block.trace, block.flow.call
+    dense = {block.modules[name] for name in (row, *columns) if name in block.modules}  # others are parameters
+    ran = [call.last_op for name in columns if (call := trace.call_inside(around, name)) is not None]
+    end = block.call_of(row).last_op
     widths = {features, *(block.width(name) for name in columns)}
-    for name, fits in shapes.items():
-        module = block.modules[name]
-        if fits and all(p.shape[0] in widths for p in module.parameters()):
-            norms.append(name)
-    return norms
+    fits: dict[str, bool] = {}
+    for call in trace.calls:
+        vectors = [parameter for parameter in call.module.parameters() if parameter.ndim == 1]
+        inner = call.id > around.id and call.first_op < around.last_op
+        if not inner or not vectors or call.module in dense or any(True for _ in call.module.children()):
+            continue
+        between = any(last <= call.last_op for last in ran) and call.last_op <= end
+        shapes = [trace.values[number].shape for number in (call.args.get(0), *call.outputs) if number is not None]
+        fits[call.name] = between and len(shapes) == 2 and shapes[0] == shapes[1] and len(shapes[0]) <= 3
+    return [
+        name
+        for name, fit in fits.items()
+        if fit and all(parameter.shape[0] in widths for parameter in block.modules[name].parameters())
+    ]
 
 
 class _Probe:
-    """One forward of the block that keeps the graph from its columns' outputs to its row's input.
-
-    Args:
-        block: the block.
-        row: the row's name.
-        columns: its columns.
-        seed: of the block's input; 0 for the recorded one.
-        skipped: modules that pass their input on unchanged (norms over the whole width).
-
-    Attributes:
-        made: the outputs of each column, ``[b, s, f]``, one for each call, as leaves of the graph; of a column that is called
-            past its module, its weight.
-        read: the row's input, ``[b, s, f]``.
-        features: number of its features.
-
-    Raises:
-        CantInferError: if the block does not call one of them, or the row's input has no graph.
-    """
+    """One forward of the block that keeps the graph from its columns' outputs to its row's input."""
 
     def __init__(self, block: Block, row: str, columns: Sequence[str], seed: int, skipped: Sequence[str]) -> None:
+        # Leaves of the graph: outputs [b, s, f] of each column's calls; of one that is called past its module, its weight.
         self.made: dict[str, list[Tensor]] = {name: [] for name in columns}
         self._reads: list[Tensor] = []
         self._past = {name: one.out_dim for name in columns if not (one := block.flow.linears[name]).is_called}
@@ -292,17 +259,6 @@ class _FeatureSupport:
     """On which out-features of its columns each rank's part of a row's input depends.
 
     Several inputs are drawn, since ReLU sets some features to zero in each of them.
-
-    Args:
-        block: the block.
-        row: the row's name.
-        columns: its columns.
-        skipped: norms over the whole width that pass their input on unchanged.
-        tp: number of ranks.
-        segments: sizes of the parts of the row's input; none if it is one.
-
-    Raises:
-        CantInferError: if the row's in-features do not divide by ``tp``, or it can't be run.
     """
 
     def __init__(
@@ -314,9 +270,9 @@ class _FeatureSupport:
         tp: int,
         segments: tuple[int, ...] = (),
     ) -> None:
-        self.skipped = skipped
+        self.skipped = skipped  # norms over the whole width, which pass their input on unchanged
         self._probes = [_Probe(block, row, columns, 0, skipped)]
-        self._features = self._probes[0].features
+        self.features = self._probes[0].features
         self._tp = tp
         self._feeding = {name for column in columns for name in block.flow.linears[column].upstream}
         self.segments = segments if sum(segments) == self.features else (self.features,)
@@ -346,11 +302,6 @@ class _FeatureSupport:
             touched = [bool(self._union(torch.arange(a, b))[column].any()) for a, b in zip(starts, ends, strict=True)]
             self._fed[column] = [at for at, one in enumerate(touched) if one]
         return self._fed[column]
-
-    @property
-    def features(self) -> int:
-        """Number of the row's in-features."""
-        return self._features
 
     def _union(self, features: Tensor) -> dict[str, Tensor]:
         """The support of some features of the row's input over all draws, by column: bool ``[f]`` each."""
@@ -413,11 +364,7 @@ class _FeatureSupport:
         return len({tuple(part[column].tolist()) for part in self._parts})
 
     def deal(self, column: str, most: int) -> ColumnLayout:
-        """The layout of a column, with ``most`` units in a segment at most.
-
-        Raises:
-            CantInferError: if no list of segments describes what the ranks need.
-        """
+        """The layout of a column, with ``most`` units in a segment at most."""
         covered = torch.stack([part[column] for part in self._parts]).any(0)
         if not covered.any():  # only another row reads it, or none: queries of a text whose output is dropped
             units = most if len(covered) % most == 0 else len(covered)
@@ -454,15 +401,7 @@ def _runs(touched: Tensor) -> Ranges:
 
 
 def _segments(column: str, ranges: Sequence[Ranges]) -> list[tuple[int, int, int]]:
-    """Start, stop and number of distinct parts of each segment of a column.
-
-    Args:
-        column: for messages.
-        ranges: for each rank, the ranges of out-features that it needs.
-
-    Raises:
-        CantInferError: if the ranks' ranges do not line up as segments.
-    """
+    """Start, stop and number of distinct parts of each segment of a column."""
     if any(len(runs) != len(ranges[0]) for runs in ranges):
         raise CantInferError(f"{column}: ranks need parts of it that are not alike: {_shown(ranges)}")
     segments, start = [], 0

@@ -104,6 +104,7 @@ class GatherPoints:
     ) -> None:
         self.trace, self.flow, self.reduced, self.sums = trace, flow, reduced, sums
         self.blocks = {call.name for call in blocks}
+        self.made = made_of_activation(trace, flow)
 
     def _leaks(self, call: Call, root: int) -> bool:
         """Whether something whole that the call makes of the value ``root`` leaves the block other than through its rows.
@@ -166,9 +167,8 @@ class GatherPoints:
         """Gather, at a module, the arguments that a value inside it is made of; whether they are activations that may be."""
         keys = [key for key in self._sources(call, number) if self.trace.values[call.args[key]].floating]
         values = [self.trace.values[call.args[key]] for key in keys]
-        made = made_of_activation(self.trace, self.flow)
         if not keys or not all(
-            call.args[key] in made and self._is_activation(value) for key, value in zip(keys, values, strict=True)
+            call.args[key] in self.made and self._is_activation(value) for key, value in zip(keys, values, strict=True)
         ):
             return False
         if any(self._leaks(call, value.root) for value in values):
@@ -179,12 +179,10 @@ class GatherPoints:
     def _find_dealer(self, column: str) -> bool:
         """Find the module that takes all tokens and hands some of them on to this column, an expert; whether there is one."""
         trace, flow = self.trace, self.flow
-        made = self._made_of_activation()
         stack = trace.ops[flow.linears[column].op].stack
         for number in reversed(stack[stack.index(flow.call.id) + 1 :]):
             call = trace.calls[number]
-            takes = [key for key, value in call.args.items() if value in made or trace.values[value].root in made]
-            if takes and all(self._holds_tokens(trace.values[call.args[key]]) for key in takes):
+            if takes := self._takes_tokens(call):
                 if self._escapes(call):
                     return False
                 flow.sums[call.name] = takes
@@ -216,15 +214,16 @@ class GatherPoints:
         call = next((call for call in open_calls if call.name == owner), None)
         if mixed or owner == flow.name or call is None:
             return  # no one module makes it of its own parameters; planning the row raises
-        made = self._made_of_activation()
-        takes = [key for key, value in call.args.items() if value in made or trace.values[value].root in made]
-        if takes and all(self._holds_tokens(trace.values[call.args[key]]) for key in takes) and not self._escapes(call):
+        takes = self._takes_tokens(call)
+        if takes and not self._escapes(call):
             flow.sums[owner] = takes
 
-    def _made_of_activation(self) -> set[int]:
-        """Ids and roots of the values that depend on the block's activation."""
-        made = made_of_activation(self.trace, self.flow)
-        return made | {self.trace.values[number].root for number in made}
+    def _takes_tokens(self, call: Call) -> list[Argument]:
+        """The arguments of a call that depend on the block's activation; none if one of them lacks some tokens."""
+        values = self.trace.values
+        made = self.made | {values[number].root for number in self.made}
+        takes = [key for key, value in call.args.items() if value in made or values[value].root in made]
+        return takes if all(self._holds_tokens(values[call.args[key]]) for key in takes) else []
 
     def _holds_tokens(self, value: Value) -> bool:
         """Whether a value has an entry for every token: ``[b, s, ...]`` or ``[b·s, ...]``."""
@@ -242,11 +241,12 @@ class GatherPoints:
             return
         stacks = [trace.ops[flow.linears[name].op].stack for name in (*alone, row)]
         common = [number for number in stacks[0] if all(number in stack for stack in stacks)]
-        made = made_of_activation(trace, flow)
         for number in common[common.index(flow.call.id) + 1 :]:
             call = trace.calls[number]
             takes = [
-                key for key, value in call.args.items() if value in made and self._is_activation(trace.values[value])
+                key
+                for key, value in call.args.items()
+                if value in self.made and self._is_activation(trace.values[value])
             ]
             if len(takes) == 1 and not self._leaks(call, trace.values[call.args[takes[0]]].root):
                 for column in alone:
@@ -261,7 +261,6 @@ class GatherPoints:
         queries and keys, not to values), and what else such an input is made of, whole in front of the module, is copied.
         """
         trace, flow = self.trace, self.flow
-        made = made_of_activation(trace, flow)
         points = {name for name, _ in flow.gathers}
         for point in sorted(points, key=len):
             call = self._call_of(point)
@@ -276,7 +275,7 @@ class GatherPoints:
             nested = [one for one in points if one != point and inside(one, point)]
             fed = [one for one in nested if any(self._is_fed(call, key, one) for key in self._args_of(point))]
             if fed:
-                whole = [key for key in sources if call.args[key] in made]
+                whole = [key for key in sources if call.args[key] in self.made]
                 if all(self._is_activation(trace.values[call.args[key]]) for key in whole) and not any(
                     self._leaks(call, trace.values[call.args[key]].root) for key in whole
                 ):
@@ -285,7 +284,7 @@ class GatherPoints:
                         flow.gathers.pop((one, "gather"), None)
                         flow.gathers.pop((one, "copy"), None)
             if any((point, style) in flow.gathers for style in ("gather", "copy")):
-                self._write(point, "copy", [key for key in sources if call.args[key] not in made])
+                self._write(point, "copy", [key for key in sources if call.args[key] not in self.made])
 
     def _write(self, name: str, style: str, keys: Iterable[Argument]) -> None:
         """Add arguments to those that a module makes whole, in the order in which it takes them."""
@@ -300,8 +299,9 @@ class GatherPoints:
 
     def _call_of(self, name: str) -> Call:
         """The module's first call in this block."""
-        first = self.flow.call.first_op
-        return next(call for call in self.trace.calls_of(name) if call.first_op >= first)
+        call = self.trace.call_inside(self.flow.call, name)
+        assert call is not None
+        return call
 
     def _is_fed(self, call: Call, key: Argument, name: str) -> bool:
         """Whether what the module ``name`` makes whole, inside a call, is made of that call's argument ``key``."""

@@ -24,7 +24,6 @@ from lightning_seqpar.inference.dataflow import (
 )
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, without_checkpoints
-from lightning_seqpar.inference.proposals import with_tried_rules
 from lightning_seqpar.inference.reduction import Reduction, is_large
 from lightning_seqpar.inference.repeats import owner_of
 from lightning_seqpar.inference.stack_planner import StackPlanner, all_names
@@ -36,6 +35,11 @@ from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.styles.style import LINEAR
+
+PROPOSAL = "\n  To have every rank compute that whole, and shard the rest, write what follows"
+"""Where the proposal begins in a message; it is the end of it."""
+_MOST_RULES = 6
+"""Rules that are tried together: a model needs one for each kind of part that can't be split."""
 
 
 @dataclass
@@ -144,11 +148,8 @@ def infer_blocks(
         CantInferError: if there are none, or the copy does not run.
     """
     with example_copy(model, example, dtype, prepare) as (copied, on_cpu):
-        trace = ForwardTrace(copied)
         try:
-            with on_cpu.repeats(copied), trace.watch(), Quiet(draws=on_cpu.draws):
-                seed_streams()
-                on_cpu.run(copied)
+            trace = _record(copied, on_cpu)
         except Exception as error:
             raise CantInferError(_of_the_run(model, error)) from error
         stacks = [[call.name for call in calls] for calls in find_stacks(trace, copied)]
@@ -156,6 +157,15 @@ def infer_blocks(
             raise CantInferError(_no_blocks(model))
         patterns = [pattern_of(copied, all_names(copied, names)) for names in stacks]
     return ShardingPlan.from_rules([{"pattern": one, "style": "blocks"} for one in patterns], source="inferred")
+
+
+def _record(model: nn.Module, example: Example) -> ForwardTrace:
+    """The record of a copy's forward on its example."""
+    trace = ForwardTrace(model)
+    with example.repeats(model), trace.watch(), Quiet(draws=example.draws):
+        seed_streams()
+        example.run(model, trace.run_backward)
+    return trace
 
 
 def _no_blocks(model: nn.Module) -> str:
@@ -190,11 +200,8 @@ def _infer(
     sums: bool,
 ) -> Inference:
     """:func:`infer_plan` on the copy itself."""
-    trace = ForwardTrace(model)
     user_rules = _UserRules(model, own)
-    with example.repeats(model), trace.watch(), Quiet(draws=example.draws):
-        seed_streams()
-        example.run(model, trace.run_backward)
+    trace = _record(model, example)
     if not trace.calls:
         raise CantInferError(
             f"{type(model).__name__}: a copy of it runs none of its own modules (its forward is a closure over the original?)"
@@ -213,10 +220,7 @@ def _infer(
     if not stacks:
         raise CantInferError(_no_blocks(model))
     rules: list[dict[str, Any]] = []
-    reasons: list[str] = []
-    parts: list[dict[str, Any]] = []
-    why_whole: dict[str, str] = {}
-    no_sp: dict[str, str] = {}
+    found = Inference(ShardingPlan(()), [])
     planner = StackPlanner(trace, model, tp, user_rules.covers, sums=sums)
     owners = [owner_of(model, calls[0].name) for calls in stacks]
     failed: list[CantInferError] = []
@@ -230,18 +234,19 @@ def _infer(
                 raise
             error = caught if isinstance(caught, CantInferError) else _told(caught, calls[0].name)
             failed.append(error)
-            names = all_names(model, [call.name for call in calls])
-            reasons.append(f"{pattern_of(model, names)}: every rank has these blocks whole: {error.why}")
-            why_whole[pattern_of(model, names)] = error.why
+            pattern = pattern_of(model, all_names(model, [call.name for call in calls]))
+            found.reasons.append(f"{pattern}: every rank has these blocks whole: {error.why}")
+            found.whole[pattern] = error.why
             continue
         rules += stack.rules
-        reasons += stack.reasons
-        parts += stack.parts
-        why_whole |= stack.whole
-        no_sp |= stack.no_sp
+        found.reasons += stack.reasons
+        found.parts += stack.parts
+        found.whole |= stack.whole
+        found.no_sp |= stack.no_sp
     if not rules:
         raise failed[0]
-    return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons, parts, why_whole, no_sp)
+    found.plan = ShardingPlan.from_rules(rules, source="inferred")
+    return found
 
 
 def _told(error: Exception, block: str) -> CantInferError:
@@ -252,12 +257,7 @@ def _told(error: Exception, block: str) -> CantInferError:
 
 
 class _UserRules:
-    """What the user's own rules decide, so that inference leaves it alone.
-
-    Args:
-        model: the copy.
-        own: the rules, or None.
-    """
+    """What the user's own rules decide, so that inference leaves it alone."""
 
     def __init__(self, model: nn.Module, own: ShardingPlan | None) -> None:
         self._matches = own.match(model) if own is not None else []
@@ -277,3 +277,58 @@ class _UserRules:
         """Whether the rules decide these modules: one of them is computed whole, or all have a rule of their own."""
         whole = any(inside(name, one) for name in names for one in self._wholes)
         return whole or all(name in self._linears for name in names)
+
+
+# ---- rules that a refusal proposes ------------------------------------------------------------------------------
+
+
+def with_tried_rules(
+    error: CantInferError,
+    attempt: Callable[[Sequence[dict[str, Any]]], object],
+    tp: int,
+    own: ShardingPlan | None = None,
+) -> CantInferError:
+    """The error with rules that let inference go on, or with the sentence that no such rule was found.
+
+    The rule of each error is tried together with those of the errors before it, so that what is proposed works as a whole.
+
+    Args:
+        error: where inference stopped.
+        attempt: inference with more rules of the user's; raises where it stops.
+        tp: number of tensor-parallel ranks, for the sentence.
+        own: the user's own rules, which stand in front of those.
+    """
+    if isinstance(error, NothingToSplitError):
+        return error
+    rules: list[dict[str, Any]] = []
+    reasons = [error.why]
+    stopped = error
+    while stopped.rules and len(rules) < _MOST_RULES and not any(rule in rules for rule in stopped.rules):
+        rules += stopped.rules
+        try:
+            attempt(rules)
+        except CantInferError as next_error:
+            stopped = next_error
+            reasons.append(stopped.why)
+            continue
+        text = "\n  ".join(dict.fromkeys(reasons))
+        more = [*(rule.dump() for rule in own.rules), *rules] if own is not None else rules
+        return type(error)(
+            f"{text}{PROPOSAL}; with it a plan is found for tp={tp}:\n    plan={{'rules': {more}}}",
+            error.whole,
+            error.why,
+        )
+    if not rules:
+        return type(error)(f"{error}\n  No rule was found that works", error.whole, error.why)
+    instead = "it stops there too" if stopped.why == error.why else f"inference stops at\n  {stopped.why}"
+    return type(error)(
+        f"{error}\n  No rule was found that works. Tried:{_shown(rules)}\n  with which {instead}",
+        error.whole,
+        error.why,
+    )
+
+
+def _shown(rules: Sequence[dict[str, Any]]) -> str:
+    """Rules as lines of a plan's file, indented."""
+    lines = ShardingPlan.from_rules(rules).to_yaml().splitlines()
+    return "".join(f"\n    {line}" for line in lines if line.startswith("- "))

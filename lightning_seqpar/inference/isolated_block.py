@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_seqpar.inference.dataflow import BlockFlow
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError
 from lightning_seqpar.inference.model_copy import Quiet
+from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.layout.linear_kind import features, linear_kind
 
 
@@ -18,6 +19,7 @@ class Block:
     """One block of a copy, which is run with the input that it had in a recorded forward.
 
     Args:
+        trace: the recorded forward.
         model: the copy.
         flow: the block's data flow.
         blocks: names of the other blocks of the stack.
@@ -27,8 +29,8 @@ class Block:
         modules: every module of the copy, by name.
     """
 
-    def __init__(self, model: nn.Module, flow: BlockFlow, blocks: Collection[str] = ()) -> None:
-        self.model, self.flow, self.blocks = model, flow, blocks
+    def __init__(self, trace: ForwardTrace, model: nn.Module, flow: BlockFlow, blocks: Collection[str] = ()) -> None:
+        self.trace, self.model, self.flow, self.blocks = trace, model, flow, blocks
         self.module = flow.call.module
         self.modules = {name: model.get_submodule(name) for name, _ in model.named_modules()}
 
@@ -40,6 +42,13 @@ class Block:
         kind = linear_kind(self.modules[column])
         assert kind is not None
         return features(self.modules[column], kind)[0]
+
+    def call_of(self, name: str) -> Call:
+        """The first call of a module in the block; raises CantInferError if there is none."""
+        call = self.trace.call_inside(self.flow.call, name)
+        if call is None or call.first_op >= self.flow.call.last_op:
+            raise CantInferError(f"{name}: the block does not call it")
+        return call
 
     def inputs(self, seed: int = 0, grad: bool = False) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
         """Positional and named arguments for a run, and the activation among them, as leaves of a new graph.
@@ -90,21 +99,6 @@ class Block:
         finally:
             for buffers, key, buffer in owned:
                 buffers[key] = buffer
-
-    def argument_shapes(self, name: str) -> dict[int | str, tuple[int, ...]]:
-        """Shapes of the tensor arguments of a module inside the block, by position or name."""
-        shapes: dict[int | str, tuple[int, ...]] = {}
-
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-            shapes.update({key: tuple(value.shape) for key, value in given if isinstance(value, Tensor)})
-
-        handle = self.modules[name].register_forward_pre_hook(note, with_kwargs=True)
-        with torch.no_grad():
-            args, kwargs, _ = self.inputs()
-            self.run(args, kwargs)
-        handle.remove()
-        return shapes
 
     def sequence_dim(self) -> int | None:
         """The tensor dim along which the block mixes positions: 1 for ``[b, s, h]``, 0 for ``[s, b, h]`` or ``[tokens, h]``.

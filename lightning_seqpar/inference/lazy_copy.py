@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import inspect
 import logging
 import random
 import re
@@ -34,21 +33,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 _UNCHANGEABLE = (
-    *(
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        type(None),
-        type,
-        range,
-        slice,
-        types.ModuleType,
-        re.Pattern,
-        logging.Logger,
-    ),
+    *(bool, int, float, complex, str, bytes, type(None), type, range, slice),
+    *(types.ModuleType, re.Pattern, logging.Logger),
     *(Enum, PurePath, date, time, timedelta, tzinfo, Decimal, Fraction, np.generic, np.dtype),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, ProcessGroup),
 )
@@ -74,10 +60,7 @@ class LazyCopies:
     ) -> None:
         self._given, self._changes = given, changes
         self._made: dict[int, Any] = {}
-        self._behind: dict[
-            int, tuple[Any, str]
-        ] = {}  # for each copy by its id: what it stands for, and where that was found
-        self._deleted: dict[int, set[str]] = {}
+        self._behind: dict[int, tuple[Any, str]] = {}  # by a copy's id: what it stands for, and where that was found
         self._kept: list[Any] = []  # so that no id is used twice
         self._classes: dict[type, type] = {}
 
@@ -197,7 +180,6 @@ class LazyCopies:
             return self._deep(value, path)  # its class is made in C
         self._kept.append(twin)
         self._behind[id(twin)] = (value, path)
-        self._deleted[id(twin)] = set()
         self._made[id(value)] = twin
         return twin
 
@@ -212,13 +194,8 @@ class LazyCopies:
             def __getattribute__(self, name: str) -> Any:
                 if name == "__class__":
                     return real
-                copies._load(self, name, real)
+                copies._load(self, name)
                 return super().__getattribute__(name)
-
-            def __delattr__(self, name: str) -> None:
-                copies._load(self, name, real)
-                super().__delattr__(name)
-                copies._deleted.get(id(self), set()).add(name)
 
             def __del__(self) -> None:
                 """What the object behind it holds is not this one's to close."""
@@ -228,36 +205,15 @@ class LazyCopies:
         meta = ABCMeta if isinstance(cls, ABCMeta) else type
         return meta(cls.__name__, (Reading, cls), {"__module__": cls.__module__})
 
-    def _load(self, twin: Any, name: str, cls: type) -> None:
-        """Copy an attribute (all of them for ``__dict__``) into a twin, unless it was read, written or deleted before."""
+    def _load(self, twin: Any, name: str) -> None:
+        """Copy an attribute (all of them for ``__dict__``) into a twin, unless it was read or written before."""
         if id(twin) not in self._behind:
             return  # a copy of a copy, which is complete
         value, path = self._behind[id(twin)]
         own, real = object.__getattribute__(twin, "__dict__"), getattr(value, "__dict__", {})
         for key in list(real) if name == "__dict__" else (name,):
-            if key in own or key in self._deleted[id(twin)]:
-                continue
-            if key in real:
+            if key in real and key not in own:
                 own[key] = self.of(real[key], f"{path}.{key}")
-            elif not key.startswith("__"):
-                self._load_of_class(twin, value, key, cls, path)
-
-    def _load_of_class(self, twin: Any, value: Any, name: str, cls: type, path: str) -> None:
-        """Copy what a slot holds, or a container that is an attribute of the class."""
-        found = inspect.getattr_static(cls, name, None)
-        if isinstance(found, types.MemberDescriptorType):
-            if not _is_set(found, twin) and _is_set(found, value):
-                found.__set__(twin, self.of(found.__get__(value), f"{path}.{name}"))
-        elif isinstance(found, dict | list | set | collections.deque):
-            object.__getattribute__(twin, "__dict__")[name] = self.of(found, f"{path}.{name}")
-
-
-def _is_set(slot: types.MemberDescriptorType, holder: Any) -> bool:
-    try:
-        slot.__get__(holder)
-    except AttributeError:
-        return False
-    return True
 
 
 _COPIED_BY_CLASS = ("__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getnewargs_ex__")
@@ -270,6 +226,8 @@ def _is_plain_class(cls: type) -> bool:
     if issubclass(cls, random.Random | np.random.Generator):
         return False
     for base in cls.__mro__[:-1]:
+        if vars(base).get("__slots__"):
+            return False
         # Those of torch's modules and of Lightning's classes say how they are pickled, and hide nothing.
         known = base.__module__.startswith(("lightning.", "torch.nn.modules.", "torch.utils.data."))
         if not known and any(name in vars(base) for name in _COPIED_BY_CLASS):
@@ -345,11 +303,7 @@ def stand_ins(model: nn.Module, copies: Mapping[int, Any]) -> dict[int, Any]:
 
 
 class _NoCopy:
-    """Stands in a copy of a model for what can't be copied; says so to whom it is of use.
-
-    Args:
-        told: the sentence.
-    """
+    """Stands in a copy of a model for what can't be copied; says so to whom it is of use."""
 
     def __init__(self, told: str) -> None:
         self.__dict__["told"] = told

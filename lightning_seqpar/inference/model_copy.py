@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import functools
 import math
@@ -194,11 +193,7 @@ def point_to_copy(copied: nn.Module, memo: dict[int, Any]) -> None:
 
 
 class _Leads:
-    """Functions, and what holds them, that lead to copies in place of what was copied.
-
-    Args:
-        memo: of the ``deepcopy``: copies by the id of what they stand for.
-    """
+    """Functions, and what holds them, that lead to copies in place of what was copied."""
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo = memo
@@ -206,7 +201,9 @@ class _Leads:
         self._kept: list[Any] = []  # so that no id is used twice
 
     def of(self, value: Any) -> Any:
-        """What stands for ``value``, which is in a copy already; containers are changed in place."""
+        """What stands for ``value``; containers that are copies are changed in place."""
+        if id(value) in self._memo:
+            return self._memo[id(value)]
         if type(value) not in weakref.ProxyTypes and isinstance(value, Tensor | nn.Module | str | int | float | None):
             return value
         if id(value) not in self._made:
@@ -220,20 +217,26 @@ class _Leads:
             return self._weak(value)
         if isinstance(value, types.FunctionType):
             return self._function(value)
+        if isinstance(value, types.MethodType):
+            owner = self.of(value.__self__)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
         if type(value) is functools.partial:
             return functools.partial(self.of(value.func), *self.of(value.args), **self.of(value.keywords))
         if type(value) is tuple:
-            items = tuple(self.of(item) for item in value)
-            return value if all(new is old for new, old in zip(items, value, strict=True)) else items
-        if id(value) not in self._memo:  # a container of the model itself stays as it is
-            # By the base class: a class of the user's may refuse changes (frozen settings), or count them.
-            if isinstance(value, dict):
-                for key, item in list(value.items()):
-                    if (led := self.of(item)) is not item:
-                        dict.__setitem__(value, key, led)
-            elif isinstance(value, list):
-                list.__setitem__(value, slice(None), [self.of(item) for item in value])
+            return self._items(value, self.of)
+        # By the base class: a class of the user's may refuse changes (frozen settings), or count them.
+        if isinstance(value, dict):
+            for key, item in list(value.items()):
+                if (led := self.of(item)) is not item:
+                    dict.__setitem__(value, key, led)
+        elif isinstance(value, list):
+            list.__setitem__(value, slice(None), [self.of(item) for item in value])
         return value
+
+    @staticmethod
+    def _items(value: tuple[Any, ...], lead: Callable[[Any], Any]) -> tuple[Any, ...]:
+        items = tuple(map(lead, value))
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else items
 
     def _weak(self, value: Any) -> Any:
         target = value() if isinstance(value, weakref.ReferenceType) else value.__repr__.__self__
@@ -265,26 +268,18 @@ class _Leads:
 
     def _held(self, content: Any) -> Any:
         """What stands for something that a function holds, which ``deepcopy`` has not seen."""
-        if id(content) in self._memo:
-            return self._memo[id(content)]
-        if isinstance(content, types.MethodType) and id(content.__self__) in self._memo:
-            return types.MethodType(content.__func__, self._memo[id(content.__self__)])
         if type(content) is tuple:
-            items = tuple(self._held(item) for item in content)
-            return content if all(new is old for new, old in zip(items, content, strict=True)) else items
-        if type(content) in (dict, list, set, collections.deque, functools.partial):
-            with contextlib.suppress(Exception):  # what can't be copied is shared
-                return self.of(copy.deepcopy(content, self._memo))
-            return content
+            return self._items(content, self._held)
+        if type(content) in (dict, list, set, collections.deque, functools.partial) and id(content) not in self._memo:
+            try:
+                content = copy.deepcopy(content, self._memo)
+            except Exception:  # what can't be copied is shared
+                return content
         return self.of(content)
 
 
 def _refuse_shared(model: nn.Module, copied: nn.Module) -> None:
-    """Refuse a copy that has parameters of its model, which would be moved.
-
-    Raises:
-        RuntimeError: naming one of them.
-    """
+    """Refuse a copy that has parameters of its model, which would be moved."""
     own = {id(parameter) for parameter in model.parameters()}
     for name, parameter in copied.named_parameters():
         if id(parameter) in own:

@@ -172,12 +172,7 @@ def check_stacks(stacks: Sequence[Stack], how: HowToCut) -> None:
 
 
 class _Traced:
-    """What is noted of a stack while a copy runs that is detached at its blocks.
-
-    Args:
-        stack: the stack.
-        called: gets the names of the blocks that are called.
-    """
+    """What is noted of a stack while a copy runs that is detached at its blocks."""
 
     def __init__(self, stack: Stack, called: list[str]) -> None:
         self.stack, self._called = stack, called
@@ -287,15 +282,9 @@ def trace_cut(
             f"pp={how.stages}: the step does not run the blocks of {idle.shown} ({idle.blocks[0]}), which each stage would hold "
             "whole beside its part of the others; use pp=1"
         )
-    for one in traced:
-        if len(one.returned) != 1:
-            raise CantInferError(
-                f"pp={how.stages}: the blocks of {one.stack.shown} were not called one after the other, each once, as stages need "
-                "it; use pp=1"
-            )
     traced.sort(key=lambda one: called.index(one.stack.blocks[0]))
     blocks = [name for one in traced for name in one.stack.blocks]
-    if called != blocks:
+    if called != blocks or any(len(one.returned) != 1 for one in traced):
         raise CantInferError(
             f"pp={how.stages}: the blocks of {' and '.join(one.stack.shown for one in traced)} were not called one after the "
             "other, each once, as stages need it; use pp=1"

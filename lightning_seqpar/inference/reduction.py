@@ -244,5 +244,5 @@ def _holders(model: nn.Module) -> Iterator[Any]:
             seen.add(id(holder))
             yield holder
             values = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
-            below += [value for value in values.values() if is_settings(value)]
+            below += [value for value in values.values() if isinstance(value, dict) or is_settings(value)]
         level = below

@@ -114,16 +114,7 @@ class _Casts(TorchDispatchMode):
 
 
 class _Rehearsal:
-    """The block cut down to what one rank would hold, with hooks that compare the rows' inputs with the whole block's.
-
-    Args:
-        block: the block.
-        groups: rows with their columns, and how their features are split.
-        tp: number of tensor-parallel ranks.
-        rank: the one that is rehearsed.
-        wanted: by module, the inputs ``[..., f]`` that it gets in the whole block, one for each call.
-        rounds: whether the block rounds float64 to float32 on its way.
-    """
+    """The block cut down to what one rank would hold, with hooks that compare the rows' inputs with the whole block's."""
 
     def __init__(
         self,
@@ -141,12 +132,7 @@ class _Rehearsal:
 
     @contextmanager
     def cut(self, edits: Sequence[Edit]) -> Iterator[None]:
-        """While open, columns make this rank's features, rows check what they read, and ``edits`` hold.
-
-        Raises:
-            _MismatchError: from the block's forward, where a row's input is not this rank's part, and at the end, if a
-                module ran less often than in the whole block.
-        """
+        """While open, columns make this rank's features, rows check what they read, and ``edits`` hold."""
         with ExitStack() as stack:
             for group in self._groups:
                 self._cut_columns(group, stack)
@@ -223,11 +209,7 @@ class _Rehearsal:
             stack.callback(self._block.modules[name].register_forward_hook(narrow).remove)
 
     def _compare(self, name: str, x: Tensor, mine: Tensor) -> Tensor:
-        """The whole block's input of this call, if ``x`` is its features ``mine``.
-
-        Raises:
-            _MismatchError: if it is not.
-        """
+        """The whole block's input of this call, if ``x`` is its features ``mine``."""
         at = self._counts[name]
         self._counts[name] += 1
         if at >= len(self._wanted[name]):

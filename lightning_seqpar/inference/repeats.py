@@ -102,12 +102,7 @@ def _form(value: Any) -> Any:
 
 
 def _passed_through(out: Any, given: Sequence[Any]) -> Any:
-    """An earlier output with the activation that a call was given in its place, so that gradients reach what made that.
-
-    Args:
-        out: the earlier output.
-        given: the arguments of the call.
-    """
+    """An earlier output with the activation that a call was given in its place, so that gradients reach what made that."""
     first = out[0] if type(out) in (tuple, list) and out else out
     passed = next((one for one in given if isinstance(one, Tensor) and one.is_floating_point()), None)
     if passed is None or not isinstance(first, Tensor) or (passed.shape, passed.dtype) != (first.shape, first.dtype):

@@ -47,19 +47,12 @@ class StackPlan(NamedTuple):
 
 @dataclass
 class _PlannedBlocks:
-    """The plans of the blocks of one stack.
-
-    Attributes:
-        kinds: the plan of each kind of block.
-        examples: the data flow of a block of each kind.
-        of_block: the plan of each block, by all its names.
-        wholes: the parts that can't be split, by their name inside a block, each with the reason.
-    """
+    """The plans of the blocks of one stack."""
 
     kinds: list[BlockPlan]
-    examples: list[BlockFlow]
-    of_block: dict[str, BlockPlan]
-    wholes: dict[str, CantInferError]
+    examples: list[BlockFlow]  # one of each kind
+    of_block: dict[str, BlockPlan]  # by all names of each block
+    wholes: dict[str, CantInferError]  # by its name inside a block, what can't be split
 
 
 class StackPlanner:
@@ -109,18 +102,14 @@ class StackPlanner:
             return plan._replace(reasons=[*plan.reasons, *reasons], whole={**plan.whole, **left})
 
     def _plan_rest(self, calls: Sequence[Call], left: Mapping[str, str], *, alone: bool) -> StackPlan:
-        """The plan of a stack's blocks, of which some others are left whole: ``left``, by pattern with the reason.
-
-        Raises:
-            CantInferError: if a block can't be planned, or none has a row.
-        """
+        """The plan of a stack's blocks, of which some others are left whole: ``left``, by pattern with the reason."""
         trace, model = self._trace, self._model
         mixing: dict[Any, bool] = {}
 
         def mixes(flow: BlockFlow, row: str) -> bool:
             key = (row[len(flow.name) :], _likeness(flow, model))
             if key not in mixing:
-                mixing[key] = pair_mixes_positions(model, flow, row)
+                mixing[key] = pair_mixes_positions(trace, model, flow, row)
             return mixing[key]
 
         self._refuse_unknown_linears(calls)
@@ -128,13 +117,13 @@ class StackPlanner:
         names = all_names(model, [flow.name for flow in flows])
         planned = self._plan_blocks(flows, names)
         known, plans, wholes = planned.kinds, planned.of_block, planned.wholes
-        dims = {flow.name: Block(model, flow).sequence_dim() for flow in planned.examples}
+        dims = {flow.name: Block(trace, model, flow).sequence_dim() for flow in planned.examples}
         _refuse_idle_stack(model, flows[0].name, known, wholes.values())
         blocks = pattern_of(model, names)
         dim = next(iter(dims.values())) if len(set(dims.values())) == 1 else None
         streams = dict.fromkeys(key for flow in flows for key in flow.streams)
         why_no_sp = self._why_whole_sequences(flows, known, dims, left)
-        whole = bool(why_no_sp) or any(plan.reads_length for plan in known)
+        whole = bool(why_no_sp)
         where = {"style": "blocks", **({} if dim is None else {"dim": dim}), **({"sp": False} if whole else {})}
         out: list[dict[str, Any]] = [{"pattern": blocks, **where}]
         args = {name: flow.arg for flow in flows if flow.arg != 0 for name in all_names(model, [flow.name])}
@@ -177,14 +166,10 @@ class StackPlanner:
             return f"argument {', '.join(map(repr, streams))} is an activation too"
         if names := ", ".join(left):
             return f"{names} stay whole between these blocks"
-        return next((plan.no_sp for plan in plans if plan.reads_length), "")
+        return next((plan.no_sp for plan in plans if plan.no_sp), "")
 
     def _plan_blocks(self, flows: Sequence[BlockFlow], names: Sequence[str]) -> _PlannedBlocks:
-        """Plan each kind of block; what can't be split is left whole in all of them, and the rest is planned again.
-
-        Raises:
-            CantInferError: if a row can't be planned and no part around it could be whole, or the user should decide.
-        """
+        """Plan each kind of block; what can't be split is left whole in all of them, and the rest is planned again."""
         trace, model = self._trace, self._model
         wholes: dict[str, CantInferError] = {}
 
@@ -219,9 +204,6 @@ class StackPlanner:
         """Refuse a subclass of ``nn.Linear`` that may compute something else (quantised?), unless the user's rules decide it.
 
         One that returns more than one tensor (a router) is not taken for a linear.
-
-        Raises:
-            UnknownLinearError: naming the module and the rule to write.
         """
         for call in self._trace.calls:
             module = call.module
@@ -254,7 +236,8 @@ def _whole_rules(
     out: list[dict[str, Any]] = []
     for inner in wholes:
         flow = next(flow for flow in flows if trace.calls_of(f"{flow.name}.{inner}"))
-        call = next(c for c in trace.calls_of(f"{flow.name}.{inner}") if c.first_op >= flow.call.first_op)
+        call = trace.call_inside(flow.call, f"{flow.name}.{inner}")
+        assert call is not None
         made, shape = made_of_activation(trace, flow), trace.values[flow.call.args[flow.arg]].shape
         args = [key for key, value in call.args.items() if value in made and trace.values[value].shape == shape]
         out.append(
@@ -266,17 +249,7 @@ def _whole_rules(
 def _refuse_idle_stack(
     model: nn.Module, first: str, plans: Iterable[BlockPlan], wholes: Iterable[CantInferError] = ()
 ) -> None:
-    """Refuse a stack without a row linear; with adapters in all its linears it may be whole, between shards of the sequence.
-
-    Args:
-        model: the copy.
-        first: name of the first block.
-        plans: the plans of its blocks.
-        wholes: why parts of them can't be split.
-
-    Raises:
-        CantInferError: naming the block.
-    """
+    """Refuse a stack without a row linear; with adapters in all its linears it may be whole, between shards of the sequence."""
     if not any(style in ("row", "replace") for plan in plans for _, style, _ in plan.rules):
         reasons = [error.why for error in wholes]
         if reasons and holds_variants(model):
@@ -304,15 +277,7 @@ def _refuse_idle_stack(
 def _exit_rules(
     trace: ForwardTrace, model: nn.Module, names: Sequence[str], blocks: str, *, alone: bool
 ) -> list[dict[str, Any]]:
-    """The rules for the end of a stack's region, if it is not the last block.
-
-    Args:
-        trace: the recorded forward.
-        model: the copy.
-        names: all names of the stack's blocks.
-        blocks: the pattern of the blocks.
-        alone: whether no other stack has the same owner.
-    """
+    """The rules for the end of a stack's region, if it is not the last block."""
     owner = owner_of(model, names[0])
     if type(model.get_submodule(owner)) is nn.TransformerEncoder:
         return [{"pattern": owner, "style": "replace"}, {"pattern": owner, "style": "exit"}]

@@ -94,12 +94,7 @@ def _is_closed(trace: ForwardTrace, call: Call) -> bool:
 
 
 class _Candidate:
-    """A module that may be one row.
-
-    Args:
-        call: its call in the recorded forward.
-        linears: the products inside it.
-    """
+    """A module that may be one row."""
 
     def __init__(self, call: Call, linears: Sequence[Linear]) -> None:
         self._module = call.module

@@ -62,7 +62,8 @@ def reorders_tokens(trace: ForwardTrace, flow: BlockFlow) -> str | None:
     square = tokens[0] == tokens[1]  # then a transposed activation has the same shape, so any transpose counts
     points = [(name, args) for (name, style), args in flow.gathers.items() if style == "gather"] + [*flow.sums.items()]
     for name, args in points:
-        call = next(call for call in trace.calls_of(name) if call.first_op >= flow.call.first_op)
+        call = trace.call_inside(flow.call, name)
+        assert call is not None
         todo, seen = [call.args[key] for key in args if key in call.args], set()
         while todo:
             number = todo.pop()

@@ -18,97 +18,43 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.distributed.autograd import storage_id
 
-_PRODUCTS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "linear",
-    "mv",
-    "addmv",
-    "_grouped_mm",
-)
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "mv", "addmv", "_grouped_mm")
 """Products of matrices."""
 
 _EMPTY = (
-    "zeros_like",
-    "ones_like",
-    "empty_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "new_zeros",
-    "new_ones",
-    "new_empty",
-    "new_full",
-    "new_empty_strided",
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+    *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
 )
-
 """Operations that read a tensor's shape alone, so that nothing flows from its content."""
 
 _RESHAPES = (
-    "t",
-    "transpose",
-    "permute",
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "expand",
-    "slice",
-    "select",
-    "unsqueeze",
-    "squeeze",
-    "alias",
-    "detach",
-    "clone",
-    "_to_copy",
-    "contiguous",
-    "split",
-    "chunk",
-    "as_strided",
-    "split_with_sizes",
-    "unbind",
-    "unfold",
+    *(
+        "t",
+        "transpose",
+        "permute",
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "expand",
+        "slice",
+        "select",
+        "unsqueeze",
+        "squeeze",
+    ),
+    *("alias", "detach", "clone", "_to_copy", "contiguous", "as_strided"),
+    *("split", "chunk", "split_with_sizes", "unbind", "unfold"),
 )
 """Operations whose result has the content of their one input: views, copies and casts."""
 
-
 _ORDERED = (
-    "cumsum",
-    "cumprod",
-    "cummax",
-    "cummin",
-    "_cummax_helper",
-    "_cummin_helper",
-    "logcumsumexp",
-    "sort",
-    "argsort",
-    "topk",
-    "kthvalue",
-    "flip",
-    "roll",
+    *("cumsum", "cumprod", "cummax", "cummin", "_cummax_helper", "_cummin_helper", "logcumsumexp"),
+    *("sort", "argsort", "topk", "kthvalue", "flip", "roll"),
 )
 """Operations that put the elements of a dim in an order, or go through them in one; gradients need not show it."""
 
-
 _REDUCING = (
-    "sum",
-    "mean",
-    "prod",
-    "var",
-    "std",
-    "var_mean",
-    "std_mean",
-    "norm",
-    "linalg_vector_norm",
-    "logsumexp",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "median",
-    "argmax",
-    "argmin",
+    *("sum", "mean", "prod", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp"),
+    *("amax", "amin", "max", "min", "median", "argmax", "argmin"),
 )
 """Operations that make one number of a dim (of all dims, if none is named); gradients need not show it if it is compared."""
 
@@ -209,7 +155,7 @@ class Call:
 class ForwardTrace(TorchDispatchMode):
     """Records the forward that runs under it.
 
-    All tensors are kept alive until :meth:`forget`, so that no address of memory is used twice.
+    All tensors are kept alive, so that no address of memory is used twice.
 
     Args:
         model: whose module calls are recorded, and whose parameters are recognised.
@@ -378,15 +324,15 @@ class ForwardTrace(TorchDispatchMode):
         finally:
             self._is_paused = False
 
-    def forget(self) -> None:
-        """Free the tensors; the record stays."""
-        self._alive, self._current, self._keys = [], {}, {}
-
     # ---- questions ---------------------------------------------------------------------------------------------
 
     def calls_of(self, name: str) -> list[Call]:
         """The calls of the module of that name, in order."""
         return [call for call in self.calls if call.name == name]
+
+    def call_inside(self, block: Call, name: str) -> Call | None:
+        """The first call of the module ``name`` that begins in a block's call or behind it; None if there is none."""
+        return next((call for call in self.calls_of(name) if call.first_op >= block.first_op), None)
 
     def ops_in(self, call: Call) -> list[Op]:
         """The operations inside a call, in order."""

@@ -160,11 +160,7 @@ def _without_steps(real: Any) -> None:
 
 
 class _NoStep:
-    """Stands for Lightning's wrapper of an optimizer of the copy, which does nothing either.
-
-    Args:
-        optimizer: made by the copy's own ``configure_optimizers``.
-    """
+    """Stands for Lightning's wrapper of an optimizer of the copy, which does nothing either."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -182,38 +178,32 @@ class _NoStep:
 
 
 class _Steps:
-    """The optimizers and schedulers that a copy configures, once a step asks for them.
-
-    Args:
-        model: the copy.
-    """
+    """The optimizers and schedulers that a copy configures, once a step asks for them."""
 
     def __init__(self, model: LightningModule) -> None:
         self._model = model
-        self._made: tuple[list[Any], list[Any]] | None = None
 
+    @functools.cached_property
     def _configured(self) -> tuple[list[Any], list[Any]]:
         """Optimizers, and Lightning's configurations of schedulers."""
-        if self._made is None:
-            answer: Any = self._model.configure_optimizers()
-            optimizers, schedulers, monitor = _configure_optimizers(answer) if answer is not None else ([], [], None)
-            configs: list[Any] = (
-                _configure_schedulers_automatic_opt(schedulers, monitor)
-                if self._model.automatic_optimization
-                else _configure_schedulers_manual_opt(schedulers)
-            )
-            for one in (*optimizers, *(config.scheduler for config in configs)):
-                _without_steps(one)
-            self._made = optimizers, configs
-        return self._made
+        answer: Any = self._model.configure_optimizers()
+        optimizers, schedulers, monitor = _configure_optimizers(answer) if answer is not None else ([], [], None)
+        configs: list[Any] = (
+            _configure_schedulers_automatic_opt(schedulers, monitor)
+            if self._model.automatic_optimization
+            else _configure_schedulers_manual_opt(schedulers)
+        )
+        for one in (*optimizers, *(config.scheduler for config in configs)):
+            _without_steps(one)
+        return optimizers, configs
 
     def optimizers(self) -> list[Any]:
         """All optimizers."""
-        return list(self._configured()[0])
+        return list(self._configured[0])
 
     def configs(self) -> list[Any]:
         """All schedulers, as Lightning configures them."""
-        return list(self._configured()[1])
+        return list(self._configured[1])
 
     def schedulers(self) -> list[Any]:
         """All schedulers."""

@@ -13,7 +13,7 @@ from itertools import chain, combinations, islice, product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_seqpar.inference.dataflow import CantInferError
@@ -69,35 +69,19 @@ class UnwrappedProducts:
         columns: full names of those that act as columns.
 
     Raises:
-        CantInferError: if a run of the block does not call it, or it returns no tensor.
+        CantInferError: if the block does not call it, or it returns no tensor.
     """
 
     def __init__(self, block: Block, owner: str, rows: Sequence[str], columns: Sequence[str]) -> None:
         self.owner, self.module = owner, block.modules[owner]
         cut = len(owner) + 1
         self.rows, self.columns = [name[cut:] for name in rows], [name[cut:] for name in columns]
-        self._args, self._kwargs = self._inputs_of(block)
+        self._args, self._kwargs = tree_map_only(
+            Tensor, lambda tensor: tensor.detach().clone(), block.call_of(owner).given
+        )
         with torch.no_grad():
             self.whole = _first(block.quiet(self.module, self._args, self._kwargs))
         self._block = block
-
-    def _inputs_of(self, block: Block) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of its first call in a run of the block."""
-        kept: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            kept.append(tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs)))
-
-        handle = self.module.register_forward_pre_hook(keep, with_kwargs=True)
-        try:
-            with torch.no_grad():
-                args, kwargs, _ = block.inputs()
-                block.run(args, kwargs)
-        finally:
-            handle.remove()
-        if not kept:
-            raise CantInferError(f"{self.owner}: the block run by itself does not call it")
-        return kept[0]
 
     def is_floating(self, arg: Argument) -> bool:
         """Whether an argument can carry a gradient."""
@@ -173,12 +157,7 @@ class UnwrappedProducts:
         yield from (((), cuts) for cuts in self._cuts(tp, likely=False))
 
     def _cuts(self, tp: int, *, likely: bool) -> Iterator[dict[str, Cut]]:
-        """Cuts by parameter; parameters of one shape are cut alike.
-
-        Args:
-            tp: number of ranks.
-            likely: whether to give the first choice for the remaining parameters (biases), or all others.
-        """
+        """Cuts by parameter; parameters of one shape are cut alike."""
         own = dict(self.module.named_parameters(recurse=False))
         shapes = list(dict.fromkeys(tuple(own[name].shape) for name in self.columns))
         row_shapes = list(dict.fromkeys(tuple(own[name].shape) for name in self.rows))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -15,26 +14,23 @@ from lightning_seqpar.styles.style import Rule
 from lightning_seqpar.user_input import nearest
 
 
-@dataclass
-class _Search:
-    plans: list[ShardingPlan] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-
-
-def _search_families(model: nn.Module, known: Sequence[Family], *, strict: bool) -> _Search:
-    search = _Search()
+def _search_families(
+    model: nn.Module, known: Sequence[Family], *, strict: bool
+) -> tuple[list[ShardingPlan], list[str]]:
+    """The plans of the families whose classes a model has, and why others, which only look so, are none."""
+    plans: list[ShardingPlan] = []
+    refused: list[str] = []
     for name, module in model.named_modules():
-        named = [family for family in known if family.is_named_by(module)]
         reasons: list[str] = []
-        for family in named:
+        for family in (one for one in known if one.is_named_by(module)):
             reason = family.mismatch(module) if strict else None
             if reason is None:
-                search.plans.append(family.plan_for(module, name))
+                plans.append(family.plan_for(module, name))
                 reasons = []
                 break
             reasons.append(f"{name or type(model).__name__}: not {family.family}: {reason}")
-        search.refused += reasons
-    return search
+        refused += reasons
+    return plans, refused
 
 
 Infer = Callable[[], ShardingPlan]
@@ -144,21 +140,21 @@ def _resolve_base(
         return [infer()]
     known = load_families()
     if base == "auto":
-        search = _search_families(model, known, strict=True)
-        if search.plans:
-            more = infer_rest(search.plans) if infer_rest and linears_beside(model, search.plans) else None
-            return [*search.plans, *([] if more is None else [more])]
+        plans, refused = _search_families(model, known, strict=True)
+        if plans:
+            more = infer_rest(plans) if infer_rest and linears_beside(model, plans) else None
+            return [*plans, *([] if more is None else [more])]
         if infer is not None:
             return [infer()]
-        raise ValueError(_how_to_write_a_plan(model, known, search.refused))
+        raise ValueError(_how_to_write_a_plan(model, known, refused))
     chosen = _family_named(base, known)
-    search = _search_families(model, [chosen], strict=False)
-    if not search.plans:
+    plans, _ = _search_families(model, [chosen], strict=False)
+    if not plans:
         raise ValueError(
             f"plan={base!r}: the model has no module of class {chosen.class_name}; use 'auto', a plan of your own, or a "
             "model of that family"
         )
-    return search.plans
+    return plans
 
 
 def _how_to_write_a_plan(model: nn.Module, known: Sequence[Family], refused: Sequence[str]) -> str:

@@ -104,17 +104,11 @@ class VocabularyChoice:
 
 @dataclass
 class _Found:
-    """An embedding or a head over a vocabulary.
-
-    Attributes:
-        name: the module's first name.
-        module: the module.
-        is_certain: whether more than a name or a number says so.
-    """
+    """An embedding or a head over a vocabulary."""
 
     name: str
     module: nn.Embedding | nn.Linear
-    is_certain: bool
+    is_certain: bool  # more than a name or a number says so
 
     @property
     def rows(self) -> int:
@@ -242,11 +236,7 @@ def not_proved(names: Sequence[str], plans: Sequence[ShardingPlan], model: nn.Mo
 
 
 class _Search:
-    """A look at the embeddings and linears outside the sequence regions of a model.
-
-    Args:
-        planned: the model, with the rules that say where its blocks are.
-    """
+    """A look at the embeddings and linears outside the sequence regions of a model."""
 
     def __init__(self, planned: PlannedModel) -> None:
         self._planned = planned
@@ -261,11 +251,7 @@ class _Search:
         self._found: dict[str, _Found] = {}
 
     def found(self, certain: bool) -> list[_Found]:
-        """What is over a vocabulary, in the model's order.
-
-        Args:
-            certain: leave out what names or numbers alone say.
-        """
+        """What is over a vocabulary, in the model's order; with ``certain`` not what names or numbers alone say."""
         for name, embedding in self._embeddings.items():
             if (is_certain := self._is_certain_embedding(name, embedding)) or self._speaks_of_tokens(name, embedding):
                 self._found[name] = _Found(name, embedding, is_certain)

@@ -17,9 +17,8 @@ from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.phases import Phases
 from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError
 from lightning_seqpar.inference.examples import Example
-from lightning_seqpar.inference.infer import Inference, infer_blocks, infer_plan
+from lightning_seqpar.inference.infer import PROPOSAL, Inference, infer_blocks, infer_plan
 from lightning_seqpar.inference.pipeline_cut import HowToCut, find_cut, leaves_blocks
-from lightning_seqpar.inference.proposals import PROPOSAL
 from lightning_seqpar.inference.trainer_view import (
     NoExampleError,
     OneRankOnly,

@@ -599,7 +599,7 @@ def test_what_the_first_batch_does_not_show_is_right_too():
 @sees(
     "a block that reads the length of its shard not seen",
     "StackPlanner._plan_rest",
-    "        whole = bool(why_no_sp) or any(plan.reads_length for plan in known)\n",
+    "        whole = bool(why_no_sp)\n",
     "        whole = dim is None\n",
     case="4-queued-it counts, sorts or reduces tokens (cumsum) where it would see this rank's part of them",
 )

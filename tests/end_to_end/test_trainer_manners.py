@@ -489,8 +489,13 @@ MANNERS: dict[str, Callable[[int, str], Any]] = {
     "for frozen in (False,) if",
 )
 @sees("habits: evaluation loaders read at once", "_peek", "if in_turn and", "if False and")
-@sees("habits: an example leaves counts", "_contents_kept", "own.update(before)", "pass")
-@sees("habits: an example leaves items in lists", "_contents_kept", "value[:] = items", "pass")
+@sees(
+    "habits: an example leaves counts",
+    "examples:_put_back",
+    "held.update({key: number for key, number in counts.items() if held.get(key) != number})",
+    "pass",
+)
+@sees("habits: an example leaves items in lists", "examples:_put_back", "items[:] = before", "pass")
 @sees(
     "habits: an MLP in front taken for a block",
     "find_stacks",

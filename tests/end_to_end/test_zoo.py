@@ -112,16 +112,6 @@ def test_what_cannot_be_dealt_out_is_computed_whole_and_said(kind, tp):
     assert "with its columns cut for one rank" in said
 
 
-@pytest.mark.parametrize("sp", [True, False])
-@pytest.mark.parametrize("kind", KEPT_WHOLE)
-def test_the_same_rule_written_beside_inference(kind, sp):
-    rule = {"pattern": "net.h.*.attn", "style": "whole"}
-    got = run_distributed(
-        fit, 2, "Zoo", {"kind": kind}, world=2, strategy={"tp": 2, "sp": sp, "plan": {"rules": [rule]}}, steps=3
-    )
-    compare(reference(kind), got[0]).raise_if_failed()
-
-
 def fit_here(kind: str, world: int) -> Trace:
     return fit("Zoo", {"kind": kind}, world=world, strategy={"tp": world}, steps=3)
 

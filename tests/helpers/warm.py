@@ -13,7 +13,7 @@ from tests import write_families
 from tests.helpers import fit, zoo  # noqa: F401
 
 load_families()
-for _, configs, _ in write_families.FAMILIES.values():
+for _, configs in write_families.FAMILIES.values():
     AutoModel._model_mapping[type(configs[-1])]  # imports the modelling code
 
 # A collection in a rank would look at, and so copy, all that was imported here.

@@ -339,9 +339,6 @@ def test_a_rank_of_eight_holds_an_eighth_of_llama_8b(tmp_path, capsys):
     assert said["global_parameters"] == 8_030_261_248
     assert said["parameters"] <= LIMIT
     assert said["notes"] == []
-    whole = describe_whole(tmp_path, capsys)
-    assert whole["parameters"] > 1_900_000_000
-
     config = transformers.LlamaConfig(**{key: value for key, value in LLAMA_8B.items() if key != "model_type"})
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
@@ -353,11 +350,6 @@ def test_a_rank_of_eight_holds_an_eighth_of_llama_8b(tmp_path, capsys):
     finally:
         dist.destroy_process_group()
     assert record.layout.local_numel() == sum(p.numel() for p in model.parameters()) == said["parameters"]
-
-
-def describe_whole(folder: Any, capsys: Any) -> Any:
-    main(["plan", str(folder), "tp=8", "vocab=false", "--json", "--length", "16"])
-    return json.loads(capsys.readouterr().out)
 
 
 def test_a_description_says_what_stays_whole_and_why():

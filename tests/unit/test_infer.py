@@ -25,9 +25,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_seqpar import ShardingPlan
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.examples import Example, NoExampleError, peek_batch, small
-from lightning_seqpar.inference.infer import infer_plan
+from lightning_seqpar.inference.infer import infer_plan, with_tried_rules
 from lightning_seqpar.inference.model_copy import detached_copy
-from lightning_seqpar.inference.proposals import with_tried_rules
 from lightning_seqpar.inference.reduction import Reduction
 from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.plan.choice import resolve_plans

@@ -282,7 +282,7 @@ def build(kind: str) -> nn.Module:
 @sees(
     "what a column reads beside the activation is not copied",
     "GatherPoints.settle",
-    'self._write(point, "copy", [key for key in sources if call.args[key] not in made])',
+    'self._write(point, "copy", [key for key in sources if call.args[key] not in self.made])',
     "pass",
     case="positioned",
 )
@@ -321,11 +321,6 @@ class Scaled(nn.Linear):
         return 1.01 * super().forward(x)
 
 
-class Rounded(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, (self.weight * 32).round() / 32, self.bias)
-
-
 class Casting(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
@@ -335,15 +330,6 @@ class NoisyInTraining(zoo.Conv1D):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         return out + torch.randn_like(out) if self.training else out
-
-
-class Masked(nn.Linear):
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.register_buffer("mask", torch.ones(sizes[::-1]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight * self.mask, self.bias)
 
 
 class Growing(nn.Linear):
@@ -400,9 +386,7 @@ class GrowingByGlobal(nn.Linear):
     "return kind",
     case="True-Casting",
 )
-@pytest.mark.parametrize(
-    "kind", [Scaled, Rounded, Casting, NoisyInTraining, Masked, Growing, GrowingByClass, GrowingByGlobal]
-)
+@pytest.mark.parametrize("kind", [Scaled, Casting, NoisyInTraining, Growing, GrowingByClass, GrowingByGlobal])
 @pytest.mark.parametrize("training", [True, False])
 def test_what_computes_something_else_is_no_linear(kind, training):
     module = kind(8, 6).train(training)
@@ -520,14 +504,9 @@ class DroppingOutputs(Dropping):
         return self.linear(x) + self.dropout(x @ self.lora_A.T @ self.lora_B.T)
 
 
-class DroppingRanks(Dropping):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.dropout(x @ self.lora_A.T) @ self.lora_B.T
-
-
 ROWS = [third_party.LowRankLinear, third_party.MatrixLinear, third_party.BiasedLinear, Dropping]
 NO_ROWS = [
-    third_party.BentLinear, Saturating, BentInTraining, Normalised, Unused, Watched, Scaling, DroppingOutputs, DroppingRanks,
+    third_party.BentLinear, Saturating, BentInTraining, Normalised, Unused, Watched, Scaling, DroppingOutputs,
 ]  # fmt: skip
 
 
@@ -712,7 +691,7 @@ def test_what_raises_while_it_is_recorded_is_told_with_the_line():
 @sees(
     "behind a shipped plan nothing is inferred",
     "_resolve_base",
-    "infer_rest(search.plans) if infer_rest and linears_beside(model, search.plans) else None",
+    "infer_rest(plans) if infer_rest and linears_beside(model, plans) else None",
     "None",
 )
 def test_the_rest_is_inferred_behind_a_shipped_plan():
