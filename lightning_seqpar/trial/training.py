@@ -44,7 +44,8 @@ from lightning_seqpar.trial.batches import (
     split_samples,
 )
 from lightning_seqpar.trial.determinism import KeepFloat64, switch_off_dropout
-from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight, norm_of, own_whole
+from lightning_seqpar.verify.comparison import norm_of
+from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight, own_whole
 
 SEED = 20_260_101
 

@@ -30,7 +30,7 @@ from lightning_seqpar.trial.hints import Group, Wrong, group_first_wrong
 from lightning_seqpar.trial.ranks import RankFailedError, RankFailure, run_alone, run_distributed
 from lightning_seqpar.trial.training import AT_ONCE, Outcome, Trial, train_alone, train_on_ranks
 from lightning_seqpar.user_input import nearest
-from lightning_seqpar.verify.parity import Row
+from lightning_seqpar.verify.comparison import Row, worst_row
 
 DType = Literal["float64", "float32"]
 
@@ -71,7 +71,7 @@ class Verification:
             return f"REFUSED: {self.setting}: {self.message}"
         if self.status == "failed":
             return f"FAILED: {self.setting}: {self.message}"
-        worst = max(self.rows, key=lambda row: float("inf") if row.error != row.error else row.error / row.limit)
+        worst = worst_row(self.rows)
         if self.status == "right":
             return (
                 f"RIGHT: {self.setting} trains as one process does (largest error {worst.error:.1e} of {worst.quantity}, "

@@ -24,7 +24,7 @@ from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.inference.reduction import Reduction
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify import self_check as selfcheck
-from lightning_seqpar.verify.run_comparison import worst_gradient
+from lightning_seqpar.verify.comparison import COPIES, RUNS, compare_gradients, norm_of
 from lightning_seqpar.verify.self_check import CalledApartError, self_check
 from tests.helpers import models, zoo
 from tests.helpers.fit import fit, quiet_trainer
@@ -183,9 +183,9 @@ def wrong_gradient(kind: str) -> list[str]:
 
 @sees(
     "the self-check looks at the forward alone",
-    "worst_gradient",
-    "        if wrong and (worst is None or not gap <= worst.error):\n",
-    "        if False:\n",
+    "compare_runs",
+    "wrong = wrong_gradients(dense, own(), part)",
+    "wrong = []",
     case="einsum",
 )
 @pytest.mark.parametrize("kind", ["einsum", "gqa", "encoder_decoder"])
@@ -252,7 +252,7 @@ def evaluated() -> dict[str, tuple[list[str], str]]:
 @sees(
     "a time that is logged taken for an error",
     "without_unstable",
-    "if at not in values or _is_close(values[at][0][1], values[at][1][1], limit)",
+    "if at not in values or is_close(values[at][0][1], values[at][1][1], limit)",
     "if True",
 )
 def test_what_blocks_do_in_evaluation_alone_is_seen():
@@ -451,9 +451,9 @@ def test_a_small_gradient_that_is_wrong_is_seen():
 
 @sees(
     "small gradients may be twice too large",
-    "worst_gradient",
-    "(own > OWN_LIMIT and gap > NOISE[narrow])",
-    "False",
+    "comparison:_compare",
+    "own > OWN_LIMIT and",
+    "False and",
     case="True",
 )
 @pytest.mark.parametrize("narrow", [True, False])
@@ -461,16 +461,18 @@ def test_a_small_gradient_that_is_counted_twice_is_seen(narrow):
     small = torch.full((3,), 1e-6 if narrow else 1e-10, dtype=torch.float64)
     grads = {"large": torch.ones(4, dtype=torch.float64), "small": small}
 
-    def worst(whole: Any, sharded: Any) -> Any:
-        return worst_gradient(whole, sharded.items(), narrow=narrow)
+    def wrong(whole: Any, sharded: Any) -> list[str]:
+        for limits in (COPIES[narrow], RUNS[narrow]):
+            row, found = compare_gradients("gradients", whole, sharded.items(), norm_of(whole), limits)
+            assert row.ok is not bool(found)
+        return [one.name for one in found]
 
-    assert worst(grads, grads) is None
-    assert worst(grads, {**grads, "small": 2 * small}).name == "small"
+    assert wrong(grads, grads) == []
+    assert wrong(grads, {**grads, "small": 2 * small}) == ["small"]
     sparse = {**grads, "large": grads["large"].to_sparse()}
-    assert worst(sparse, grads) is None
-    assert worst(sparse, {**sparse, "large": 2 * sparse["large"]}).name == "large"
-    noise = {**grads, "small": small * (1 + 1e-3)}
-    assert worst(grads, noise) is None
+    assert wrong(sparse, grads) == []
+    assert wrong(sparse, {**sparse, "large": 2 * sparse["large"]}) == ["large"]
+    assert wrong(grads, {**grads, "small": small * (1 + 1e-3)}) == []
 
 
 # ---- reduced copies --------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightning_seqpar.testing import run_distributed
-from lightning_seqpar.verify.parity import FLOAT32_LOSS_TOLERANCE, Trace, compare
+from lightning_seqpar.verify.comparison import FLOAT32_LOSS_TOLERANCE
+from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers.fit import fit
 from tests.helpers.slices import rest
 from tests.mutants import sees

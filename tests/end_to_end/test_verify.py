@@ -136,8 +136,8 @@ def two_by_torch() -> ModelParallelStrategy:
 
 @sees(
     "verify: ranks are not compared with each other",
-    "_Sides._wrong",
-    "if len(seen) == len(digests) and spread > _EXACT_RANKS * scale:",
+    "_Sides._hint",
+    "if len(seen) == len(digests) and apart > _EXACT_RANKS * scale:",
     "if False:",
 )
 def test_a_plan_of_somebody_else_s_is_right_or_its_norms_are_not_summed():
@@ -360,10 +360,9 @@ class Poisoned(SeqParallelStrategy):
 @sees(
     "verify: a number that is not finite is lost among errors",
     "largest_gap",
-    "return math.inf if math.isnan(gap) else gap",
-    "return gap",
+    "math.inf if any(map(math.isnan, gaps)) else",
+    "",
 )
-@sees("verify: small gradients may be wrong", "_Sides._gradients", "error > NOISE[self._narrow] and", "error < 0 and")
 def test_small_gradients_and_those_that_are_no_numbers_are_seen():
     found = verify_parity(Tiny, TOKENS, functools.partial(Small, tp=2, self_check=False))
     assert found.verdict.split("; ")[1].startswith("the gradient of step 1 of tiny: exactly 2.0 × too large")
