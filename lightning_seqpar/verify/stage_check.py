@@ -9,11 +9,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.block_kinds import spread_equal_blocks
 from lightning_seqpar.inference.examples import Example
-from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, release
-from lightning_seqpar.inference.trainer_view import describe_failure
+from lightning_seqpar.inference.model_copy import detached_copy, release
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
@@ -23,7 +21,7 @@ from lightning_seqpar.verify.comparison import COPIES, compare_losses, is_close
 from lightning_seqpar.verify.observed_run import observe_run
 from lightning_seqpar.verify.parity import each_gradient
 from lightning_seqpar.verify.run_comparison import Verdict, describe_wrong, wrong_gradients
-from lightning_seqpar.verify.self_check import Sharding, share_verdict
+from lightning_seqpar.verify.self_check import Sharding, compare_on_copies
 
 _NO_NUMBERS = (
     "it is made of an activation between blocks, or of a parameter, that another stage has (a hidden state in the loss, or "
@@ -116,11 +114,4 @@ def stage_check(
         release(parts)
         return verdict
 
-    failure: str | None = None
-    verdict = Verdict()
-    with kept_streams(device), default_dtype(dtype):
-        try:
-            verdict = compare()
-        except Exception as error:  # every rank hears of it below
-            failure = describe_failure(error)
-    return share_verdict(verdict, failure, groups)
+    return compare_on_copies(compare, groups, device, dtype)
