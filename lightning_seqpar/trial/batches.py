@@ -132,10 +132,6 @@ class Feed(LightningDataModule):
 
     The parts of a batch are numbered replica by replica: replica ``r`` reads ``micro_batches`` of them, from
     ``r * micro_batches`` on, and one process reads all.
-
-    Args:
-        batches: makes the three batches for a number of replicas; two are the first epoch's.
-        micro_batches: how many parts a replica reads of each batch.
     """
 
     def __init__(self, batches: Callable[[int], Sequence[Any]], micro_batches: int) -> None:

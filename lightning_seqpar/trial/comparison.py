@@ -68,15 +68,7 @@ def compare_sides(
 
 
 class _Sides:
-    """Both sides of a trial.
-
-    Args:
-        trial: whose folder holds the tensors of both sides.
-        whole: of one process.
-        ranks: of every rank.
-        sizes: axes of the ranks by name.
-        side: that of the one process.
-    """
+    """Both sides of a trial."""
 
     def __init__(
         self,

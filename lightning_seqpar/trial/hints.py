@@ -90,12 +90,7 @@ def describe_difference(right: Tensor | None, got: Tensor | None, sizes: Mapping
 
 
 def describe_late(hint: str, quantity: str) -> str:
-    """What a hint says of a quantity that differs first, if others were right before it.
-
-    Args:
-        hint: by its numbers alone.
-        quantity: ``gradient of step 1``, ``weight after 2 steps``, ....
-    """
+    """What a hint says of a quantity that differs first, if others were right before it."""
     if not hint.startswith((_NO_MULTIPLE, _ROUNDED)) or quantity in ("gradient of step 1", "weight before step 1"):
         return hint
     what = hint.partition(": is")[0]
@@ -158,13 +153,7 @@ def _in_parts(right: Tensor, got: Tensor, dim: int, parts: int, sizes: Mapping[s
 
 
 def describe_ranks(digests: Sequence[Digest], right: Digest, replicas: int) -> str:
-    """What it says that ranks hold different gradients of a parameter that they should hold alike.
-
-    Args:
-        digests: of every rank.
-        right: of one process.
-        replicas: how many replicas read batches of their own.
-    """
+    """What it says that ranks hold different gradients of a parameter that they should hold alike."""
 
     def close(a: Digest, b: Digest) -> bool:
         scale = max(*map(abs, (*a, *b)), 1e-300)
@@ -189,12 +178,7 @@ def group_first_wrong(wrong: Sequence[Wrong], kinds: Mapping[str, str]) -> list[
 
 
 def group_alike(wrong: Sequence[Wrong], kinds: Mapping[str, str]) -> list[Group]:
-    """Wrong tensors by what they look like, the worst group first.
-
-    Args:
-        wrong: what is wrong.
-        kinds: of all parameters, the class of the module that holds it.
-    """
+    """Wrong tensors by what they look like, the worst group first."""
     groups: dict[tuple[str, str], list[Wrong]] = {}
     for one in wrong:
         groups.setdefault((re.sub(r"cosine [-\d.]+", "", one.hint), one.quantity), []).append(one)

@@ -181,14 +181,7 @@ class Outcome:
 
 
 class TrialRecorder(ParityRecorder):
-    """Records every optimizer step, and leaves whole tensors in files one step at a time.
-
-    Args:
-        trial: the trial.
-        side: the prefix of the files.
-        parts: how many micro-batches this process reads in a step.
-        stops: whether the run ends with the first epoch, for a checkpoint.
-    """
+    """Records every optimizer step, and leaves whole tensors in files one step at a time."""
 
     def __init__(self, trial: Trial, side: str, parts: int, *, stops: bool = False) -> None:
         super().__init__(tensors=False)
@@ -291,11 +284,7 @@ def _means(values: list[float], each: int) -> list[float]:
 
 
 def read_trial(given: bytes) -> Trial:
-    """Read a pickled trial in another process.
-
-    Raises:
-        TrialError: if what it names can't be found there.
-    """
+    """Read a pickled trial in another process."""
     try:
         trial: Trial = pickle.loads(given)
     except (AttributeError, ImportError) as error:
@@ -310,9 +299,6 @@ def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> L.LightningModul
     """Make the module of a trial as a LightningModule without dropout.
 
     It gets ``dtype`` at once: Lightning would load weights, also a checkpoint's, before it converts a module.
-
-    Raises:
-        TrialError: if what was made is no module.
     """
     L.seed_everything(SEED, verbose=False)
     module = make()

@@ -180,12 +180,6 @@ def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanatio
 
     Vectors that are whole are not counted: norms can't be sharded, nor can the bias of a row; the bias of a column is sharded with
     its weight, and of a linear that is whole nobody knows which of both it would be.
-
-    Args:
-        record: the sharded model.
-        plans: the plans that were carried out.
-        known: what is known of reasons.
-        sp: whether sequence parallelism was asked for.
     """
     look = _Look(record, plans, known)
     groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
@@ -217,13 +211,7 @@ def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanatio
 
 
 class _Look:
-    """A look at a sharded model and its plans.
-
-    Args:
-        record: the sharded model.
-        plans: the plans that were carried out.
-        known: what is known of reasons.
-    """
+    """A look at a sharded model and its plans."""
 
     def __init__(self, record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanations) -> None:
         self._record, self._known = record, known
@@ -344,11 +332,7 @@ class _Look:
 
 
 class _Patterns:
-    """Reasons by pattern over names of modules.
-
-    Args:
-        reasons: a reason for each pattern.
-    """
+    """Reasons by pattern over names of modules."""
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         self._reasons = [(compile_pattern(pattern), why) for pattern, why in reasons.items()]

@@ -322,16 +322,6 @@ def _cut(
 ) -> None:
     """Describe the stages of a pipeline; the numbers of ``out`` become those of the stage that keeps most.
 
-    Args:
-        out: the description of one rank that would hold all blocks.
-        model: the whole model.
-        planned: the copy as a rank of tp holds it.
-        plans: that shard it; none at tp 1.
-        step: what is traced.
-        config: the configuration.
-        known: gets the reasons of inference.
-        split: how replicas share out parameters.
-
     Raises:
         ValueError: for a model that can't be cut, with the strategy's message.
     """
@@ -418,11 +408,7 @@ def _recompute(model: nn.Module, record: ShardedModel | None, config: ParallelCo
 
 
 def _change_unsharded(model: nn.Module, config: ParallelConfig, groups: ParallelGroups) -> list[str]:
-    """Let a model of which tp shards nothing see parts of sequences, and run in tiles and chunks, where its plan is known.
-
-    Returns:
-        Notes on it.
-    """
+    """Let a model of which tp shards nothing see parts of sequences, and run in tiles and chunks, where its plan is known."""
     try:
         plans = resolve_plans(config.plan, model)
     except ValueError:
@@ -468,18 +454,7 @@ def _infer(
     known: Explanations,
     beside: Sequence[ShardingPlan] = (),
 ) -> ShardingPlan:
-    """Infer a plan from a small input with real numbers, outside the mode that makes tensors without memory.
-
-    Args:
-        model: the whole model.
-        step: what is traced, with its input.
-        config: the configuration.
-        known: gets the reasons for what is left whole.
-        beside: plans for other parts of the model, which are left out.
-
-    Raises:
-        ValueError: if there is no input for ``forward``.
-    """
+    """Infer a plan from a small input with real numbers, outside the mode that makes tensors without memory."""
     with unset_fake_temporarily():
         return _infer_with_numbers(model, step, config, known, beside)
 

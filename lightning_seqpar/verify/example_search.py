@@ -34,26 +34,14 @@ class FoundExample(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """Why an input does not work.
-
-    Attributes:
-        text: for the user.
-        at_any_size: whether no larger or smaller copy would help.
-    """
+    """Why an input does not work, and whether no larger or smaller copy would help."""
 
     text: str
     at_any_size: bool
 
 
 class ExampleSearch:
-    """Tries the inputs that a module and its trainer offer, on copies of the module, in this process alone.
-
-    Args:
-        module: the whole model.
-        trainer: whose loaders give a batch.
-        tp: number of ranks that share a sample, which decides how far a copy may be reduced.
-        device: this process's.
-    """
+    """Tries the inputs that a module and its trainer offer, on copies of it, in this process; ``tp`` ranks share a sample."""
 
     def __init__(self, module: LightningModule, trainer: Trainer, tp: int, device: torch.device) -> None:
         self._module, self._trainer, self._tp, self._device = module, trainer, tp, device

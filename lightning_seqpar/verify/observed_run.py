@@ -42,17 +42,7 @@ class RandomDraw(NamedTuple):
 
 
 class _Observer(Quiet):
-    """Notes every random draw, and whether anything is computed in less than float64; see :class:`Quiet` for the rest.
-
-    Args:
-        draws: whether random numbers that are no masks stay random.
-        regions: the sequence regions of the sharded copy; none for the whole one.
-
-    Attributes:
-        narrow: whether an operation made an activation in a type narrower than float64.
-        where: name of the module that was entered last; hooks write it.
-        drawn: the draws so far, in order.
-    """
+    """Notes every random draw, and whether anything is computed in less than float64; see :class:`Quiet` for the rest."""
 
     def __init__(self, *, draws: bool, regions: Sequence[SequenceRegion]) -> None:
         super().__init__(draws=draws)
@@ -141,14 +131,6 @@ def observe_run(
 
     Random streams are seeded first, so that two runs draw alike.
 
-    Args:
-        model: a copy of the model.
-        record: of the sharded copy; None for the whole one. Its gradients are summed over tp as training does. One in stages
-            runs this rank's.
-        example: the input.
-        names: modules whose outputs are kept.
-        groups: the process groups.
-
     Raises:
         Exception: whatever the model raises, and what the checks of a training step raise.
     """
@@ -230,13 +212,6 @@ def observe_evaluation(
     model: nn.Module, record: ShardedModel | None, example: Example, names: Sequence[str], *, training: bool = False
 ) -> ObservedEvaluation:
     """Run the example without gradients, in evaluation: the copy stays in that mode. Collective over tp if the model is sharded.
-
-    Args:
-        model: a copy of the model.
-        record: of the sharded copy; None for the whole one.
-        example: the input.
-        names: modules whose outputs are kept.
-        training: leave the copy in the mode that it is in.
 
     Raises:
         Exception: whatever the model raises.

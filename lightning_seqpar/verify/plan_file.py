@@ -13,10 +13,6 @@ from lightning_seqpar.plan.sharding_plan import ShardingPlan
 def write_plan(plans: Sequence[ShardingPlan], text: str) -> str:
     """Write the rules of plans into a file that ``plan=FILE`` reads, behind a text about them, in this machine's XDG cache.
 
-    Args:
-        plans: the plans, in order.
-        text: becomes comments in front of the rules.
-
     Returns:
         The file's path; empty if it can't be written.
     """

@@ -53,16 +53,7 @@ def compare_runs(
     *,
     draws: bool = True,
 ) -> Verdict:
-    """Compare the run of the whole copy with that of the sharded one; collective over tp.
-
-    Args:
-        dense: the run of the whole copy.
-        sharded: the run of the sharded copy.
-        record: of the sharded copy.
-        names: the planned modules.
-        groups: the process groups.
-        draws: whether both draw equally many random numbers, so that their streams can be compared.
-    """
+    """Compare the runs of the whole and the sharded copy, their ``draws`` if both draw equally often; collective over tp."""
     limits, rank, verdict = COPIES[dense.narrow], groups.rank("tp"), Verdict()
     ran = {name for name, _ in dense.outputs}
     verdict.idle = [name for name in names if name not in ran and not any(inside(one, name) for one in ran)]
@@ -206,14 +197,7 @@ def _is_own_code(model: nn.Module, name: str) -> bool:
 def _is_drawn_by_several(
     whole: tuple[int, ...], shape: tuple[int, ...], sequences: Sequence[tuple[int, int]], ranks: int
 ) -> bool:
-    """Whether a draw covers heads that several ranks hold: along a dim that is no sequence, more than ``1 / ranks`` of it.
-
-    Args:
-        whole: the shape of the draw in the whole model.
-        shape: its shape on this rank.
-        sequences: dim and whole length of the sequences that are sharded.
-        ranks: number of tensor-parallel ranks.
-    """
+    """Whether a draw covers heads that several ranks hold: along a dim that is no sequence, more than ``1 / ranks`` of it."""
     if len(whole) != len(shape):
         return False
 
@@ -230,15 +214,7 @@ def _is_drawn_by_several(
 def _wrong_buffers(
     dense: ObservedRun, sharded: ObservedRun, record: ShardedModel, limit: float, groups: ParallelGroups
 ) -> list[str]:
-    """Sentences on buffers that the sharded forward changes otherwise than the whole one (counts of tokens, running means).
-
-    Args:
-        dense: the run of the whole copy.
-        sharded: the run of the sharded copy.
-        record: of the sharded copy.
-        limit: largest error, relative to the buffer's largest value.
-        groups: the process groups.
-    """
+    """Sentences on buffers that the sharded forward changes otherwise than the whole one (counts of tokens, running means)."""
     whole = {match.name for match in record.matches if match.rule.enters_whole}
     for name in sorted(dense.changed):
         holder = name.rpartition(".")[0]
@@ -274,14 +250,7 @@ class WrongValues(NamedTuple):
 def compare_evaluations(
     dense: ObservedEvaluation, sharded: ObservedEvaluation, record: ShardedModel, groups: ParallelGroups
 ) -> WrongValues:
-    """Compare the evaluation of the whole copy with that of the sharded one; collective over tp.
-
-    Args:
-        dense: the evaluation of the whole copy.
-        sharded: the evaluation of the sharded copy.
-        record: of the sharded copy.
-        groups: the process groups.
-    """
+    """Compare the evaluation of the whole copy with that of the sharded one; collective over tp."""
     limit = COPIES[dense.narrow].tensors
     first, last_differs = _first_difference(dense.outputs, sharded.outputs, record, groups, limit)
     if [what for what, _ in dense.values] != [what for what, _ in sharded.values]:
@@ -297,13 +266,7 @@ def compare_evaluations(
 
 
 def without_unstable(wrong: WrongValues, dense: ObservedEvaluation, moved: ObservedEvaluation) -> WrongValues:
-    """The wrong values without those that are others whole too, once weights moved by rounding: times, or differences that cancel.
-
-    Args:
-        wrong: the values.
-        dense: the evaluation of the whole copy.
-        moved: the same of a copy whose weights are a little off.
-    """
+    """The wrong values without those that are others whole too, once weights moved by rounding: times, differences that cancel."""
     limit = COPIES[dense.narrow].tensors
     values = dict(enumerate(zip(dense.values, moved.values, strict=False)))
     return wrong._replace(

@@ -46,17 +46,6 @@ def stage_check(
     The plans are proved already. What is new here: a stage has no numbers of parameters that others hold, and blocks of other
     stages do not run on it. A value that goes from block to block beside the activation, and of which no gradient tells, is wrong.
 
-    Args:
-        model: the whole model, which is not touched.
-        plans: of the model.
-        cut: where it is cut.
-        how: the sharding of the copy in stages.
-        groups: the process groups that training will use.
-        example: the input of both copies.
-        device: this rank's.
-        dtype: of the copies; None keeps the model's own types.
-        prepare: is called with each copy before it runs.
-
     Returns:
         The verdict, the same on every rank of the replica.
 

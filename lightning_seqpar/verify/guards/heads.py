@@ -41,12 +41,7 @@ def refuse_uneven_heads(model: nn.Module, config: ParallelConfig) -> None:
 
 
 def context_method(model: nn.Module, config: ParallelConfig) -> str:
-    """How attention between context-parallel ranks is computed, in words: the method that ``auto`` takes for the model's heads.
-
-    Args:
-        model: its attention has the heads of one tensor-parallel rank.
-        config: the configuration.
-    """
+    """How attention between context-parallel ranks is computed, in words: the method that ``auto`` takes for the model's heads."""
     if config.cp_method != "auto":
         return config.cp_method
     found = [_heads_of(module) for _, module in _repeated(model)]

@@ -31,10 +31,6 @@ def check_parameters(record: ShardedModel) -> None:
 def refuse_added(parameters: Sequence[Tensor], record: ShardedModel) -> None:
     """Refuse a parameter that was added after the model was sharded: without a layout, nobody would sum its gradient.
 
-    Args:
-        parameters: those to look at, such as an optimizer's.
-        record: of the sharded model.
-
     Raises:
         RuntimeError: naming the parameter.
     """
@@ -96,12 +92,7 @@ def check_parameters_of_stages(record: ShardedModel, groups: ParallelGroups, dev
         )
     held = torch.tensor([stage.holds(name) for name in shared], device=device)
     sums = sums.nan_to_num(1e300, 1e301, -1e301)  # numbers that differ from those of another stage
-    spread = torch.stack([sums, -sums]).masked_fill(~held, float("-inf"))
-    dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=groups["pp"])
-    largest, smallest = spread[0], -spread[1]
-    apart = largest - smallest > 1e-5 * torch.maximum(largest.abs(), smallest.abs()).clamp_min(1e-30)
-    if bool(apart.any()):
-        name = shared[int(apart.nonzero()[0])]
+    if name := _first_apart(shared, torch.stack([sums, -sums]).masked_fill(~held, float("-inf")), groups["pp"]):
         raise RuntimeError(
             f"{name}: this parameter is no longer the same on the stages of the pipeline that hold it: code of yours "
             "changes it that reads what one stage alone has (an average of weights towards parameters of another stage). "
@@ -115,8 +106,12 @@ def _differing_buffer(record: ShardedModel, group: dist.ProcessGroup, device: to
     if not buffers:
         return ""
     sums = torch.stack([buffer.detach().double().nan_to_num(0.0, 0.0, 0.0).sum().to(device) for _, buffer in buffers])
-    spread = torch.stack([sums, -sums])
-    dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest = spread[0], -spread[1]
+    return _first_apart([name for name, _ in buffers], torch.stack([sums, -sums]), group)
+
+
+def _first_apart(names: Sequence[str], sums: Tensor, group: dist.ProcessGroup) -> str:
+    """The first name whose sum differs over a group, of sums and negated sums ``[2, n]``; empty if none does. Collective."""
+    dist.all_reduce(sums, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = sums[0], -sums[1]
     apart = largest - smallest > 1e-5 * torch.maximum(largest.abs(), smallest.abs()).clamp_min(1e-30)
-    return buffers[int(apart.nonzero()[0])][0] if bool(apart.any()) else ""
+    return names[int(apart.nonzero()[0])] if bool(apart.any()) else ""

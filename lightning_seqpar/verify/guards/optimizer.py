@@ -48,10 +48,6 @@ class OptimizerGuard:
     def refuse_mixing(self, optimizers: Sequence[Optimizer], tp: int) -> None:
         """Refuse optimizers that are not known to be element-wise.
 
-        Args:
-            optimizers: the plain ones, without Lightning's wrappers.
-            tp: over how many ranks parameters are divided; with one there are no shards, and everything is allowed.
-
         Raises:
             ValueError: naming the optimizer, and those that are allowed.
         """
@@ -67,10 +63,6 @@ class OptimizerGuard:
     def refuse_in_stages(self, optimizers: Sequence[Optimizer], pp: int) -> None:
         """Refuse optimizers that are not known to update each parameter by itself.
 
-        Args:
-            optimizers: the plain ones, without Lightning's wrappers.
-            pp: over how many stages parameters are dealt out; with one everything is allowed.
-
         Raises:
             ValueError: naming the optimizer, and those that are allowed.
         """
@@ -83,11 +75,7 @@ class OptimizerGuard:
                 )
 
     def _passes(self, optimizer: Optimizer) -> bool:
-        """Whether somebody vouches for an optimizer; it is tried, if it was not yet.
-
-        Raises:
-            ValueError: if the trial shows that it mixes elements, or can't be run.
-        """
+        """Whether somebody vouches for an optimizer; it is tried, if it was not yet."""
         named = any(_is_named(kind, path) for kind in type(optimizer).__mro__ for path in self._vouched)
         if not named and getattr(optimizer, "elementwise", False) is not True:
             return False
@@ -143,11 +131,7 @@ _SCALES = (1.0, 100.0, 1e-3, 1.0, 10.0)
 
 
 def _check_elementwise(optimizer: Optimizer) -> None:
-    """Step copies of an optimizer on small tensors, whole and in halves, by its own hyperparameters.
-
-    Raises:
-        ValueError: if the halves do not become the halves of the whole, or the copies can't be stepped.
-    """
+    """Step copies of an optimizer on small tensors, whole and in halves, by its own hyperparameters."""
     name, why = _path(type(optimizer)), "it updates nothing"
     for copied in (_copied, _made_anew):
         try:

@@ -19,11 +19,6 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel
 def refuse_in_stages(module: LightningModule, callbacks: Iterable[Any], pp: int) -> None:
     """Refuse a module or a callback that needs what one stage alone has.
 
-    Args:
-        module: the user's.
-        callbacks: the trainer's.
-        pp: over how many stages.
-
     Raises:
         ValueError: naming it, and what to use instead.
     """
