@@ -164,9 +164,9 @@ def table(seen: dict[str, list[str]]) -> str:
         "# Who sees a fault of the engine",
         "",
         f"`make detectors` puts faults, each of which a test sees, into the packages that compute ({', '.join(PACKAGES)}), and "
-        f"trains {len(SETUPS)} small models with each: {len(tried)} of {len(chosen([]))} faults were tried. Models follow each "
-        "other until two detectors have seen the fault, so counts are lower bounds. The fault of a guard leaves the guard out: crosses "
-        "say who sees what it refuses.",
+        f"trains {len(SETUPS)} small models with each: {len(tried)} of {len(chosen([]))} faults were tried. "
+        "Models follow each other until two detectors have seen the fault, so counts are lower bounds. The fault of a guard "
+        "leaves the guard out: crosses say who sees what it refuses.",
         "",
         "| | tests | " + " | ".join(HEADS) + " |",
         "|---" * (2 + len(HEADS)) + "|",
