@@ -32,14 +32,10 @@ _EXACT_RANKS = 1e-9
 
 @dataclass
 class Comparison:
-    """What was compared, and what differs.
+    """What was compared, and what differs."""
 
-    Attributes:
-        rows: each quantity with its largest error.
-        wrong: the tensors that differ, in the order in which they were computed.
-    """
-
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)  # each quantity with its largest error
+    # the tensors that differ, in the order in which they were computed
     wrong: list[Wrong] = field(default_factory=list)
 
     @property
@@ -55,15 +51,7 @@ def compare_sides(
     sizes: Mapping[str, int],
     side: str = ALONE,
 ) -> Comparison:
-    """Compare what one process did with what the ranks did.
-
-    Args:
-        trial: whose folder holds the tensors of both sides.
-        whole: of one process.
-        ranks: of every rank, in the first two steps and in the resumed one.
-        sizes: axes of the ranks by name.
-        side: that of the one process.
-    """
+    """Compare what one process did with what the ranks did."""
     return _Sides(trial, whole, ranks, sizes, side).compare()
 
 

@@ -23,48 +23,27 @@ _ROUNDED = "right to rounding of a narrower type"
 
 @dataclass(frozen=True)
 class Wrong:
-    """A tensor that is not what one process has.
+    """A tensor that is not what one process has."""
 
-    Attributes:
-        name: the parameter's.
-        kind: the class of the module that holds it.
-        quantity: what of it is wrong: ``gradient of step 1``, ``weight after 2 steps``, ....
-        error: its largest error, of gradients relative to the global norm.
-        own_error: the same relative to its own largest element.
-        hint: what it looks like, in words.
-    """
-
-    name: str
-    kind: str
-    quantity: str
-    error: float
-    own_error: float
-    hint: str
+    name: str  # the parameter's
+    kind: str  # the class of the module that holds it
+    quantity: str  # what of it is wrong: ``gradient of step 1``, ``weight after 2 steps``,
+    error: float  # its largest error, of gradients relative to the global norm
+    own_error: float  # the same relative to its own largest element
+    hint: str  # what it looks like, in words
 
 
 @dataclass(frozen=True)
 class Group:
-    """Wrong tensors that look alike.
+    """Wrong tensors that look alike."""
 
-    Attributes:
-        what: their names, with ``*`` for indices, or all of a kind.
-        count: how many there are.
-        worst: the one with the largest error.
-    """
-
-    what: str
-    count: int
-    worst: Wrong
+    what: str  # their names, with ``*`` for indices, or all of a kind
+    count: int  # how many there are
+    worst: Wrong  # the one with the largest error
 
 
 def describe_difference(right: Tensor | None, got: Tensor | None, sizes: Mapping[str, int]) -> str:
-    """What a wrong tensor looks like beside the right one.
-
-    Args:
-        right: what one process has; None for nothing.
-        got: what the ranks have.
-        sizes: axes of the ranks by name, such as ``{"tp": 2, "dp": 2}``.
-    """
+    """What a wrong tensor looks like beside the right one."""
     if right is None:
         return "there is one, and one process has none: does something read this parameter on the ranks alone?"
     if got is None:

@@ -113,19 +113,12 @@ class ParityReport:
 
 
 class WrongTensor(NamedTuple):
-    """A tensor that is not what it is in the other run.
+    """A tensor that is not what it is in the other run."""
 
-    Attributes:
-        name: the parameter's.
-        error: its largest error; of a gradient, relative to the global norm.
-        own_error: its largest error, relative to its largest number.
-        ratio: its norm, relative to the norm that it should have.
-    """
-
-    name: str
-    error: float
-    own_error: float
-    ratio: float
+    name: str  # the parameter's
+    error: float  # its largest error; of a gradient, relative to the global norm
+    own_error: float  # its largest error, relative to its largest number
+    ratio: float  # its norm, relative to the norm that it should have
 
 
 class Compared(NamedTuple):

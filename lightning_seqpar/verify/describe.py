@@ -447,6 +447,7 @@ def _infer_rest(
         return None
 
 
+@unset_fake_temporarily()
 def _infer(
     model: nn.Module,
     step: TracedStep,
@@ -455,13 +456,6 @@ def _infer(
     beside: Sequence[ShardingPlan] = (),
 ) -> ShardingPlan:
     """Infer a plan from a small input with real numbers, outside the mode that makes tensors without memory."""
-    with unset_fake_temporarily():
-        return _infer_with_numbers(model, step, config, known, beside)
-
-
-def _infer_with_numbers(
-    model: nn.Module, step: TracedStep, config: ParallelConfig, known: Explanations, beside: Sequence[ShardingPlan]
-) -> ShardingPlan:
     if step.missing:
         raise ValueError(
             f"plan={config.plan if isinstance(config.plan, str) else config.plan.base!r}: no shipped plan fits "

@@ -18,18 +18,12 @@ from lightning_seqpar.verify.self_check import has_room
 
 
 class FoundExample(NamedTuple):
-    """The outcome of looking for an input that the model runs on.
+    """The outcome of looking for an input that the model runs on."""
 
-    Attributes:
-        example: the first input that works, on the CPU; None if none does.
-        dtype: in which the model's copy runs it; None keeps the model's own types.
-        failures: for each input that was tried before, why it does not work.
-        evaluation: what the run evaluates first, as small as the example; None if it evaluates nothing.
-    """
-
-    example: Example | None
-    dtype: torch.dtype | None
-    failures: list[str]
+    example: Example | None  # the first input that works, on the CPU; None if none does
+    dtype: torch.dtype | None  # in which the model's copy runs it; None keeps the model's own types
+    failures: list[str]  # for each input that was tried before, why it does not work
+    # what the run evaluates first, as small as the example; None if it evaluates nothing
     evaluation: Example | None = None
 
 

@@ -26,18 +26,12 @@ from lightning_seqpar.verify.guards.graph import check_readers
 
 
 class RandomDraw(NamedTuple):
-    """One draw of random numbers in a forward, and where it happened.
+    """One draw of random numbers in a forward, and where it happened."""
 
-    Attributes:
-        where: name of the module that was entered last.
-        drawn: the operation and the shape that it filled.
-        own: whether it came from this rank's own stream rather than from the one that the replica shares.
-        sequences: of each region that was open, the tensor dim of the sequence and its whole length.
-    """
-
-    where: str
-    drawn: Drawn
-    own: bool
+    where: str  # name of the module that was entered last
+    drawn: Drawn  # the operation and the shape that it filled
+    own: bool  # whether it came from this rank's own stream rather than from the one that the replica shares
+    # of each region that was open, the tensor dim of the sequence and its whole length
     sequences: tuple[tuple[int, int], ...]
 
 
@@ -68,29 +62,19 @@ class _Observer(Quiet):
 
 @dataclass
 class ObservedRun:
-    """What one forward and backward of a copy did, on this rank.
+    """What one forward and backward of a copy did, on this rank."""
 
-    Attributes:
-        loss: the loss.
-        grads: of a whole copy, gradients by parameter name, None where there is none; a sharded one's stay where they are.
-        outputs: name and (first) output of the planned modules, in the order in which they returned; local on the sharded copy.
-        narrow: whether something was computed in less than float64.
-        buffers: the buffers after the run, by name.
-        changed: names of buffers that the run changed.
-        ran: names of the modules that were called.
-        drawn: the random draws of the forward, in order.
-        keeps: whether a module keeps a tensor of this run, which the next one may read.
-    """
-
-    loss: float
+    loss: float  # the loss
+    # of a whole copy, gradients by parameter name, None where there is none; a sharded one's stay where they are
     grads: dict[str, Tensor | None]
+    # name and (first) output of the planned modules, in the order in which they returned; local on the sharded copy
     outputs: list[tuple[str, Tensor]]
-    narrow: bool
-    buffers: dict[str, Tensor]
-    changed: set[str]
-    ran: set[str]
-    drawn: list[RandomDraw]
-    keeps: bool
+    narrow: bool  # whether something was computed in less than float64
+    buffers: dict[str, Tensor]  # the buffers after the run, by name
+    changed: set[str]  # names of buffers that the run changed
+    ran: set[str]  # names of the modules that were called
+    drawn: list[RandomDraw]  # the random draws of the forward, in order
+    keeps: bool  # whether a module keeps a tensor of this run, which the next one may read
 
 
 @contextmanager
@@ -195,17 +179,11 @@ def observe_run(
 
 @dataclass
 class ObservedEvaluation:
-    """What one more forward of a copy did, in evaluation or as in training, on this rank.
+    """What one more forward of a copy did, in evaluation or as in training, on this rank."""
 
-    Attributes:
-        values: what the step logged and returned, whole, each with what it is.
-        outputs: name and (first) output of the planned modules, as in :class:`ObservedRun`.
-        narrow: whether something was computed in less than float64.
-    """
-
-    values: list[tuple[str, Tensor]]
-    outputs: list[tuple[str, Tensor]]
-    narrow: bool
+    values: list[tuple[str, Tensor]]  # what the step logged and returned, whole, each with what it is
+    outputs: list[tuple[str, Tensor]]  # name and (first) output of the planned modules, as in :class:`ObservedRun`
+    narrow: bool  # whether something was computed in less than float64
 
 
 def observe_evaluation(

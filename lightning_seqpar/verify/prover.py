@@ -60,19 +60,13 @@ _MOST_PARTS = 4
 
 @dataclass
 class Proved:
-    """What :meth:`Prover.prove` returns.
+    """What :meth:`Prover.prove` returns."""
 
-    Attributes:
-        plans: the plans to apply, in order.
-        lines: for the start-up summary, what was decided and proved, a sentence each.
-        known: why what is not sharded is whole.
-        frozen: why the proof holds only while frozen parameters stay so; empty if it holds when they thaw too.
-    """
-
-    plans: list[ShardingPlan] = field(default_factory=list)
+    plans: list[ShardingPlan] = field(default_factory=list)  # the plans to apply, in order
+    # for the start-up summary, what was decided and proved, a sentence each
     lines: list[str] = field(default_factory=list)
-    known: Explanations = field(default_factory=Explanations)
-    frozen: str = ""
+    known: Explanations = field(default_factory=Explanations)  # why what is not sharded is whole
+    frozen: str = ""  # why the proof holds only while frozen parameters stay so; empty if it holds when they thaw too
 
 
 class Prover:
@@ -80,14 +74,6 @@ class Prover:
 
     A proof is a run of the self-check: a copy of the model, whole against sharded, on an example input. What needs one
     process only (the search for an example, inference) is done by the world's first rank for all.
-
-    Args:
-        module: the whole model, equal on every rank.
-        trainer: whose loaders give a batch for the example.
-        config: what the user asked for.
-        groups: the process groups.
-        device: this rank's device.
-        phases: what is told of the phases; None tells nobody.
     """
 
     def __init__(

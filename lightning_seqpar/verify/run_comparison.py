@@ -29,19 +29,14 @@ from lightning_seqpar.verify.observed_run import ObservedEvaluation, ObservedRun
 
 @dataclass
 class Verdict:
-    """The result of the self-check.
+    """The result of the self-check."""
 
-    Attributes:
-        wrong: what differs, in words; empty if nothing does.
-        idle: planned modules that the example did not run: nothing is proved of them.
-        not_evaluated: why evaluation was not compared, in words; empty if it was.
-        draws: whether random numbers of the user's own code are among what differs: how they are drawn is for the user to change.
-    """
-
-    wrong: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # what differs, in words; empty if nothing does
+    # whether random numbers of the user's own code are among what differs: how they are drawn is for the user to change
     draws: bool = False
+    # planned modules that the example did not run: nothing is proved of them
     idle: list[str] = field(default_factory=list)
-    not_evaluated: str = ""
+    not_evaluated: str = ""  # why evaluation was not compared, in words; empty if it was
 
 
 def compare_runs(
@@ -236,15 +231,11 @@ def _wrong_buffers(
 
 
 class WrongValues(NamedTuple):
-    """What an evaluation of the sharded copy logged or returned otherwise than the whole one.
+    """What an evaluation of the sharded copy logged or returned otherwise than the whole one."""
 
-    Attributes:
-        texts: a sentence for each such value, by its place; -1 if there are no values, and the last output differs.
-        first: a sentence on the first module that differs.
-    """
-
+    # a sentence for each such value, by its place; -1 if there are no values, and the last output differs
     texts: dict[int, str]
-    first: str | None
+    first: str | None  # a sentence on the first module that differs
 
 
 def compare_evaluations(

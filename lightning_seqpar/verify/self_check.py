@@ -127,17 +127,6 @@ def self_check(
     evaluation, where a model may do something else. What does not run whole is not compared. ``model`` itself is not touched.
     Every rank must hold the same ``model`` and examples.
 
-    Args:
-        model: the whole model.
-        plans: what is proved.
-        how: the sharding of the sharded copy; with ``tile_mlp`` its MLPs run in several tiles, however short the example.
-        groups: the process groups that training will use.
-        example: the input of both copies, in training and in evaluation.
-        evaluation: another one, of evaluation alone, such as a validation step's.
-        device: this rank's.
-        dtype: of the copies; None keeps the model's own types.
-        prepare: is called with each copy before it runs.
-
     Returns:
         The verdict, the same on every rank of the replica.
 
