@@ -44,46 +44,34 @@ class Comparison:
         return all(row.ok for row in self.rows)
 
 
-def compare_sides(
-    trial: Trial,
-    whole: Outcome,
-    ranks: Sequence[tuple[Outcome, Outcome]],
-    sizes: Mapping[str, int],
-    side: str = ALONE,
-) -> Comparison:
-    """Compare what one process did with what the ranks did."""
-    return _Sides(trial, whole, ranks, sizes, side).compare()
+@dataclass
+class Sides:
+    """Both sides of a trial: the Outcome of one process, and of each rank those of two steps and of the resumed one."""
 
+    trial: Trial
+    whole: Outcome
+    ranks: Sequence[tuple[Outcome, Outcome]]
+    sizes: Mapping[str, int]  # axes of the ranks by name
+    side: str = ALONE
 
-class _Sides:
-    """Both sides of a trial."""
-
-    def __init__(
-        self,
-        trial: Trial,
-        whole: Outcome,
-        ranks: Sequence[tuple[Outcome, Outcome]],
-        sizes: Mapping[str, int],
-        side: str,
-    ) -> None:
-        self._trial, self._whole, self._ranks, self._sizes, self._side = trial, whole, ranks, sizes, side
-        self._first, self._resumed = ranks[0]
-        self._narrow = trial.dtype is torch.float32
+    def __post_init__(self) -> None:
+        self._first, self._resumed = self.ranks[0]
+        self._narrow = self.trial.dtype is torch.float32
         self._limits = RUNS[self._narrow]
         self._limit = self._limits.tensors
         self._found = Comparison()
 
     def compare(self) -> Comparison:
         """Compare all quantities, in the order in which they were computed."""
-        rows, losses = self._found.rows, self._whole.losses
+        rows, losses = self._found.rows, self.whole.losses
         rows.append(self._beginning())
-        for step, length in enumerate(self._whole.lengths[:2], start=1):
+        for step, length in enumerate(self.whole.lengths[:2], start=1):
             of = f" (length {length})" if length is not None else ""
             at = slice(step - 1, step)
             rows.append(
                 compare_losses(f"the loss of step {step}{of}", losses[at], self._first.losses[at], self._limits)
             )
-        for step in range(1, len(self._whole.digests) + 1):
+        for step in range(1, len(self.whole.digests) + 1):
             rows += self._gradients(step)
         if not self._narrow:
             rows.append(self._weights("ranks", 0, "weight after 2 steps"))
@@ -96,7 +84,7 @@ class _Sides:
 
     def _beginning(self) -> Row:
         """The row of the weights before the first step."""
-        right, got = self._whole.initial_digests, self._first.initial_digests
+        right, got = self.whole.initial_digests, self._first.initial_digests
         worst, where = 0.0, "-"
         for name in sorted(set(right) & set(got)):  # another reference may have others
             scale = max(1.0, *map(abs, right[name]))
@@ -105,7 +93,7 @@ class _Sides:
                 worst, where = error, name
             if error > self._limit:
                 hint = "it is another one before anything was trained: initialised on the ranks, or changed as it was sharded?"
-                kind = self._whole.kinds.get(name, "")
+                kind = self.whole.kinds.get(name, "")
                 self._found.wrong.append(Wrong(name, kind, "weight before step 1", error, error, hint))
         return Row("the weights before step 1 (by two sums)", worst, self._limit, where)
 
@@ -113,8 +101,8 @@ class _Sides:
         """The rows of a step's gradients and of their norm."""
         if len(self._first.digests) < step:
             return [Row(f"the gradients of step {step}", math.inf, self._limit, "the ranks took no such step")]
-        right, got = self._read(self._side, f"gradients-{step}"), self._read("ranks", f"gradients-{step}")
-        norm, norms = norm_of(right), (self._whole.norms[step - 1], self._first.norms[step - 1])
+        right, got = self._read(self.side, f"gradients-{step}"), self._read("ranks", f"gradients-{step}")
+        norm, norms = norm_of(right), (self.whole.norms[step - 1], self._first.norms[step - 1])
         what = f"the gradients of step {step} (of their norm)"
         found = compare_gradients(what, right, got.items(), norm, self._limits)
         self._note(found, f"gradient of step {step}", right, got, step)
@@ -124,7 +112,7 @@ class _Sides:
 
     def _weights(self, side: str, epoch: int, what: str) -> Row:
         """The row of the weights at the end of an epoch; those whose gradients are wrong are known already."""
-        right, got = self._read(self._side, f"weights-{epoch}"), self._read(side, f"weights-{epoch}")
+        right, got = self._read(self.side, f"weights-{epoch}"), self._read(side, f"weights-{epoch}")
         found = compare_weights(f"the {what.replace('weight', 'weights')} (absolute)", right, got, self._limits)
         self._note(found, what, right, got)
         return found.row
@@ -135,29 +123,29 @@ class _Sides:
         for name, error, own_error, _ in found.wrong:
             if name not in known:
                 hint = self._hint(name, quantity, right.get(name), got.get(name), step)
-                kind = self._whole.kinds.get(name, "")
+                kind = self.whole.kinds.get(name, "")
                 self._found.wrong.append(Wrong(name, kind, quantity, error, own_error, hint))
 
     def _hint(self, name: str, quantity: str, right: Tensor | None, got: Tensor | None, step: int) -> str:
         """What a wrong tensor looks like."""
-        hint = describe_difference(right, got, self._sizes)
+        hint = describe_difference(right, got, self.sizes)
         if not self._found.wrong or self._found.wrong[0].quantity == quantity:
             hint = describe_late(hint, quantity)
         if step and right is not None:
-            digests = [rank.digests[step - 1].get(name) for rank, _ in self._ranks]
+            digests = [rank.digests[step - 1].get(name) for rank, _ in self.ranks]
             seen = [digest for digest in digests if digest is not None]
             scale = max((abs(value) for digest in seen for value in digest), default=0.0)
             apart = max((spread(values) for values in zip(*seen, strict=True)), default=0.0)
             if len(seen) == len(digests) and apart > _EXACT_RANKS * scale:
-                hint = describe_ranks(seen, self._whole.digests[step - 1][name], self._sizes["dp"])
+                hint = describe_ranks(seen, self.whole.digests[step - 1][name], self.sizes["dp"])
         return hint
 
     def _agreement(self) -> Row:
         """The row of what ranks must hold alike: losses within a replica, whole gradients and weights on all."""
         worst, where = 0.0, "-"
-        firsts = [first for first, _ in self._ranks]
+        firsts = [first for first, _ in self.ranks]
         # Of stages the last alone has the loss.
-        for replica in {first.replica for first in firsts} if self._sizes.get("pp", 1) == 1 else ():
+        for replica in {first.replica for first in firsts} if self.sizes.get("pp", 1) == 1 else ():
             losses = [first.own_losses for first in firsts if first.replica == replica]
             for step, values in enumerate(zip(*losses, strict=False), start=1):
                 if (error := spread(values) / max(1.0, *map(abs, values))) > worst:
@@ -179,5 +167,5 @@ class _Sides:
 
     def _read(self, side: str, what: str) -> _Tensors:
         """The tensors that a side left, mapped into memory."""
-        read: _Tensors = torch.load(self._trial.path(side, what), weights_only=True, mmap=True)
+        read: _Tensors = torch.load(self.trial.path(side, what), weights_only=True, mmap=True)
         return read

@@ -25,7 +25,7 @@ from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.strategy.strategy import SeqParallelStrategy
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.trial.batches import TrialError
-from lightning_seqpar.trial.comparison import Comparison, compare_sides
+from lightning_seqpar.trial.comparison import Comparison, Sides
 from lightning_seqpar.trial.hints import Group, Wrong, group_first_wrong
 from lightning_seqpar.trial.ranks import RankFailedError, RankFailure, run_alone, run_distributed
 from lightning_seqpar.trial.training import AT_ONCE, Outcome, Trial, train_alone, train_on_ranks
@@ -201,11 +201,11 @@ def verify_parity(
         sizes |= {"dp": first.replicas}
         if parallel is None:
             sizes = {"model-parallel": world_size // first.replicas, **sizes}
-        found = compare_sides(trial, whole, ranks, sizes)
+        found = Sides(trial, whole, ranks, sizes).compare()
         if first.replicas > 1 and whole.parts > 1:
             together = _train_at_once(given, first.replicas, same_length, timeout)
             if together is not None:
-                other = compare_sides(trial, together, ranks, sizes, AT_ONCE)
+                other = Sides(trial, together, ranks, sizes, AT_ONCE).compare()
                 found = _choose(found, other, notes, tells=not (together.draws or together.projects))
         groups = group_first_wrong(found.wrong, whole.kinds)
         return Verification("right" if found.ok else "wrong", setting, found.rows, found.wrong, groups, notes=notes)
