@@ -383,11 +383,7 @@ def train_on_ranks(given: bytes, same_length: bool, wide: bool) -> tuple[Outcome
 
 
 def make_batches(trial: Trial, module: L.LightningModule, replicas: int, *, same_length: bool) -> list[Any]:
-    """The three batches of a trial: the first, a shorter one of its samples in another order, and that order at full length.
-
-    Raises:
-        TrialError: if there is no first batch.
-    """
+    """The three batches of a trial: the first, a shorter one of its samples in another order, and that order at full length."""
     if trial.batch is not None:
         first = trial.batch()
     elif isinstance(module, PlainModule):

@@ -416,11 +416,7 @@ def _refuse_empty(whole: Outcome) -> None:
 
 
 def _not_trained(error: RankFailedError, setting: str, notes: list[str]) -> Verification:
-    """What it says that ranks raised: a refusal if all of them did, with one sentence.
-
-    Raises:
-        TrialError: if what was given makes no trial for that many replicas, which other strategies than ours tell late.
-    """
+    """What it says that ranks raised: a refusal if all of them did, with one sentence."""
     failures = error.failures.values()
     # Ranks that only lost their connection to another one come last.
     first: RankFailure = min(failures, key=lambda one: (one.lost_another, not one.trace))

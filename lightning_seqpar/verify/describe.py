@@ -311,11 +311,7 @@ def _cut(
     known: Explanations,
     split: ReplicaSplit,
 ) -> None:
-    """Describe the stages of a pipeline; the numbers of ``out`` become those of the stage that keeps most.
-
-    Raises:
-        ValueError: for a model that can't be cut, with the strategy's message.
-    """
+    """Describe the stages of a pipeline; the numbers of ``out`` become those of the stage that keeps most."""
     if step.missing:
         out.notes.append(f"stages: {step.missing}")
         return

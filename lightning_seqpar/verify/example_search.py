@@ -39,28 +39,12 @@ class ExampleSearch:
 
     def __init__(self, module: LightningModule, trainer: Trainer, tp: int, device: torch.device) -> None:
         self._module, self._trainer, self._tp, self._device = module, trainer, tp, device
-        self._offered = find_examples(module, trainer)
-        self._found: list[Example] = []
-        self._failed: Exception | None = None  # what ended the offers
-        self._evaluation: list[Example | None] | None = None  # once it was looked for
-
-    def candidates(self) -> Iterator[Example]:
-        """The inputs that the module and the trainer offer; each is made once, however often they are asked for."""
-        yield from self._found
-        try:
-            for candidate in self._offered:
-                self._found.append(candidate)
-                yield candidate
-        except Exception as error:
-            self._failed = error
-        if self._failed is not None:
-            raise self._failed
 
     def run(self) -> FoundExample:
         """Try the inputs that the module and the trainer offer, with and without random draws, until one works."""
         failures: list[str] = []
         try:
-            for candidate in self.candidates():
+            for candidate in find_examples(self._module, self._trainer):
                 reductions = Reduction.variants(self._module, self._tp, candidate.length, candidate.longest)
                 for narrow, tried in self._ways(candidate):
                     wrong = None
@@ -82,18 +66,13 @@ class ExampleSearch:
             failures.append(f"the loader raised {type(error).__name__}: {error}")
         return FoundExample(None, None, failures)
 
-    def evaluation(self) -> Example | None:
-        """What the run evaluates first; None if that is nothing, or can't be read, of which the loop itself will tell."""
-        if self._evaluation is None:
-            try:
-                self._evaluation = [find_evaluation(self._module, self._trainer)]
-            except Exception:
-                self._evaluation = [None]
-        return self._evaluation[0]
-
     def _evaluated_as(self, example: Example) -> Example | None:
-        """:meth:`evaluation`, made as small as an example that was found."""
-        if (evaluation := self.evaluation()) is None:
+        """What the run evaluates first, as small as an example that was found; None if that is nothing, or can't be read."""
+        try:
+            evaluation = find_evaluation(self._module, self._trainer)
+        except Exception:  # of which the loop itself will tell
+            return None
+        if evaluation is None:
             return None
         alike = replace(evaluation, draws=example.draws, frozen=example.frozen)
         return alike.reduced(example.reduction).to(torch.device("cpu"), None)

@@ -114,9 +114,6 @@ def observe_run(
     """Run the example forward and backward; collective over tp if the model is sharded.
 
     Random streams are seeded first, so that two runs draw alike.
-
-    Raises:
-        Exception: whatever the model raises, and what the checks of a training step raise.
     """
     outputs: list[tuple[str, Tensor]] = []
     ran: set[str] = set()
@@ -189,11 +186,7 @@ class ObservedEvaluation:
 def observe_evaluation(
     model: nn.Module, record: ShardedModel | None, example: Example, names: Sequence[str], *, training: bool = False
 ) -> ObservedEvaluation:
-    """Run the example without gradients, in evaluation: the copy stays in that mode. Collective over tp if the model is sharded.
-
-    Raises:
-        Exception: whatever the model raises.
-    """
+    """Run the example without gradients, in evaluation: the copy stays in that mode. Collective over tp if the model is sharded."""
     outputs: list[tuple[str, Tensor]] = []
     observer = _Observer(draws=example.draws, regions=record.regions if record is not None else [])
     seed_streams()

@@ -167,11 +167,7 @@ class Prover:
                 ) from None
 
     def find_cut(self, plans: Sequence[ShardingPlan]) -> Cut:
-        """Where the model is cut into the stages of the pipeline. Collective over the world.
-
-        Raises:
-            ValueError: if it can't be cut; the message says why.
-        """
+        """Where the model is cut into the stages of the pipeline. Collective over the world."""
         example, dtype, failures, _ = self._example()
         if example is None:
             raise ValueError(
@@ -190,9 +186,6 @@ class Prover:
 
     def check_stages(self, plans: Sequence[ShardingPlan], cut: Cut) -> list[str]:
         """Prove that the model computes in stages what it computes whole. Collective over the world.
-
-        Returns:
-            A line for the summary.
 
         Raises:
             SelfCheckError: if it does not.
@@ -219,10 +212,6 @@ class Prover:
         """Find the blocks of a model of which tp shards nothing, and prove that they are right on parts of the sequence.
 
         Parts are those of context-parallel ranks, and the tiles of an MLP.
-
-        Raises:
-            ValueError: if no plan is found; the message says what to write.
-            SelfCheckError: if the model is not right on parts of the sequence.
         """
         out, started = Proved(), time.monotonic()
         out.plans = self.find_unsharded()
@@ -384,11 +373,7 @@ class Prover:
             return passed
 
     def _check_or_widen(self, out: Proved, inferred: list[ShardingPlan]) -> bool:
-        """Run the self-check; where the plans of ``out`` fail it, try forms of the inferred ones in which less is sharded.
-
-        Raises:
-            SelfCheckError: the first failure, if no variant passes.
-        """
+        """Run the self-check; where the plans of ``out`` fail it, try forms of the inferred ones in which less is sharded."""
         try:
             return self._check_vocabulary(out)
         except ValueError as error:

@@ -127,11 +127,6 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sha
     Numbers for a whole activation must be the same on all ranks, so they must come from the stream that the ranks share;
     numbers for a part of one must come from the rank's own.
 
-    Args:
-        dense: the draws of the whole copy.
-        sharded: the draws of the sharded copy.
-        sharers: number of tensor-parallel ranks if some of them hold the same heads, else 0.
-
     Returns:
         The name of the module behind which it is drawn, and a sentence; none if all are right.
     """

@@ -51,11 +51,7 @@ def _gathered(numbers: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
 
 
 def check_batch(batch: Any, groups: ParallelGroups, device: torch.device, loop: str) -> None:
-    """Compare the checksums of the batch over the ranks of one replica; collective over the replica.
-
-    Raises:
-        RuntimeError: on every rank of the replica.
-    """
+    """Compare the checksums of the batch over the ranks of one replica; collective over the replica."""
     values = _gathered(checksum(batch, device), groups[groups.replica_axes])
     if any(value != values[0] for value in values):
         raise RuntimeError(
@@ -113,11 +109,7 @@ class OutputWatch:
         return len(self._steps) >= self.LIMIT
 
     def check(self, groups: ParallelGroups, loop: str) -> None:
-        """Compare the numbers of all steps since the last call; collective over the replica.
-
-        Raises:
-            RuntimeError: on every rank of the replica, if two of them differ.
-        """
+        """Compare the numbers of all steps since the last call; collective over the replica."""
         if not self._steps:
             return
         numbers, tolerance = torch.cat(self._steps), self._tolerance

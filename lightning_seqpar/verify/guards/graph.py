@@ -61,11 +61,7 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
 
 
 def refuse_second_derivative(error: RuntimeError) -> None:
-    """Say what to do instead, if ``error`` is torch's of a gradient that is differentiated through a sharded layer.
-
-    Raises:
-        RuntimeError: in the place of ``error``.
-    """
+    """Say what to do instead, if ``error`` is torch's of a gradient that is differentiated through a sharded layer."""
     if "once_differentiable" in str(error):
         raise RuntimeError(
             "a gradient is differentiated again (create_graph=True, a gradient penalty), and the sharded layers have no second "

@@ -15,11 +15,7 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 def check_parameters(record: ShardedModel) -> None:
-    """Refuse a model that holds another parameter under a name than the one that was sharded.
-
-    Raises:
-        RuntimeError: naming a parameter that was replaced, or one that was added (an adapter around a linear).
-    """
+    """Refuse a model that holds another parameter under a name than the one that was sharded."""
     if replaced := record.layout.replaced(record.model):
         refuse_added([*record.model.parameters()], record)  # an adapter gives the linear inside it another name
         raise RuntimeError(
@@ -29,11 +25,7 @@ def check_parameters(record: ShardedModel) -> None:
 
 
 def refuse_added(parameters: Sequence[Tensor], record: ShardedModel) -> None:
-    """Refuse a parameter that was added after the model was sharded: without a layout, nobody would sum its gradient.
-
-    Raises:
-        RuntimeError: naming the parameter.
-    """
+    """Refuse a parameter that was added after the model was sharded: without a layout, nobody would sum its gradient."""
     if any(record.layout.of(parameter) is None for parameter in parameters):
         ids = {id(parameter) for parameter in parameters}
         names = [name for name in record.layout.added(record.model) if id(record.model.get_parameter(name)) in ids]
@@ -48,9 +40,6 @@ def check_buffers(record: ShardedModel, groups: ParallelGroups, device: torch.de
     """Refuse buffers that differ over the ranks of a replica though no rule shards them; collective over tp.
 
     They come to differ where a forward counts or averages tokens and each rank sees its part of the sequence.
-
-    Raises:
-        RuntimeError: naming the buffer, on every rank.
     """
     if name := _differing_buffer(record, groups["tp"], device):
         raise RuntimeError(
@@ -61,11 +50,7 @@ def check_buffers(record: ShardedModel, groups: ParallelGroups, device: torch.de
 
 
 def check_buffers_of_stages(record: ShardedModel, groups: ParallelGroups, device: torch.device) -> None:
-    """Refuse buffers that differ over the stages of a pipeline; collective over pp, where all stages are equally far.
-
-    Raises:
-        RuntimeError: naming the buffer, on every rank.
-    """
+    """Refuse buffers that differ over the stages of a pipeline; collective over pp, where all stages are equally far."""
     if name := _differing_buffer(record, groups["pp"], device):
         raise RuntimeError(
             f"{name}: this buffer is no longer the same on all stages of the pipeline: the step changes it where one stage alone "
@@ -74,11 +59,7 @@ def check_buffers_of_stages(record: ShardedModel, groups: ParallelGroups, device
 
 
 def check_parameters_of_stages(record: ShardedModel, groups: ParallelGroups, device: torch.device) -> None:
-    """Refuse parameters that differ over the stages that hold them; collective over pp, where all stages are equally far.
-
-    Raises:
-        RuntimeError: naming the parameter, on every rank.
-    """
+    """Refuse parameters that differ over the stages that hold them; collective over pp, where all stages are equally far."""
     stage, layout = record.stage, record.layout
     assert stage is not None
     shared = [name for name in layout if len(stage.shared(name)) > 1]

@@ -46,11 +46,7 @@ class OptimizerGuard:
         self._tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def refuse_mixing(self, optimizers: Sequence[Optimizer], tp: int) -> None:
-        """Refuse optimizers that are not known to be element-wise.
-
-        Raises:
-            ValueError: naming the optimizer, and those that are allowed.
-        """
+        """Refuse optimizers that are not known to be element-wise."""
         for optimizer in optimizers:
             if tp > 1 and not _leaves_alone(optimizer, ELEMENTWISE_OPTIMIZERS) and not self._passes(optimizer):
                 raise ValueError(
@@ -61,11 +57,7 @@ class OptimizerGuard:
                 )
 
     def refuse_in_stages(self, optimizers: Sequence[Optimizer], pp: int) -> None:
-        """Refuse optimizers that are not known to update each parameter by itself.
-
-        Raises:
-            ValueError: naming the optimizer, and those that are allowed.
-        """
+        """Refuse optimizers that are not known to update each parameter by itself."""
         known = (*ELEMENTWISE_OPTIMIZERS, optim.Adafactor, optim.Muon, optim.SparseAdam)
         for optimizer in optimizers:
             if pp > 1 and not _leaves_alone(optimizer, known) and not self._passes(optimizer):
@@ -251,11 +243,7 @@ def _made_anew(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]
 
 
 def refuse_fused_on_rows(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse fused kernels that torch does not have for parameters that the replicas split (``data_parallel='fsdp'``).
-
-    Raises:
-        ValueError: naming the optimizer and the kernel to use instead.
-    """
+    """Refuse fused kernels that torch does not have for parameters that the replicas split (``data_parallel='fsdp'``)."""
     for optimizer in optimizers:
         is_fused = any(group.get("fused") for group in optimizer.param_groups)
         if is_fused and isinstance(optimizer, optim.SGD | optim.Adagrad):
