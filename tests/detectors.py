@@ -5,26 +5,22 @@
 
 Each fault is put into a copy of the repository. There some models train at tp 2, two of them with dp 2, twice: as they are, for
 the self-check; and without it, for the checks of a run, and for verify, which sees a run that ends and compares one that goes on
-with one process. Models follow each other until two detectors of three have seen the fault; one that does not run the faulty lines
-is left out. What was found is kept in runs/detectors.json, so that a run goes on where another one ended; delete a fault there, or
-the file, to have it tried again.
+with one process. Models follow each other until two detectors of three have seen the fault. What was found is kept in
+runs/detectors.json, so that a run goes on where another one ended; delete a fault there, or the file, to have it tried again.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import multiprocessing
 import os
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import lightning.pytorch  # noqa: F401
@@ -32,7 +28,6 @@ import torch  # imported once, for all forks
 import transformers  # noqa: F401
 
 from tests import mutants
-from tests.detector_setups import SETUPS, WHY_UNSEEN, Setup, rare
 
 PACKAGES = ("activations", "distributed", "layout", "nn", "parallel", "region", "styles")
 """The packages that compute, whose faults are shown."""
@@ -43,9 +38,26 @@ FORKS = multiprocessing.get_context("fork")
 
 DETECTORS = ("self-check", "run", "verify")
 KEPT = mutants.ROOT / "runs" / "detectors.json"
-RAN: set[tuple[str, int]] = set()
-"""The lines of the package, by file and number, that were run in this process where it follows them."""
 HEADS = ("the self-check", "checks of a run", "verify")
+
+
+class Setup(NamedTuple):
+    """A model of tests/helpers with its arguments, the number of ranks, and arguments of the strategy and the training."""
+
+    model: str
+    arguments: dict[str, Any]
+    world: int
+    strategy: dict[str, Any]
+    training: dict[str, Any]
+
+
+SETUPS = {
+    "gpt": Setup("GPT", {}, 4, {"tp": 2, "regather": False}, {"accumulate": 2, "clip": 0.5}),
+    "gqa": Setup("Zoo", {"kind": "mqa"}, 2, {"tp": 2, "recompute": "full", "loss_chunk": 4}, {}),
+    "experts": Setup("Zoo", {"kind": "routed_moe"}, 4, {"tp": 2, "data_parallel": "fsdp"}, {"clip": 0.5}),
+    "heads": Setup("Zoo", {"kind": "head_norm"}, 2, {"tp": 2, "sp": False}, {}),
+    "tied": Setup("Zoo", {"kind": "tied"}, 2, {"tp": 2, "tile_mlp": 3}, {"accumulate": 2}),
+}
 
 
 def on_ranks(folder: str, name: str, setup: Setup, seen: set[str]) -> list[str]:
@@ -76,37 +88,20 @@ def on_ranks(folder: str, name: str, setup: Setup, seen: set[str]) -> list[str]:
         trace = train(self_check=False)
         if trace is None or not compare(Trace.load(Path(folder, f"{name}.pt")), trace).ok:
             found.add("verify")  # its exit status is 1 in both cases
-    if RAN:
-        Path(folder, f"{name}-{torch.distributed.get_rank()}.json").write_text(json.dumps(sorted(RAN)))
     return sorted(found)
 
 
-def follow_lines(package: str) -> None:
-    """Note the lines of the package that this process runs, and its forks run, in :data:`RAN`."""
-
-    def enter(frame: FrameType, event: str, arg: Any) -> Any:
-        file = frame.f_code.co_filename
-        return step if file.startswith(package) else None
-
-    def step(frame: FrameType, event: str, arg: Any) -> Any:
-        RAN.add((frame.f_code.co_filename.removeprefix(package), frame.f_lineno))
-        return step
-
-    sys.settrace(enter)
-    threading.settrace(enter)
-
-
-def references(folder: str, setups: dict[str, Setup]) -> None:
+def references(folder: str) -> None:
     """Train each model in one process, and write what it did."""
     from tests.helpers.fit import fit
 
-    for name, setup in setups.items():
+    for name, setup in SETUPS.items():
         # One process reads the samples of both replicas.
         fit(setup.model, setup.arguments, **{"steps": 2, **setup.training}).save(Path(folder, f"{name}.pt"))
 
 
-def attempt(place: str, folder: str, setups: dict[str, Setup], answer: Connection) -> None:
-    """In a process of its own: import the package of the copy, try these models, and answer with what was seen."""
+def attempt(place: str, folder: str, answer: Connection) -> None:
+    """In a process of its own: import the package of the copy, try the models, and answer with what was seen."""
     os.environ["XDG_CACHE_HOME"] = f"{place}/cache"
     sys.path[:0] = [place, f"{place}/examples", f"{place}/benchmarks"]
     found: set[str] = set()
@@ -117,7 +112,7 @@ def attempt(place: str, folder: str, setups: dict[str, Setup], answer: Connectio
         assert Path(strategy.__file__).is_relative_to(place)
         # Ranks are forks of this process, which has imported all that they need.
         with mock.patch.object(ranks.mp, "get_context", return_value=FORKS):
-            for name, setup in setups.items():
+            for name, setup in SETUPS.items():
                 if len(found) < 2:
                     told = ranks.run_distributed(on_ranks, setup.world, folder, name, setup, found, timeout=240.0)
                     found |= {seen for each in told for seen in each}
@@ -127,55 +122,17 @@ def attempt(place: str, folder: str, setups: dict[str, Setup], answer: Connectio
     answer.send(sorted(found))
 
 
-def run(mutant: mutants.Mutant | None, folder: str, setups: dict[str, Setup], follows: bool = False) -> list[str]:
-    """Run one fault in a copy of the repository with these models, or none; ``follows`` the lines that they run."""
+def run(mutant: mutants.Mutant | None, folder: str) -> list[str]:
+    """Run one fault in a copy of the repository, or none."""
     with tempfile.TemporaryDirectory() as place, open(os.devnull, "w") as silent:
         mutants.copy_repository(Path(place))
-        package = Path(place, "lightning_seqpar")
         if mutant is not None:
-            mutants.apply(mutant, package)
+            mutants.apply(mutant, Path(place, "lightning_seqpar"))
         ours, theirs = FORKS.Pipe(duplex=False)
-
-        def work() -> None:
-            if follows:
-                follow_lines(f"{package}/")
-            attempt(place, folder, setups, theirs)
-
-        process = FORKS.Process(target=quietly, args=(silent.fileno(), work))
+        process = FORKS.Process(target=quietly, args=(silent.fileno(), attempt, place, folder, theirs))
         process.start()
         process.join()
         return list(ours.recv()) if ours.poll() else ["run"]
-
-
-def who_runs(mutant: mutants.Mutant, span: mutants.Span, ran: dict[str, set[tuple[str, int]]]) -> list[str]:
-    """The models that run a line of the faulty statements; all of them where it is not in the body of a function.
-
-    Args:
-        mutant: the fault.
-        span: its place.
-        ran: the lines that each model runs.
-    """
-    source = span.file.read_text()
-    before = "".join(source.splitlines(keepends=True)[: span.first])
-    text = source[len(before) :].partition(mutant.old)[0]
-    first = before.count("\n") + text.count("\n") + 1
-    last = first + mutant.old.rstrip("\n").count("\n")
-    lines: set[int] = set()
-    for function in ast.walk(ast.parse(source)):
-        if (
-            not isinstance(function, ast.FunctionDef)
-            or not function.body[0].lineno <= last
-            or first > (function.end_lineno or 0)
-        ):
-            continue
-        for node in ast.walk(function):
-            if isinstance(node, ast.stmt) and node is not function:
-                body = getattr(node, "body", None)
-                end = body[0].lineno - 1 if body else node.end_lineno or node.lineno
-                if node.lineno <= last and max(end, node.lineno) >= first:
-                    lines |= set(range(node.lineno, max(end, node.lineno) + 1))
-    file = str(span.file.relative_to(mutants.ROOT / "lightning_seqpar"))
-    return [name for name in SETUPS if not lines or not ran[name].isdisjoint((file, line) for line in lines)]
 
 
 def quietly(silent: int, work: Callable[..., None], *args: Any) -> None:
@@ -198,84 +155,49 @@ def chosen(words: list[str]) -> list[mutants.Mutant]:
     ]
 
 
-def table(seen: dict[str, list[str] | None]) -> str:
-    """The page of docs: how many faults each detector sees, and which."""
-    tried = [mutant.name for mutant in chosen([]) if mutant.name in seen]
-    run = {name: found for name in tried if (found := seen[name]) is not None}
-    shown = [name for name in run if run[name]]
-    several = sum(len(run[name]) > 1 for name in shown)
-    unseen = {why: [name for name in run if not run[name] and name in names] for why, names in WHY_UNSEEN.items()}
-    others = [name for name in run if not run[name] and not any(name in names for names in unseen.values())]
-    unseen["need another module, type, topology or habit than these models have"] = others
-    counts = " | ".join(str(sum(detector in run[name] for name in shown)) for detector in DETECTORS)
+def table(seen: dict[str, list[str]]) -> str:
+    """How many faults each detector sees, and which."""
+    tried = {mutant.name: seen[mutant.name] for mutant in chosen([]) if mutant.name in seen}
+    shown = {name: found for name, found in tried.items() if found}
+    counts = " | ".join(str(sum(detector in found for found in shown.values())) for detector in DETECTORS)
     lines = [
         "# Who sees a fault of the engine",
         "",
-        "`make detectors` puts faults, each of which a test sees, into the packages that "
-        f"compute ({', '.join(PACKAGES)}), and trains small models with each, by default at tp 2: "
-        f"{len(tried)} of {len(chosen([]))} faults were tried. {len(SETUPS)} models are tried with all (two with dp 2), and "
-        "follow each other until two detectors have seen the fault, so counts are lower bounds; what none of these shows is "
-        "tried with a model that does what the fault needs, if it can be seen in numbers. The fault of a guard leaves the guard "
-        f"out: crosses say who sees what it refuses. No model runs the lines of {len(tried) - len(run)} faults, which the second "
-        "table leaves out.",
+        f"`make detectors` puts faults, each of which a test sees, into the packages that compute ({', '.join(PACKAGES)}), and "
+        f"trains {len(SETUPS)} small models with each: {len(tried)} of {len(chosen([]))} faults were tried. "
+        "Models follow each other until two detectors have seen the fault, so counts are lower bounds. The fault of a guard "
+        "leaves the guard out: crosses say who sees what it refuses.",
         "",
         "| | tests | " + " | ".join(HEADS) + " |",
         "|---" * (2 + len(HEADS)) + "|",
-        f"| faults seen, of {len(run)} that are run | {len(run)} | {counts} |",
-        "",
-        f"{len(shown)} of {len(run)} are seen by a detector beside the tests, {several} by two or more.",
+        f"| faults seen, of {len(tried)} | {len(tried)} | {counts} |",
         "",
         "| fault | " + " | ".join(HEADS) + " |",
         "|---" * (1 + len(HEADS)) + "|",
-        *(f"| {name} | " + " | ".join("x" if one in run[name] else "" for one in DETECTORS) + " |" for name in shown),
+        *(
+            f"| {name} | " + " | ".join("x" if one in found else "" for one in DETECTORS) + " |"
+            for name, found in shown.items()
+        ),
         "",
-        "Their tests alone see the others:",
-        "",
-        *(f"- {len(names)} {why}: {'; '.join(names)}." for why, names in unseen.items() if names),
+        f"Their tests alone see the others, with these models: {'; '.join(name for name in tried if name not in shown)}.",
     ]
     return "\n".join(lines) + "\n"
 
 
-def lines_of(folder: str) -> dict[str, set[tuple[str, int]]] | None:
-    """Train the models without a fault; the lines that each runs, or None where something is seen."""
-    ran = {}
-    for name, setup in SETUPS.items():
-        if wrong := run(None, folder, {name: setup}, follows=True):
-            print(f"without a fault something is seen with {name}: {wrong}")
-            return None
-        ran[name] = {
-            (file, line) for told in Path(folder).glob(f"{name}-*.json") for file, line in json.loads(told.read_text())
-        }
-    return ran
-
-
 def main() -> int:
-    seen: dict[str, list[str] | None] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    todo = [mutant for mutant in chosen(sys.argv[1:]) if mutant.name not in seen]
-    ours, theirs = FORKS.Pipe(duplex=False)
-    FORKS.Process(target=lambda: theirs.send(rare())).start()  # it imports the package, which this process must not
-    setups_of = ours.recv()
-    needs = {mutant.name: setups_of[mutant.name] for mutant in todo if mutant.name in setups_of}
-    known = mutants.definitions(mutants.ROOT / "lightning_seqpar")
+    seen: dict[str, list[str]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silent:
-        first = FORKS.Process(target=quietly, args=(silent.fileno(), references, folder, SETUPS | needs))
+        first = FORKS.Process(target=quietly, args=(silent.fileno(), references, folder))
         first.start()
         first.join()
-        ran = lines_of(folder) if len(needs) < len(todo) else {}
-        if ran is None:
+        if wrong := run(None, folder):
+            print(f"without a fault something is seen: {wrong}")
             return 1
-        for mutant in todo:
-            setup = needs.get(mutant.name)
-            if setup is not None:
-                if bool(run(None, folder, {mutant.name: setup})) is not setup.refused:
-                    print(f"{mutant.name:<66} its model is {'trained' if setup.refused else 'refused'} without it")
-                    continue
-                setups = {mutant.name: setup}
-            else:
-                setups = {name: SETUPS[name] for name in who_runs(mutant, mutants.place_of(mutant, known), ran)}
-            seen[mutant.name] = run(mutant, folder, setups) if setups else None
-            shown = "no model runs it" if seen[mutant.name] is None else ", ".join(seen[mutant.name] or "-")
-            print(f"{mutant.name:<66} {shown}", flush=True)
+        for mutant in chosen(sys.argv[1:]):
+            if mutant.name in seen:
+                continue
+            seen[mutant.name] = run(mutant, folder)
+            print(f"{mutant.name:<66} {', '.join(seen[mutant.name] or '-')}", flush=True)
             KEPT.parent.mkdir(exist_ok=True)
             KEPT.write_text(json.dumps(seen, indent=1) + "\n")
             KEPT.with_suffix(".md").write_text(table(seen))

@@ -177,10 +177,6 @@ def _totals(described: Description, table_class: Any) -> Any:
         )
     if described.activation_bytes is not None:
         rows.append(("activations", described.activation_bytes, f"traced, one step of {size}"))
-    if described.activation_bytes_by_formula is not None:
-        rows.append(
-            ("", described.activation_bytes_by_formula, "at least, by formula: what columns write and norms read")
-        )
     rows.append(("together", described.total_bytes, ""))
     for name, count, remark in rows:
         table.add_row(name, human(count), remark)

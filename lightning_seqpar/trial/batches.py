@@ -68,12 +68,7 @@ def length_of(batch: Any) -> int | None:
 
 
 def shorten(batch: Any, unit: int | None = None) -> Any:
-    """The batch with sequences cut to about three quarters of their length; None if there are none, or they are too short.
-
-    Args:
-        batch: the batch.
-        unit: cut off a multiple of this; None to leave an odd length, which no axis divides.
-    """
+    """The batch with sequences cut to about three quarters of their length; None if there are none, or they are too short."""
     length = length_of(batch)
     if length is None:
         return None
@@ -92,11 +87,6 @@ def shorten(batch: Any, unit: int | None = None) -> Any:
 
 def make_batch(model: nn.Module, samples: int, length: int | None) -> Any:
     """A batch for a plain module: random tokens or pixels for one of Hugging Face's, else its ``example_input_array``.
-
-    Args:
-        model: the module.
-        samples: how many samples.
-        length: positions of a sample; None for 32, or the model's own limit if that is shorter.
 
     Raises:
         TrialError: if the module does not say what it takes.
@@ -132,10 +122,6 @@ class Feed(LightningDataModule):
 
     The parts of a batch are numbered replica by replica: replica ``r`` reads ``micro_batches`` of them, from
     ``r * micro_batches`` on, and one process reads all.
-
-    Args:
-        batches: makes the three batches for a number of replicas; two are the first epoch's.
-        micro_batches: how many parts a replica reads of each batch.
     """
 
     def __init__(self, batches: Callable[[int], Sequence[Any]], micro_batches: int) -> None:

@@ -47,9 +47,6 @@ def switch_off_dropout(model: nn.Module) -> int:
 
     A sharded run drops other elements than one process does. Found are dropout modules, and numbers whose names speak of
     dropping, on modules and on the configurations that they hold.
-
-    Args:
-        model: the model.
     """
     changed = 0
     seen: set[int] = set()

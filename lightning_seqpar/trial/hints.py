@@ -23,48 +23,27 @@ _ROUNDED = "right to rounding of a narrower type"
 
 @dataclass(frozen=True)
 class Wrong:
-    """A tensor that is not what one process has.
+    """A tensor that is not what one process has."""
 
-    Attributes:
-        name: the parameter's.
-        kind: the class of the module that holds it.
-        quantity: what of it is wrong: ``gradient of step 1``, ``weight after 2 steps``, ....
-        error: its largest error, of gradients relative to the global norm.
-        own_error: the same relative to its own largest element.
-        hint: what it looks like, in words.
-    """
-
-    name: str
-    kind: str
-    quantity: str
-    error: float
-    own_error: float
-    hint: str
+    name: str  # the parameter's
+    kind: str  # the class of the module that holds it
+    quantity: str  # what of it is wrong: ``gradient of step 1``, ``weight after 2 steps``,
+    error: float  # its largest error, of gradients relative to the global norm
+    own_error: float  # the same relative to its own largest element
+    hint: str  # what it looks like, in words
 
 
 @dataclass(frozen=True)
 class Group:
-    """Wrong tensors that look alike.
+    """Wrong tensors that look alike."""
 
-    Attributes:
-        what: their names, with ``*`` for indices, or all of a kind.
-        count: how many there are.
-        worst: the one with the largest error.
-    """
-
-    what: str
-    count: int
-    worst: Wrong
+    what: str  # their names, with ``*`` for indices, or all of a kind
+    count: int  # how many there are
+    worst: Wrong  # the one with the largest error
 
 
 def describe_difference(right: Tensor | None, got: Tensor | None, sizes: Mapping[str, int]) -> str:
-    """What a wrong tensor looks like beside the right one.
-
-    Args:
-        right: what one process has; None for nothing.
-        got: what the ranks have.
-        sizes: axes of the ranks by name, such as ``{"tp": 2, "dp": 2}``.
-    """
+    """What a wrong tensor looks like beside the right one."""
     if right is None:
         return "there is one, and one process has none: does something read this parameter on the ranks alone?"
     if got is None:
@@ -90,12 +69,7 @@ def describe_difference(right: Tensor | None, got: Tensor | None, sizes: Mapping
 
 
 def describe_late(hint: str, quantity: str) -> str:
-    """What a hint says of a quantity that differs first, if others were right before it.
-
-    Args:
-        hint: by its numbers alone.
-        quantity: ``gradient of step 1``, ``weight after 2 steps``, ....
-    """
+    """What a hint says of a quantity that differs first, if others were right before it."""
     if not hint.startswith((_NO_MULTIPLE, _ROUNDED)) or quantity in ("gradient of step 1", "weight before step 1"):
         return hint
     what = hint.partition(": is")[0]
@@ -158,13 +132,7 @@ def _in_parts(right: Tensor, got: Tensor, dim: int, parts: int, sizes: Mapping[s
 
 
 def describe_ranks(digests: Sequence[Digest], right: Digest, replicas: int) -> str:
-    """What it says that ranks hold different gradients of a parameter that they should hold alike.
-
-    Args:
-        digests: of every rank.
-        right: of one process.
-        replicas: how many replicas read batches of their own.
-    """
+    """What it says that ranks hold different gradients of a parameter that they should hold alike."""
 
     def close(a: Digest, b: Digest) -> bool:
         scale = max(*map(abs, (*a, *b)), 1e-300)
@@ -189,12 +157,7 @@ def group_first_wrong(wrong: Sequence[Wrong], kinds: Mapping[str, str]) -> list[
 
 
 def group_alike(wrong: Sequence[Wrong], kinds: Mapping[str, str]) -> list[Group]:
-    """Wrong tensors by what they look like, the worst group first.
-
-    Args:
-        wrong: what is wrong.
-        kinds: of all parameters, the class of the module that holds it.
-    """
+    """Wrong tensors by what they look like, the worst group first."""
     groups: dict[tuple[str, str], list[Wrong]] = {}
     for one in wrong:
         groups.setdefault((re.sub(r"cosine [-\d.]+", "", one.hint), one.quantity), []).append(one)

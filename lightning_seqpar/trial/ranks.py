@@ -85,17 +85,7 @@ def _tell(sender: Connection, good: bool, value: Any) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call that processes make at once; each is handed this object.
-
-    Attributes:
-        fn: the function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        timeout: seconds for the whole call and for each collective.
-        env: environment variables that each process sets.
-        world_size: the number of processes.
-        store: the file at which they meet as ranks; None where they are ranks of nothing.
-    """
+    """A call that processes make at once; each is handed this object."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -103,7 +93,7 @@ class _Call:
     timeout: float
     env: dict[str, str]
     world_size: int = 1
-    store: str | None = None
+    store: str | None = None  # the file at which they meet as ranks; None where they are ranks of nothing
 
     def __call__(self) -> Any:
         return self.fn(*self.args, **self.kwargs)

@@ -44,7 +44,8 @@ from lightning_seqpar.trial.batches import (
     split_samples,
 )
 from lightning_seqpar.trial.determinism import KeepFloat64, switch_off_dropout
-from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight, norm_of, own_whole
+from lightning_seqpar.verify.comparison import norm_of
+from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight, own_whole
 
 SEED = 20_260_101
 
@@ -86,37 +87,22 @@ class PlainModule(L.LightningModule):
 
 @dataclass(frozen=True)
 class Trial:
-    """What both sides train; pickled once, for all processes.
+    """What both sides train; pickled once, for all processes."""
 
-    Attributes:
-        make: makes the module, without arguments.
-        reference: makes the one that a single process trains; None for the same.
-        batch: makes the first batch, for all replicas together; None to make one up or to read the module's own.
-        second: makes the second one; None for a shorter one of other samples.
-        samples: samples of a micro-batch that is made up.
-        length: positions of a sample that is made up.
-        strategy: makes the strategy of the ranks.
-        alone: makes that of the single process.
-        micro_batches: how many micro-batches a replica accumulates in a step.
-        unit: of what the second batch is shorter; None for an odd length.
-        trainer: more arguments of both trainers.
-        dtype: of weights and batches: float64 or float32.
-        folder: where the processes leave what they did.
-    """
-
-    make: Callable[[], nn.Module]
-    reference: Callable[[], nn.Module] | None
+    make: Callable[[], nn.Module]  # makes the module, without arguments
+    reference: Callable[[], nn.Module] | None  # makes the one that a single process trains; None for the same
+    # makes the first batch, for all replicas together; None to make one up or to read the module's own
     batch: Callable[[], Any] | None
-    second: Callable[[], Any] | None
-    samples: int
-    length: int | None
-    strategy: Callable[[], Any]
-    alone: Callable[[], Any]
-    micro_batches: int
-    unit: int | None
-    trainer: Mapping[str, Any]
-    dtype: torch.dtype
-    folder: str
+    second: Callable[[], Any] | None  # makes the second one; None for a shorter one of other samples
+    samples: int  # samples of a micro-batch that is made up
+    length: int | None  # positions of a sample that is made up
+    strategy: Callable[[], Any]  # makes the strategy of the ranks
+    alone: Callable[[], Any]  # makes that of the single process
+    micro_batches: int  # how many micro-batches a replica accumulates in a step
+    unit: int | None  # of what the second batch is shorter; None for an odd length
+    trainer: Mapping[str, Any]  # more arguments of both trainers
+    dtype: torch.dtype  # of weights and batches: float64 or float32
+    folder: str  # where the processes leave what they did
 
     def path(self, side: str, what: str) -> Path:
         """The file in which a side leaves something."""
@@ -140,54 +126,30 @@ class Digest(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What one process of a trial did; tensors are in files of the trial's folder, written by the first rank.
+    """What one process of a trial did; tensors are in files of the trial's folder, written by the first rank."""
 
-    Attributes:
-        losses: of each step, averaged over replicas and micro-batches.
-        own_losses: of each step, as this rank's replica saw it.
-        norms: the global gradient norm of each step, as the strategy computes it.
-        digests: of each step, the digest of every whole gradient on this rank.
-        initial_digests: of the weights before the first.
-        weight_digests: of the weights after two steps.
-        replicas: how many replicas read batches of their own.
-        replica: the one of this rank.
-        lengths: of the batches, if they are sequences.
-        kinds: of each parameter, the class of the module that holds it.
-        is_complete: whether the training came to the end of its second epoch.
-        casts: how many casts to narrower types were turned down.
-        draws: whether a step drew random numbers.
-        failed_length: why the shorter batch could not be trained on; empty if it could.
-        projects: whether the loss is a projection that the trial chose.
-        parts: into how many micro-batches one process split a batch.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    own_losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # of each step, averaged over replicas and micro-batches
+    own_losses: list[float] = field(default_factory=list)  # of each step, as this rank's replica saw it
+    # the global gradient norm of each step, as the strategy computes it
     norms: list[float] = field(default_factory=list)
+    # of each step, the digest of every whole gradient on this rank
     digests: list[dict[str, Digest]] = field(default_factory=list)
-    initial_digests: dict[str, Digest] = field(default_factory=dict)
-    weight_digests: dict[str, Digest] = field(default_factory=dict)
-    replicas: int = 1
-    replica: int = 0
-    lengths: list[int | None] = field(default_factory=list)
-    kinds: dict[str, str] = field(default_factory=dict)
-    is_complete: bool = False
-    casts: int = 0
-    draws: bool = False
-    failed_length: str = ""
-    projects: bool = False
-    parts: int = 1
+    initial_digests: dict[str, Digest] = field(default_factory=dict)  # of the weights before the first
+    weight_digests: dict[str, Digest] = field(default_factory=dict)  # of the weights after two steps
+    replicas: int = 1  # how many replicas read batches of their own
+    replica: int = 0  # the one of this rank
+    lengths: list[int | None] = field(default_factory=list)  # of the batches, if they are sequences
+    kinds: dict[str, str] = field(default_factory=dict)  # of each parameter, the class of the module that holds it
+    is_complete: bool = False  # whether the training came to the end of its second epoch
+    casts: int = 0  # how many casts to narrower types were turned down
+    draws: bool = False  # whether a step drew random numbers
+    failed_length: str = ""  # why the shorter batch could not be trained on; empty if it could
+    projects: bool = False  # whether the loss is a projection that the trial chose
+    parts: int = 1  # into how many micro-batches one process split a batch
 
 
 class TrialRecorder(ParityRecorder):
-    """Records every optimizer step, and leaves whole tensors in files one step at a time.
-
-    Args:
-        trial: the trial.
-        side: the prefix of the files.
-        parts: how many micro-batches this process reads in a step.
-        stops: whether the run ends with the first epoch, for a checkpoint.
-    """
+    """Records every optimizer step, and leaves whole tensors in files one step at a time."""
 
     def __init__(self, trial: Trial, side: str, parts: int, *, stops: bool = False) -> None:
         super().__init__(tensors=False)
@@ -290,11 +252,7 @@ def _means(values: list[float], each: int) -> list[float]:
 
 
 def read_trial(given: bytes) -> Trial:
-    """Read a pickled trial in another process.
-
-    Raises:
-        TrialError: if what it names can't be found there.
-    """
+    """Read a pickled trial in another process."""
     try:
         trial: Trial = pickle.loads(given)
     except (AttributeError, ImportError) as error:
@@ -309,9 +267,6 @@ def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> L.LightningModul
     """Make the module of a trial as a LightningModule without dropout.
 
     It gets ``dtype`` at once: Lightning would load weights, also a checkpoint's, before it converts a module.
-
-    Raises:
-        TrialError: if what was made is no module.
     """
     L.seed_everything(SEED, verbose=False)
     module = make()
@@ -368,12 +323,6 @@ def _trainer(trial: Trial, strategy: Any, devices: int, recorder: Callback, accu
 def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALONE) -> Outcome:
     """Train the module in this process, which reads the parts of all replicas.
 
-    Args:
-        given: the pickled :class:`Trial`.
-        replicas: of the other side.
-        same_length: give the second batch the length of the first.
-        side: :data:`ALONE`, where the replicas' parts are micro-batches, or :data:`AT_ONCE`, where they are read together.
-
     Raises:
         Exception: what the module raises; not for a shorter batch, of which the outcome tells.
     """
@@ -410,11 +359,6 @@ def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALON
 def train_on_ranks(given: bytes, same_length: bool, wide: bool) -> tuple[Outcome, Outcome]:
     """Train the module on this rank for two steps, save a checkpoint, and resume from it with a fresh one for a third.
 
-    Args:
-        given: the pickled :class:`Trial`.
-        same_length: give the second batch the length of the first.
-        wide: whether the other side turned down casts to narrower types.
-
     Returns:
         what the two steps did, and what the third did.
     """
@@ -439,11 +383,7 @@ def train_on_ranks(given: bytes, same_length: bool, wide: bool) -> tuple[Outcome
 
 
 def make_batches(trial: Trial, module: L.LightningModule, replicas: int, *, same_length: bool) -> list[Any]:
-    """The three batches of a trial: the first, a shorter one of its samples in another order, and that order at full length.
-
-    Raises:
-        TrialError: if there is no first batch.
-    """
+    """The three batches of a trial: the first, a shorter one of its samples in another order, and that order at full length."""
     if trial.batch is not None:
         first = trial.batch()
     elif isinstance(module, PlainModule):

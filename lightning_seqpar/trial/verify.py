@@ -25,12 +25,12 @@ from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.strategy.strategy import SeqParallelStrategy
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.trial.batches import TrialError
-from lightning_seqpar.trial.comparison import Comparison, compare_sides
+from lightning_seqpar.trial.comparison import Comparison, Sides
 from lightning_seqpar.trial.hints import Group, Wrong, group_first_wrong
 from lightning_seqpar.trial.ranks import RankFailedError, RankFailure, run_alone, run_distributed
 from lightning_seqpar.trial.training import AT_ONCE, Outcome, Trial, train_alone, train_on_ranks
 from lightning_seqpar.user_input import nearest
-from lightning_seqpar.verify.parity import Row
+from lightning_seqpar.verify.comparison import Row, worst_row
 
 DType = Literal["float64", "float32"]
 
@@ -71,7 +71,7 @@ class Verification:
             return f"REFUSED: {self.setting}: {self.message}"
         if self.status == "failed":
             return f"FAILED: {self.setting}: {self.message}"
-        worst = max(self.rows, key=lambda row: float("inf") if row.error != row.error else row.error / row.limit)
+        worst = worst_row(self.rows)
         if self.status == "right":
             return (
                 f"RIGHT: {self.setting} trains as one process does (largest error {worst.error:.1e} of {worst.quantity}, "
@@ -201,11 +201,11 @@ def verify_parity(
         sizes |= {"dp": first.replicas}
         if parallel is None:
             sizes = {"model-parallel": world_size // first.replicas, **sizes}
-        found = compare_sides(trial, whole, ranks, sizes)
+        found = Sides(trial, whole, ranks, sizes).compare()
         if first.replicas > 1 and whole.parts > 1:
             together = _train_at_once(given, first.replicas, same_length, timeout)
             if together is not None:
-                other = compare_sides(trial, together, ranks, sizes, AT_ONCE)
+                other = Sides(trial, together, ranks, sizes, AT_ONCE).compare()
                 found = _choose(found, other, notes, tells=not (together.draws or together.projects))
         groups = group_first_wrong(found.wrong, whole.kinds)
         return Verification("right" if found.ok else "wrong", setting, found.rows, found.wrong, groups, notes=notes)
@@ -229,11 +229,7 @@ def assert_parity(
 
 
 def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], ParallelConfig | None]:
-    """What makes the strategy of the ranks and that of one process, and the configuration if the strategy is ours.
-
-    Raises:
-        TrialError: if it is no strategy.
-    """
+    """What makes the strategy of the ranks and that of one process, and the configuration if the strategy is ours."""
     if isinstance(config, SeqParallelStrategy):
         config = config.config
     if isinstance(config, str):
@@ -280,11 +276,7 @@ def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], Para
 
 
 def _refuse_elsewhere(kind: type, strategy: Any) -> None:
-    """Refuse a strategy that can't train on a CPU.
-
-    Raises:
-        TrialError: if it can't.
-    """
+    """Refuse a strategy that can't train on a CPU."""
     if issubclass(kind, FSDPStrategy | DeepSpeedStrategy):
         raise TrialError(
             f"config={strategy if isinstance(strategy, str) else kind.__name__!r} trains on GPUs alone; on the CPU, "
@@ -325,11 +317,7 @@ def _giver(batch: Any) -> Callable[[], Any] | None:
 
 
 def _pickled(trial: Trial) -> bytes:
-    """The trial as bytes, for the processes.
-
-    Raises:
-        TrialError: if something in it can't be pickled.
-    """
+    """The trial as bytes, for the processes."""
     try:
         return pickle.dumps(trial)
     except Exception as error:  # pickle raises errors of many types, and so do objects that refuse it
@@ -340,11 +328,7 @@ def _pickled(trial: Trial) -> bytes:
 
 
 def _train_alone(given: bytes, replicas: int, timeout: float) -> tuple[Outcome, bool, list[str]]:
-    """Train in one process: what it did, whether the second batch is as long as the first, and notes.
-
-    Raises:
-        TrialError: if one process can't train the module.
-    """
+    """Train in one process: what it did, whether the second batch is as long as the first, and notes."""
     notes: list[str] = []
     same_length = False
     try:
@@ -377,14 +361,7 @@ def _train_alone(given: bytes, replicas: int, timeout: float) -> tuple[Outcome, 
 
 
 def _train_at_once(given: bytes, replicas: int, same_length: bool, timeout: float) -> Outcome | None:
-    """Train in one process that reads the parts of all replicas together: what it did; None if it can't.
-
-    Args:
-        given: the pickled trial.
-        replicas: how many there are.
-        same_length: give the second batch the length of the first.
-        timeout: seconds.
-    """
+    """Train in one process that reads the parts of all replicas together: what it did; None if it can't."""
     try:
         together: Outcome = run_alone(train_alone, given, replicas, same_length, AT_ONCE, timeout=timeout)
     except RankFailedError:  # it takes no batch of that size
@@ -397,12 +374,6 @@ def _choose(found: Comparison, other: Comparison, notes: list[str], *, tells: bo
 
     Losses that ranks make from what they gather, or divide by numbers of the whole batch, are those of the whole batch. Others
     are averaged, which is another thing where a loss is no mean over samples: that is noted, for the user to judge.
-
-    Args:
-        found: with one process that reads the replicas' parts as micro-batches.
-        other: with one that reads them together.
-        notes: for the user; added to.
-        tells: whether a difference of the two processes says something of the user's loss.
     """
     if other.ok and not found.ok:
         notes.append(
@@ -422,11 +393,7 @@ def _choose(found: Comparison, other: Comparison, notes: list[str], *, tells: bo
 
 
 def _refuse_empty(whole: Outcome) -> None:
-    """Refuse a trial that would find everything right since nothing was trained.
-
-    Raises:
-        TrialError: if one process took no step, got no gradient, or did not come to the third batch.
-    """
+    """Refuse a trial that would find everything right since nothing was trained."""
     if not whole.digests or not any(whole.norms):
         what = "took no optimizer step" if not whole.digests else "got no gradient that is not zero"
         raise TrialError(
@@ -449,11 +416,7 @@ def _refuse_empty(whole: Outcome) -> None:
 
 
 def _not_trained(error: RankFailedError, setting: str, notes: list[str]) -> Verification:
-    """What it says that ranks raised: a refusal if all of them did, with one sentence.
-
-    Raises:
-        TrialError: if what was given makes no trial for that many replicas, which other strategies than ours tell late.
-    """
+    """What it says that ranks raised: a refusal if all of them did, with one sentence."""
     failures = error.failures.values()
     # Ranks that only lost their connection to another one come last.
     first: RankFailure = min(failures, key=lambda one: (one.lost_another, not one.trace))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_seqpar.layout.adapters import DOWN, UP, is_adapted
-from lightning_seqpar.layout.module_names import compile_pattern, inside
+from lightning_seqpar.layout.module_names import inside, match_pattern
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.plan.vocabulary import OWN_PLAN, SOURCE, VOCAB_OFF
@@ -34,18 +34,15 @@ _ENOUGH = 0.5
 
 @dataclass
 class Explanations:
-    """Why something is not sharded, as those who found the plans know it.
+    """Why something is not sharded, as those who found the plans know it."""
 
-    Attributes:
-        whole: patterns of modules that inference left whole, each with the reason.
-        no_sp: patterns of blocks that an inferred plan gives whole sequences, each with the reason.
-        rest: why nothing was inferred for what shipped plans leave whole; empty if something was, or nothing is left.
-        vocabulary: embeddings and heads over a vocabulary, each with the reason why it is whole, or none if it is sharded.
-    """
-
+    # patterns of modules that inference left whole, each with the reason
     whole: dict[str, str] = field(default_factory=dict)
+    # patterns of blocks that an inferred plan gives whole sequences, each with the reason
     no_sp: dict[str, str] = field(default_factory=dict)
+    # why nothing was inferred for what shipped plans leave whole; empty if something was, or nothing is left
     rest: str = ""
+    # embeddings and heads over a vocabulary, each with the reason why it is whole, or none if it is sharded
     vocabulary: dict[str, str] = field(default_factory=dict)
 
 
@@ -66,21 +63,13 @@ class Origin(Enum):
 
 @dataclass(frozen=True)
 class WholeTensors:
-    """Tensors that could be sharded and are whole for one reason.
+    """Tensors that could be sharded and are whole for one reason."""
 
-    Attributes:
-        names: what they are in, as patterns.
-        count: how many they are.
-        numel: how many numbers they hold.
-        why: the reason.
-        as_asked: whether the user's own rules or switches say so.
-    """
-
-    names: tuple[str, ...]
-    count: int
-    numel: int
-    why: str
-    as_asked: bool
+    names: tuple[str, ...]  # what they are in, as patterns
+    count: int  # how many they are
+    numel: int  # how many numbers they hold
+    why: str  # the reason
+    as_asked: bool  # whether the user's own rules or switches say so
 
     def __str__(self) -> str:
         tensors = f"{self.count} tensor{'s' * (self.count > 1)}"
@@ -89,17 +78,11 @@ class WholeTensors:
 
 @dataclass(frozen=True)
 class WholeSequences:
-    """Blocks between which activations are whole along the sequence, though ``sp`` is set, for one reason.
+    """Blocks between which activations are whole along the sequence, though ``sp`` is set, for one reason."""
 
-    Attributes:
-        names: the blocks, as patterns.
-        why: the reason.
-        as_asked: whether the user's own rules say so.
-    """
-
-    names: tuple[str, ...]
-    why: str
-    as_asked: bool
+    names: tuple[str, ...]  # the blocks, as patterns
+    why: str  # the reason
+    as_asked: bool  # whether the user's own rules say so
 
 
 @dataclass(frozen=True)
@@ -180,12 +163,6 @@ def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanatio
 
     Vectors that are whole are not counted: norms can't be sharded, nor can the bias of a row; the bias of a column is sharded with
     its weight, and of a linear that is whole nobody knows which of both it would be.
-
-    Args:
-        record: the sharded model.
-        plans: the plans that were carried out.
-        known: what is known of reasons.
-        sp: whether sequence parallelism was asked for.
     """
     look = _Look(record, plans, known)
     groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
@@ -217,20 +194,13 @@ def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanatio
 
 
 class _Look:
-    """A look at a sharded model and its plans.
-
-    Args:
-        record: the sharded model.
-        plans: the plans that were carried out.
-        known: what is known of reasons.
-    """
+    """A look at a sharded model and its plans."""
 
     def __init__(self, record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanations) -> None:
         self._record, self._known = record, known
         self._modules = dict(record.model.named_modules(remove_duplicate=False))
         self._families = [plan for plan in plans if Origin.of(plan.source) is Origin.FAMILY]
         self._origins = [Origin.of(plan.source) for plan in plans if plan.source != SOURCE]
-        self._whole, self._no_sp = _Patterns(known.whole), _Patterns(known.no_sp)
         self._holders: dict[int, list[str]] = defaultdict(list)
         for name, parameter in record.model.named_parameters(remove_duplicate=False):
             self._holders[id(parameter)].append(name.rpartition(".")[0])
@@ -239,7 +209,7 @@ class _Look:
         self._blocks |= {
             name
             for name in self._modules
-            if self._whole.of(name) is not None and not any(around in planned for around in _around(name))
+            if _reason(known.whole, name) is not None and not any(around in planned for around in _around(name))
         }
         owners = {around for block in self._blocks for around in _around(block)}
         self._blocks |= set(_repeated(record.model)) - owners
@@ -289,7 +259,8 @@ class _Look:
             return ("your rule", True) if said is Origin.USER else (said.value, False)
         if (why := self._vocabulary(name)) is not None:
             return (why, True) if why in (OWN_PLAN, VOCAB_OFF) else (f"vocab: {_short(why)}", False)
-        if (why := self._whole.around(name)) is not None:
+        around = (_reason(self._known.whole, one) for one in reversed(list(_around(name))))
+        if (why := next((one for one in around if one is not None), None)) is not None:
             return _short(why), False
         origin = self._origin_of_blocks(holder) or self._origin_of_rest(holder)
         if origin is None:
@@ -319,7 +290,7 @@ class _Look:
             elif origin is Origin.FAMILY:
                 why = "the shipped plan says sp: false"
             else:
-                why = _short(self._no_sp.of(block) or "they are right on whole sequences only")
+                why = _short(_reason(self._known.no_sp, block) or "they are right on whole sequences only")
             out[why, origin is Origin.USER].append(block)
         return out
 
@@ -343,24 +314,9 @@ class _Look:
         return tuple(text for block, parts in inner.items() for text in _joined(block, list(parts)))
 
 
-class _Patterns:
-    """Reasons by pattern over names of modules.
-
-    Args:
-        reasons: a reason for each pattern.
-    """
-
-    def __init__(self, reasons: Mapping[str, str]) -> None:
-        self._reasons = [(compile_pattern(pattern), why) for pattern, why in reasons.items()]
-
-    def of(self, name: str) -> str | None:
-        """The reason for a module of that name."""
-        return next((why for pattern, why in self._reasons if pattern.fullmatch(name)), None)
-
-    def around(self, name: str) -> str | None:
-        """The reason for the module or tensor of that name, or for a module around it; the innermost counts."""
-        found = (self.of(around) for around in reversed(list(_around(name))))
-        return next((why for why in found if why is not None), None)
+def _reason(reasons: Mapping[str, str], name: str) -> str | None:
+    """The reason for a module of that name, by patterns over names."""
+    return next((why for pattern, why in reasons.items() if match_pattern(pattern, name)), None)
 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)

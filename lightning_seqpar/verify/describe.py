@@ -7,7 +7,6 @@ nothing; what a step keeps and sends is counted there, by the same code that tra
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +27,6 @@ from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.lazy_copy import deep_copy
 from lightning_seqpar.inference.model_copy import change_attribute_tensors, left_out_of_copies
 from lightning_seqpar.inference.pipeline_cut import HowToCut, check_stacks, leaves_blocks, trace_cut
-from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
-from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_unlowered
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.fsdp_units import ReplicaSplit
@@ -131,8 +128,6 @@ class Description:
         gathered_bytes: bytes of whole parameters that ``fsdp`` gathers at once in a step.
         activation_bytes: bytes kept for the backward of one micro-batch, counted on a traced step; None if no step could be
             traced (``notes`` says why).
-        activation_bytes_by_formula: a lower bound from shapes alone, ``Σ b·s·width``: what column linears write, norms
-            read, and the linears outside the blocks read and write, with ``s/tp`` where the plan has shards.
         sent_bytes: bytes that a rank gives to each kind of collective in one step, as :class:`Traffic` counts them.
         sent_calls: how often it calls each kind of collective in one step.
         input: batch and length of the traced input, ``[b, s]``.
@@ -153,7 +148,6 @@ class Description:
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int | None = None
-    activation_bytes_by_formula: int | None = None
     gathered_bytes: int = 0
     sent_bytes: dict[str, int] = field(default_factory=dict)
     sent_calls: dict[str, int] = field(default_factory=dict)
@@ -165,9 +159,8 @@ class Description:
     @property
     def total_bytes(self) -> int:
         """Bytes of parameters, gradients, optimizer state and activations on a rank, as far as they are known."""
-        activations = self.activation_bytes if self.activation_bytes is not None else self.activation_bytes_by_formula
         kept = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-        return kept + self.gathered_bytes + (activations or 0)
+        return kept + self.gathered_bytes + (self.activation_bytes or 0)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""
@@ -303,8 +296,6 @@ def _describe(
         if config.tp == 1 and (config.cp > 1 or config.tile_mlp is not None or config.loss_chunk is not None):
             out.notes += _change_unsharded(planned, config, ParallelGroups.silent(topology))
         _trace(out, planned, record, step, topology, split)
-        if record is not None and step.sizes:
-            out.activation_bytes_by_formula = _formula(record, planned, *step.sizes)
         if config.pp > 1:
             _cut(out, model, planned, plans, step, config, known, split)
     return out
@@ -320,21 +311,7 @@ def _cut(
     known: Explanations,
     split: ReplicaSplit,
 ) -> None:
-    """Describe the stages of a pipeline; the numbers of ``out`` become those of the stage that keeps most.
-
-    Args:
-        out: the description of one rank that would hold all blocks.
-        model: the whole model.
-        planned: the copy as a rank of tp holds it.
-        plans: that shard it; none at tp 1.
-        step: what is traced.
-        config: the configuration.
-        known: gets the reasons of inference.
-        split: how replicas share out parameters.
-
-    Raises:
-        ValueError: for a model that can't be cut, with the strategy's message.
-    """
+    """Describe the stages of a pipeline; the numbers of ``out`` become those of the stage that keeps most."""
     if step.missing:
         out.notes.append(f"stages: {step.missing}")
         return
@@ -376,7 +353,7 @@ def _cut(
     out.parameters, out.parameter_bytes = largest.parameters, largest.parameter_bytes
     out.gradient_bytes, out.optimizer_bytes = largest.gradient_bytes, largest.optimizer_bytes
     out.gathered_bytes = largest.gathered_bytes
-    out.activation_bytes, out.activation_bytes_by_formula = largest.activation_bytes, None
+    out.activation_bytes = largest.activation_bytes
     out.notes += [
         "per rank: of the stage that keeps most; what is sent is that of all stages, without the activations between them",
         describe_bubble(config.pp, config.pp, how.rounds),
@@ -419,11 +396,7 @@ def _recompute(model: nn.Module, record: ShardedModel | None, config: ParallelCo
 
 
 def _change_unsharded(model: nn.Module, config: ParallelConfig, groups: ParallelGroups) -> list[str]:
-    """Let a model of which tp shards nothing see parts of sequences, and run in tiles and chunks, where its plan is known.
-
-    Returns:
-        Notes on it.
-    """
+    """Let a model of which tp shards nothing see parts of sequences, and run in tiles and chunks, where its plan is known."""
     try:
         plans = resolve_plans(config.plan, model)
     except ValueError:
@@ -460,6 +433,7 @@ def _infer_rest(
         return None
 
 
+@unset_fake_temporarily()
 def _infer(
     model: nn.Module,
     step: TracedStep,
@@ -467,25 +441,7 @@ def _infer(
     known: Explanations,
     beside: Sequence[ShardingPlan] = (),
 ) -> ShardingPlan:
-    """Infer a plan from a small input with real numbers, outside the mode that makes tensors without memory.
-
-    Args:
-        model: the whole model.
-        step: what is traced, with its input.
-        config: the configuration.
-        known: gets the reasons for what is left whole.
-        beside: plans for other parts of the model, which are left out.
-
-    Raises:
-        ValueError: if there is no input for ``forward``.
-    """
-    with unset_fake_temporarily():
-        return _infer_with_numbers(model, step, config, known, beside)
-
-
-def _infer_with_numbers(
-    model: nn.Module, step: TracedStep, config: ParallelConfig, known: Explanations, beside: Sequence[ShardingPlan]
-) -> ShardingPlan:
+    """Infer a plan from a small input with real numbers, outside the mode that makes tensors without memory."""
     if step.missing:
         raise ValueError(
             f"plan={config.plan if isinstance(config.plan, str) else config.plan.base!r}: no shipped plan fits "
@@ -642,42 +598,3 @@ def _trace(
     elif means:
         sent[f"all_reduce ({means})"] = out.gradient_bytes
     out.sent_bytes, out.sent_calls = {k: v for k, v in sent.items() if v}, {k: v for k, v in calls.items() if v}
-
-
-def _formula(record: ShardedModel, model: nn.Module, batch: int, length: int) -> int:
-    """:attr:`Description.activation_bytes_by_formula` for an input of ``batch`` samples of ``length`` positions."""
-    tp = record.groups.size("tp")
-    length -= length > 1  # a language model's step may shift labels, which takes one position
-    length = math.ceil(length / record.groups.size("cp"))
-    tokens = batch * length
-    shards = batch * math.ceil(length / tp)
-    styles = {name: style for name, style, _ in record.choices if style in ("column", "row")}
-    blocks = [name for region in record.regions for name in region.blocks]
-    read: set[str] = set()  # the blocks of which a norm was counted
-    total = 0
-    for name, module in model.named_modules():
-        again = next((one for one in record.recomputed if inside(name, one)), None)
-        if (
-            again is not None
-        ):  # of a block its input is kept, which as a rule its first norm reads; of an attention nothing
-            norm = isinstance(getattr(module, "weight", None), Tensor) and module.weight.ndim == 1
-            if again not in blocks or again in read or not norm:
-                continue
-            read.add(again)
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor):
-            continue
-        if weight.ndim == 1:
-            width, positions = weight.numel(), shards if record.on_shard(name) else tokens
-        else:
-            kind: LinearKind | None = "in_out" if getattr(module, "transposed", False) else "out_in"
-            if name not in styles and (kind := linear_kind(module)) is None:
-                continue
-            assert kind is not None
-            out, into = features(module, kind)
-            inside_blocks = any(inside(name, block) for block in blocks)
-            # The input of a row counts nothing: it may be made again from the outputs of its columns.
-            width = {"column": out, "row": 0}.get(styles.get(name, ""), 0 if inside_blocks else out + into)
-            positions = tokens
-        total += positions * width * weight.element_size()
-    return total

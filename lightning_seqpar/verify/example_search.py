@@ -18,67 +18,33 @@ from lightning_seqpar.verify.self_check import has_room
 
 
 class FoundExample(NamedTuple):
-    """The outcome of looking for an input that the model runs on.
+    """The outcome of looking for an input that the model runs on."""
 
-    Attributes:
-        example: the first input that works, on the CPU; None if none does.
-        dtype: in which the model's copy runs it; None keeps the model's own types.
-        failures: for each input that was tried before, why it does not work.
-        evaluation: what the run evaluates first, as small as the example; None if it evaluates nothing.
-    """
-
-    example: Example | None
-    dtype: torch.dtype | None
-    failures: list[str]
+    example: Example | None  # the first input that works, on the CPU; None if none does
+    dtype: torch.dtype | None  # in which the model's copy runs it; None keeps the model's own types
+    failures: list[str]  # for each input that was tried before, why it does not work
+    # what the run evaluates first, as small as the example; None if it evaluates nothing
     evaluation: Example | None = None
 
 
 class _Failure(NamedTuple):
-    """Why an input does not work.
-
-    Attributes:
-        text: for the user.
-        at_any_size: whether no larger or smaller copy would help.
-    """
+    """Why an input does not work, and whether no larger or smaller copy would help."""
 
     text: str
     at_any_size: bool
 
 
 class ExampleSearch:
-    """Tries the inputs that a module and its trainer offer, on copies of the module, in this process alone.
-
-    Args:
-        module: the whole model.
-        trainer: whose loaders give a batch.
-        tp: number of ranks that share a sample, which decides how far a copy may be reduced.
-        device: this process's.
-    """
+    """Tries the inputs that a module and its trainer offer, on copies of it, in this process; ``tp`` ranks share a sample."""
 
     def __init__(self, module: LightningModule, trainer: Trainer, tp: int, device: torch.device) -> None:
         self._module, self._trainer, self._tp, self._device = module, trainer, tp, device
-        self._offered = find_examples(module, trainer)
-        self._found: list[Example] = []
-        self._failed: Exception | None = None  # what ended the offers
-        self._evaluation: list[Example | None] | None = None  # once it was looked for
-
-    def candidates(self) -> Iterator[Example]:
-        """The inputs that the module and the trainer offer; each is made once, however often they are asked for."""
-        yield from self._found
-        try:
-            for candidate in self._offered:
-                self._found.append(candidate)
-                yield candidate
-        except Exception as error:
-            self._failed = error
-        if self._failed is not None:
-            raise self._failed
 
     def run(self) -> FoundExample:
         """Try the inputs that the module and the trainer offer, with and without random draws, until one works."""
         failures: list[str] = []
         try:
-            for candidate in self.candidates():
+            for candidate in find_examples(self._module, self._trainer):
                 reductions = Reduction.variants(self._module, self._tp, candidate.length, candidate.longest)
                 for narrow, tried in self._ways(candidate):
                     wrong = None
@@ -100,18 +66,13 @@ class ExampleSearch:
             failures.append(f"the loader raised {type(error).__name__}: {error}")
         return FoundExample(None, None, failures)
 
-    def evaluation(self) -> Example | None:
-        """What the run evaluates first; None if that is nothing, or can't be read, of which the loop itself will tell."""
-        if self._evaluation is None:
-            try:
-                self._evaluation = [find_evaluation(self._module, self._trainer)]
-            except Exception:
-                self._evaluation = [None]
-        return self._evaluation[0]
-
     def _evaluated_as(self, example: Example) -> Example | None:
-        """:meth:`evaluation`, made as small as an example that was found."""
-        if (evaluation := self.evaluation()) is None:
+        """What the run evaluates first, as small as an example that was found; None if that is nothing, or can't be read."""
+        try:
+            evaluation = find_evaluation(self._module, self._trainer)
+        except Exception:  # of which the loop itself will tell
+            return None
+        if evaluation is None:
             return None
         alike = replace(evaluation, draws=example.draws, frozen=example.frozen)
         return alike.reduced(example.reduction).to(torch.device("cpu"), None)

@@ -26,33 +26,17 @@ from lightning_seqpar.verify.guards.graph import check_readers
 
 
 class RandomDraw(NamedTuple):
-    """One draw of random numbers in a forward, and where it happened.
+    """One draw of random numbers in a forward, and where it happened."""
 
-    Attributes:
-        where: name of the module that was entered last.
-        drawn: the operation and the shape that it filled.
-        own: whether it came from this rank's own stream rather than from the one that the replica shares.
-        sequences: of each region that was open, the tensor dim of the sequence and its whole length.
-    """
-
-    where: str
-    drawn: Drawn
-    own: bool
+    where: str  # name of the module that was entered last
+    drawn: Drawn  # the operation and the shape that it filled
+    own: bool  # whether it came from this rank's own stream rather than from the one that the replica shares
+    # of each region that was open, the tensor dim of the sequence and its whole length
     sequences: tuple[tuple[int, int], ...]
 
 
 class _Observer(Quiet):
-    """Notes every random draw, and whether anything is computed in less than float64; see :class:`Quiet` for the rest.
-
-    Args:
-        draws: whether random numbers that are no masks stay random.
-        regions: the sequence regions of the sharded copy; none for the whole one.
-
-    Attributes:
-        narrow: whether an operation made an activation in a type narrower than float64.
-        where: name of the module that was entered last; hooks write it.
-        drawn: the draws so far, in order.
-    """
+    """Notes every random draw, and whether anything is computed in less than float64; see :class:`Quiet` for the rest."""
 
     def __init__(self, *, draws: bool, regions: Sequence[SequenceRegion]) -> None:
         super().__init__(draws=draws)
@@ -78,29 +62,19 @@ class _Observer(Quiet):
 
 @dataclass
 class ObservedRun:
-    """What one forward and backward of a copy did, on this rank.
+    """What one forward and backward of a copy did, on this rank."""
 
-    Attributes:
-        loss: the loss.
-        grads: of a whole copy, gradients by parameter name, None where there is none; a sharded one's stay where they are.
-        outputs: name and (first) output of the planned modules, in the order in which they returned; local on the sharded copy.
-        narrow: whether something was computed in less than float64.
-        buffers: the buffers after the run, by name.
-        changed: names of buffers that the run changed.
-        ran: names of the modules that were called.
-        drawn: the random draws of the forward, in order.
-        keeps: whether a module keeps a tensor of this run, which the next one may read.
-    """
-
-    loss: float
+    loss: float  # the loss
+    # of a whole copy, gradients by parameter name, None where there is none; a sharded one's stay where they are
     grads: dict[str, Tensor | None]
+    # name and (first) output of the planned modules, in the order in which they returned; local on the sharded copy
     outputs: list[tuple[str, Tensor]]
-    narrow: bool
-    buffers: dict[str, Tensor]
-    changed: set[str]
-    ran: set[str]
-    drawn: list[RandomDraw]
-    keeps: bool
+    narrow: bool  # whether something was computed in less than float64
+    buffers: dict[str, Tensor]  # the buffers after the run, by name
+    changed: set[str]  # names of buffers that the run changed
+    ran: set[str]  # names of the modules that were called
+    drawn: list[RandomDraw]  # the random draws of the forward, in order
+    keeps: bool  # whether a module keeps a tensor of this run, which the next one may read
 
 
 @contextmanager
@@ -140,17 +114,6 @@ def observe_run(
     """Run the example forward and backward; collective over tp if the model is sharded.
 
     Random streams are seeded first, so that two runs draw alike.
-
-    Args:
-        model: a copy of the model.
-        record: of the sharded copy; None for the whole one. Its gradients are summed over tp as training does. One in stages
-            runs this rank's.
-        example: the input.
-        names: modules whose outputs are kept.
-        groups: the process groups.
-
-    Raises:
-        Exception: whatever the model raises, and what the checks of a training step raise.
     """
     outputs: list[tuple[str, Tensor]] = []
     ran: set[str] = set()
@@ -213,34 +176,17 @@ def observe_run(
 
 @dataclass
 class ObservedEvaluation:
-    """What one more forward of a copy did, in evaluation or as in training, on this rank.
+    """What one more forward of a copy did, in evaluation or as in training, on this rank."""
 
-    Attributes:
-        values: what the step logged and returned, whole, each with what it is.
-        outputs: name and (first) output of the planned modules, as in :class:`ObservedRun`.
-        narrow: whether something was computed in less than float64.
-    """
-
-    values: list[tuple[str, Tensor]]
-    outputs: list[tuple[str, Tensor]]
-    narrow: bool
+    values: list[tuple[str, Tensor]]  # what the step logged and returned, whole, each with what it is
+    outputs: list[tuple[str, Tensor]]  # name and (first) output of the planned modules, as in :class:`ObservedRun`
+    narrow: bool  # whether something was computed in less than float64
 
 
 def observe_evaluation(
     model: nn.Module, record: ShardedModel | None, example: Example, names: Sequence[str], *, training: bool = False
 ) -> ObservedEvaluation:
-    """Run the example without gradients, in evaluation: the copy stays in that mode. Collective over tp if the model is sharded.
-
-    Args:
-        model: a copy of the model.
-        record: of the sharded copy; None for the whole one.
-        example: the input.
-        names: modules whose outputs are kept.
-        training: leave the copy in the mode that it is in.
-
-    Raises:
-        Exception: whatever the model raises.
-    """
+    """Run the example without gradients, in evaluation: the copy stays in that mode. Collective over tp if the model is sharded."""
     outputs: list[tuple[str, Tensor]] = []
     observer = _Observer(draws=example.draws, regions=record.regions if record is not None else [])
     seed_streams()

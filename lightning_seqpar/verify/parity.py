@@ -1,9 +1,8 @@
-"""The one engine that compares a parallel run with one process: losses, gradients, norm, updated weights."""
+"""The record of a run of a Trainer, whole on every rank, and its comparison with another one."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,17 @@ from torch.optim import Optimizer
 from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.parallel.grad_norm import global_grad_norm
 from lightning_seqpar.parallel.sharded_model import record_of
-
-FLOAT64_TOLERANCE = 1e-9
-"""Largest difference of two runs in float64 that counts as equal: a parallel run sums in another order."""
-
-FLOAT32_LOSS_TOLERANCE = 1e-5
-"""The same for the losses of runs in float32."""
-
-_PIECE = 2**20
-"""Numbers that are compared at a time."""
+from lightning_seqpar.verify.comparison import (
+    FLOAT64_TOLERANCE,
+    Limits,
+    ParityReport,
+    Row,
+    compare_gradients,
+    compare_losses,
+    compare_weights,
+    norm_of,
+    spread,
+)
 
 
 @dataclass
@@ -109,126 +110,11 @@ def own_whole(tensor: Tensor) -> Tensor:
     return whole.clone() if whole.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() else whole
 
 
-def norm_of(grads: Mapping[str, Tensor | None]) -> float:
-    """The global 2-norm of whole gradients; a parameter without a gradient counts as zero."""
-    norms = [float(torch.linalg.vector_norm(grad.to_dense().double())) for grad in grads.values() if grad is not None]
-    return math.hypot(*norms)
-
-
-def largest_number(x: Tensor) -> float:
-    """The largest absolute number of a tensor, in one pass over it; 0 of an empty one, NaN where there is one."""
-    if not x.numel():
-        return 0.0
-    low, high = torch.aminmax(x.abs() if x.is_complex() else x)
-    return max(-float(low), float(high))
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a report.
-
-    Attributes:
-        quantity: what is compared.
-        error: its largest error.
-        limit: the largest error that counts as equal.
-        where: the step or the parameter with the largest error.
-    """
-
-    quantity: str
-    error: float
-    limit: float
-    where: str
-
-    @property
-    def ok(self) -> bool:
-        """Whether the error is within the limit (a NaN never is)."""
-        return self.error <= self.limit
-
-
-@dataclass(frozen=True)
-class ParityReport:
-    """The comparison of two runs; ``str()`` is a table."""
-
-    rows: tuple[Row, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every quantity is within its limit."""
-        return all(row.ok for row in self.rows)
-
-    @property
-    def worst(self) -> Row:
-        """The row that lies highest against its limit."""
-        return max(self.rows, key=lambda row: float("inf") if row.error != row.error else row.error / row.limit)
-
-    def raise_if_failed(self) -> None:
-        """Raise ``AssertionError`` with the table if anything is out of its limit."""
-        if not self.ok:
-            raise AssertionError(f"the runs differ\n{self}")
-
-    def __str__(self) -> str:
-        lines = [f"{'quantity':<34} {'largest error':>13} {'limit':>8}  {'':<4}  where"]
-        lines += [
-            f"{row.quantity:<34} {row.error:>13.2e} {row.limit:>8.0e}  {'ok' if row.ok else 'FAIL':<4}  {row.where}"
-            for row in self.rows
-        ]
-        return "\n".join(lines)
-
-
-def _losses(reference: Sequence[float], candidate: Sequence[float], limit: float) -> Row:
-    """The row of the losses; each error is relative to the loss, or absolute where that is below 1."""
-    if len(reference) != len(candidate):
-        return Row("losses", float("inf"), limit, f"{len(candidate)} steps against {len(reference)}")
-    errors = [abs(a - b) / max(1.0, abs(a)) for a, b in zip(reference, candidate, strict=True)]
-    at = max(range(len(errors)), key=lambda i: float("inf") if errors[i] != errors[i] else errors[i], default=-1)
-    return Row("losses (relative)", errors[at] if errors else 0.0, limit, f"step {at + 1} of {len(errors)}")
-
-
-def _tensors(
-    quantity: str,
-    reference: Mapping[str, Tensor | None],
-    candidate: Mapping[str, Tensor | None],
-    limit: float,
-    scale: float,
-) -> Row:
-    """The row of named tensors: the largest absolute error divided by ``scale``; infinite where shapes or names differ."""
-    worst, where = 0.0, "-"
-    for name in sorted(set(reference) | set(candidate)):
-        a, b = reference.get(name), candidate.get(name)
-        if (a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape):
-            shapes = [None if t is None else list(t.shape) for t in (a, b)]
-            return Row(quantity, float("inf"), limit, f"{name}: {shapes[1]} against {shapes[0]}")
-        if (error := largest_gap(a, b) / scale) > worst:
-            worst, where = error, name
-    return Row(quantity, worst, limit, where)
-
-
-def largest_gap(one: Tensor | None, other: Tensor | None) -> float:
-    """The largest difference of two tensors' numbers; infinite if it is not a number, if shapes differ, or one is missing.
-
-    A NaN would be lost among comparisons with other errors, each of which is false.
-    """
-    if one is None or other is None or one.shape != other.shape:
-        return 0.0 if one is other else math.inf
-    gap = largest_difference(one, other)
-    return math.inf if math.isnan(gap) else gap
-
-
-def largest_difference(one: Tensor, other: Tensor) -> float:
-    """The largest absolute difference of two tensors of one shape on the CPU, NaN where there is one; piece by piece.
-
-    A tensor of all differences of a vocabulary's gradients would be as large as they are, and new memory costs more than numbers.
-    """
-    pieces = zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True)
-    gaps = [largest_number(a.double() - b.double()) for a, b in pieces]
-    return math.nan if any(map(math.isnan, gaps)) else max(gaps, default=0.0)
-
-
 def compare(reference: Trace, candidate: Trace, limit: float = FLOAT64_TOLERANCE) -> ParityReport:
     """Compare a parallel run with a run of one process.
 
     Gradients are relative to the *global* norm: some are zero analytically (a key bias before a softmax), and their
-    own relative error has no meaning. Weights are absolute.
+    own relative error has no meaning. In float64 a small one must be right by its own size too. Weights are absolute.
 
     Args:
         reference: the run of one process.
@@ -250,12 +136,14 @@ def compare(reference: Trace, candidate: Trace, limit: float = FLOAT64_TOLERANCE
             f"the {empty} trace has no losses and the other has {len(other.losses)}: no step of that run was recorded; give its "
             "Trainer the ParityRecorder among the callbacks, and let it fit as many batches as the other"
         )
-    scale = max(norm_of(reference.grads), 1e-30)
-    rows = [_losses(reference.losses, candidate.losses, limit)]
+    limits, norm = Limits.up_to(limit), norm_of(reference.grads)
+    rows = [compare_losses("losses (relative)", reference.losses, candidate.losses, limits)]
     if reference.grads or candidate.grads:
-        rows.append(_tensors("gradients (of the global norm)", reference.grads, candidate.grads, limit, scale))
-        rows.append(Row("global norm (relative)", abs(reference.grad_norm - candidate.grad_norm) / scale, limit, "-"))
-    rows.append(_tensors("weights (absolute)", reference.weights, candidate.weights, limit, 1.0))
+        what = "gradients (of the global norm)"
+        rows.append(compare_gradients(what, reference.grads, candidate.grads.items(), norm, limits).row)
+        error = spread((reference.grad_norm, candidate.grad_norm)) / max(norm, 1e-30)
+        rows.append(Row("global norm (relative)", error, limit, "-"))
+    rows.append(compare_weights("weights (absolute)", reference.weights, candidate.weights, limits).row)
     return ParityReport(tuple(rows))
 
 

@@ -11,15 +11,7 @@ from lightning_seqpar.plan.sharding_plan import ShardingPlan
 
 
 def write_plan(plans: Sequence[ShardingPlan], text: str) -> str:
-    """Write the rules of plans into a file that ``plan=FILE`` reads, behind a text about them, in this machine's XDG cache.
-
-    Args:
-        plans: the plans, in order.
-        text: becomes comments in front of the rules.
-
-    Returns:
-        The file's path; empty if it can't be written.
-    """
+    """Write the rules of plans into a file of the XDG cache that ``plan=FILE`` reads, behind a text: its path, if any."""
     rules = "".join(plan.to_yaml().partition("\n")[2] for plan in plans)
     content = "".join(f"# {line}\n" for line in text.splitlines()) + "rules:\n" + rules
     cache = os.environ.get("XDG_CACHE_HOME")

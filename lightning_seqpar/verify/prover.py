@@ -16,7 +16,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.phases import Phases
 from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError
-from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import PROPOSAL, Inference, infer_blocks, infer_plan
 from lightning_seqpar.inference.pipeline_cut import HowToCut, find_cut, leaves_blocks
 from lightning_seqpar.inference.trainer_view import (
@@ -44,6 +43,7 @@ from lightning_seqpar.styles.style import PlannedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.coverage import Explanations
 from lightning_seqpar.verify.example_search import ExampleSearch, FoundExample
+from lightning_seqpar.verify.run_comparison import Verdict
 from lightning_seqpar.verify.self_check import SelfCheckError, Sharding, self_check
 from lightning_seqpar.verify.stage_check import stage_check
 
@@ -59,19 +59,13 @@ _MOST_PARTS = 4
 
 @dataclass
 class Proved:
-    """What :meth:`Prover.prove` returns.
+    """What :meth:`Prover.prove` returns."""
 
-    Attributes:
-        plans: the plans to apply, in order.
-        lines: for the start-up summary, what was decided and proved, a sentence each.
-        known: why what is not sharded is whole.
-        frozen: why the proof holds only while frozen parameters stay so; empty if it holds when they thaw too.
-    """
-
-    plans: list[ShardingPlan] = field(default_factory=list)
+    plans: list[ShardingPlan] = field(default_factory=list)  # the plans to apply, in order
+    # for the start-up summary, what was decided and proved, a sentence each
     lines: list[str] = field(default_factory=list)
-    known: Explanations = field(default_factory=Explanations)
-    frozen: str = ""
+    known: Explanations = field(default_factory=Explanations)  # why what is not sharded is whole
+    frozen: str = ""  # why the proof holds only while frozen parameters stay so; empty if it holds when they thaw too
 
 
 class Prover:
@@ -79,14 +73,6 @@ class Prover:
 
     A proof is a run of the self-check: a copy of the model, whole against sharded, on an example input. What needs one
     process only (the search for an example, inference) is done by the world's first rank for all.
-
-    Args:
-        module: the whole model, equal on every rank.
-        trainer: whose loaders give a batch for the example.
-        config: what the user asked for.
-        groups: the process groups.
-        device: this rank's device.
-        phases: what is told of the phases; None tells nobody.
     """
 
     def __init__(
@@ -102,6 +88,7 @@ class Prover:
         self._module, self._trainer, self._config, self._groups, self._device = module, trainer, config, groups, device
         self._world = groups[tuple(sorted(groups.topology.axes))]
         self._tp = groups.size("tp")
+        self._prepare = functools.partial(attach_view, trainer=trainer)  # of a copy, before it runs
         self._search = ExampleSearch(module, trainer, groups.size(groups.replica_axes), device)
         self._found: FoundExample | None = None  # what the first rank's search found, once every rank has it
         self._reasons: list[str] = []
@@ -149,10 +136,7 @@ class Prover:
                 raise CantInferError(f"to find them an example input is needed: {'; '.join(dict.fromkeys(failures))}")
 
             def work() -> ShardingPlan:
-                options: dict[str, Any] = {
-                    "dtype": dtype,
-                    "prepare": lambda copied: attach_view(copied, self._trainer),
-                }
+                options: dict[str, Any] = {"dtype": dtype, "prepare": self._prepare}
                 if not needs_linears:
                     return infer_blocks(self._module, example, **options)
                 return infer_plan(self._module, example, 2, own, **options).plan  # the plan that two ranks would have
@@ -182,11 +166,7 @@ class Prover:
                 ) from None
 
     def find_cut(self, plans: Sequence[ShardingPlan]) -> Cut:
-        """Where the model is cut into the stages of the pipeline. Collective over the world.
-
-        Raises:
-            ValueError: if it can't be cut; the message says why.
-        """
+        """Where the model is cut into the stages of the pipeline. Collective over the world."""
         example, dtype, failures, _ = self._example()
         if example is None:
             raise ValueError(
@@ -197,9 +177,8 @@ class Prover:
         stacks = PlannedModel(self._module, places, list(STYLES), 1, False).stacks
 
         def work() -> Cut:
-            prepare = functools.partial(attach_view, trainer=self._trainer)
             how = HowToCut.of(self._config)
-            return find_cut(self._module, example, stacks, how, dtype=dtype, prepare=prepare)
+            return find_cut(self._module, example, stacks, how, dtype=dtype, prepare=self._prepare)
 
         found: Cut = self._from_first_rank(work)
         return found
@@ -207,32 +186,23 @@ class Prover:
     def check_stages(self, plans: Sequence[ShardingPlan], cut: Cut) -> list[str]:
         """Prove that the model computes in stages what it computes whole. Collective over the world.
 
-        Returns:
-            A line for the summary.
-
         Raises:
             SelfCheckError: if it does not.
         """
         config, started = self._config, time.monotonic()
         if not config.self_check:
             return []
-        example, dtype, *_ = self._example()
+        example = self._example().example
         assert example is not None  # without one there is no cut
-        device, groups = self._place(example, dtype)
-        regather = True if config.regather == "auto" else config.regather
-        how = Sharding(config.sp, regather, config.loss_chunk, config.recompute, config.cp_method)
-        prepare = functools.partial(attach_view, trainer=self._trainer)
         with self._phases.phase("proving the stages"):
-            options: dict[str, Any] = {"device": device, "dtype": dtype, "prepare": prepare}
-            verdict = stage_check(self._module, plans, cut, how, groups, example, **options)
-        if groups is not self._groups:
-            groups.destroy()
-        flag = torch.tensor(len(verdict.wrong), device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._world)
-        if int(flag):
+            how = Sharding.of(config)
+            verdict = self._compare(
+                lambda groups, **options: stage_check(self._module, plans, cut, how, groups, example, **options)
+            )
+        if verdict.wrong:
             raise SelfCheckError(
                 f"self_check: in {config.pp} stages the model does not do what it does whole, so nothing is trained "
-                f"({example.method} with {example.source}): {'; '.join(verdict.wrong) or 'another replica found it wrong'}. What "
+                f"({example.method} with {example.source}): {'; '.join(verdict.wrong)}. What "
                 "blocks make must go to later ones as their activation; use pp=1 for a model in which it goes other ways"
             )
         return [f"self-check of the stages: passed, with {example.source}, in {time.monotonic() - started:.1f} s"]
@@ -241,10 +211,6 @@ class Prover:
         """Find the blocks of a model of which tp shards nothing, and prove that they are right on parts of the sequence.
 
         Parts are those of context-parallel ranks, and the tiles of an MLP.
-
-        Raises:
-            ValueError: if no plan is found; the message says what to write.
-            SelfCheckError: if the model is not right on parts of the sequence.
         """
         out, started = Proved(), time.monotonic()
         out.plans = self.find_unsharded()
@@ -280,12 +246,7 @@ class Prover:
         return out
 
     def _prove(self, out: Proved, started: float) -> None:
-        """Run the self-check on the plans of ``out``, unless it is off.
-
-        Args:
-            out: whose plans are proved, and may be replaced by others; it gets a line on the outcome.
-            started: when the search for the plans began, by ``time.monotonic()``.
-        """
+        """Run the self-check on the plans of ``out``, unless it is off; plans that pass may replace them, and it gets a line."""
         if not self._config.self_check:
             rank_zero_warn(
                 "lightning_seqpar: self_check=False: nothing proves the plan, and a wrong rule (a head count not divided, "
@@ -306,11 +267,7 @@ class Prover:
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def _from_first_rank(self, work: Callable[[], Any]) -> Any:
-        """Run ``work`` on the world's first rank and return its result on every rank; collective over the world.
-
-        Raises:
-            CantInferError: on every rank, if ``work`` raised there; a ValueError if a step runs its backward itself.
-        """
+        """Run ``work`` on the world's first rank: its result, or its error, on every rank; collective over it."""
         box: list[Any] = [None, None, CantInferError]  # the result; the error's text, and as what it is raised
         if dist.get_rank(self._world) == 0:
             try:
@@ -349,15 +306,10 @@ class Prover:
             self._known.rest = str(error)
             return None
 
-    def _infer(self, *, sums: bool = True, keeps_own: bool = True) -> ShardingPlan:
+    def _infer(self, *, sums: bool = True) -> ShardingPlan:
         """Infer a plan on the first rank, for what no shipped plan covers; collective over the world.
 
-        Args:
-            sums: whether a module that deals its tokens out to experts may be reduced where it returns.
-            keeps_own: whether rules of the user's stay; if not, what they say is found anew.
-
-        Raises:
-            ValueError: if there is no example, or inference stops; the message says what to write.
+        Without ``sums`` no module that deals its tokens out to experts is reduced where it returns.
         """
         name = type(self._module).__name__
         example, dtype, failures, _ = self._example()
@@ -369,7 +321,7 @@ class Prover:
             )
 
         spec = self._config.plan
-        own = ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) and keeps_own else None
+        own = ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) else None
 
         def work() -> Inference:
             return infer_plan(
@@ -380,7 +332,7 @@ class Prover:
                 beside=self._beside,
                 sums=sums,
                 dtype=dtype,
-                prepare=lambda copied: attach_view(copied, self._trainer),
+                prepare=self._prepare,
             )
 
         try:
@@ -401,14 +353,7 @@ class Prover:
         return inferred.plan
 
     def _check_thawed(self, out: Proved, inferred: list[ShardingPlan]) -> bool:
-        """:meth:`_check_or_widen` on copies whose parameters all train; if nothing passes that, on copies frozen like the model.
-
-        Returns:
-            Whether the plans are proved.
-
-        Raises:
-            SelfCheckError: as :meth:`_check_or_widen`, if the plans are wrong on frozen copies too.
-        """
+        """:meth:`_check_or_widen` on copies whose parameters all train; if nothing passes that, on copies frozen like the model."""
         example, _, failures, _ = self._example()
         if example is not None and example.frozen:
             self._frozen = failures[0] if failures else "its step runs on no other copy"
@@ -427,18 +372,7 @@ class Prover:
             return passed
 
     def _check_or_widen(self, out: Proved, inferred: list[ShardingPlan]) -> bool:
-        """Run the self-check; if an inferred plan fails it on shards of the sequence, try it on whole sequences too.
-
-        Args:
-            out: whose plans are checked; they are replaced if others pass.
-            inferred: those of them that were inferred.
-
-        Returns:
-            Whether the plans are proved; False where there is no example and shipped plans are trusted without.
-
-        Raises:
-            SelfCheckError: the first failure, if no variant passes.
-        """
+        """Run the self-check; where the plans of ``out`` fail it, try forms of the inferred ones in which less is sharded."""
         try:
             return self._check_vocabulary(out)
         except ValueError as error:
@@ -457,11 +391,6 @@ class Prover:
                 tried.append("sp=False")
                 if self._is_right([plan.without_sp() for plan in narrow]):
                     raise type(error)(f"{error}. Tried: with sp=False the same plan is right") from None
-            if not inferred and isinstance(error, SelfCheckError) and (more := self._mending(narrow)):
-                too = "sp=False, which is wrong too; " if tried else ""
-                raise type(error)(
-                    f"{error}. Tried: {too}these rules behind those above, which are right:\n{more}"
-                ) from None
             if tried and (inferred or isinstance(error, SelfCheckError)):
                 raise type(error)(f"{error}. Tried: {'; '.join(tried)}. None of that is right") from None
             raise error from None
@@ -473,35 +402,14 @@ class Prover:
         except ValueError:
             return False
 
-    def _mending(self, plans: Sequence[ShardingPlan]) -> str:
-        """Rules that inference finds for the whole model and these plans lack, if they are right with those; collective.
-
-        Returns:
-            the rules as lines of a plan's file; empty if they do not help, or none is found.
-        """
-        known = [rule for plan in plans for rule in plan.rules]
-        said = self._reasons, self._parts, self._known.whole, self._known.no_sp  # of the plans that are under way
-        try:
-            found = self._infer(keeps_own=False)
-        except ValueError:
-            return ""
-        finally:
-            self._reasons, self._parts, self._known.whole, self._known.no_sp = said
-        more = replace(found, rules=tuple(rule for rule in found.rules if rule not in known))
-        is_right = bool(more.rules) and self._is_right([*plans, more])
-        return "\n".join(f"  {line}" for line in more.to_yaml().splitlines()[1:]) if is_right else ""
-
     def _variants(self, inferred: Sequence[ShardingPlan]) -> Iterator[tuple[str, Callable[[], list[ShardingPlan]]]]:
-        """Other forms of the inferred plans, in which less is sharded, each with what it is, in words.
-
-        Whole sequences between the blocks; then each expert reduced by itself; then one part of the blocks whole.
-        """
+        """Forms of the inferred plans in which less is sharded, with their names: whole sequences, single experts, a part whole."""
         if not inferred:
             return
         if self._config.sp:
             yield "sp=False", lambda: [plan.without_sp() for plan in inferred]
         if _has_sums(inferred):
-            yield "each expert reduced by itself", self._infer_without_sums
+            yield "each expert reduced by itself", lambda: [self._infer(sums=False).without_sp()]
         # Own code that draws random numbers in a way that no rule mends would only be computed whole: the user can do better.
         for part in () if self._draws_differ else self._parts[:_MOST_PARTS]:
             rules = ShardingPlan.from_rules([part]).rules
@@ -512,10 +420,6 @@ class Prover:
                 yield f"{part['pattern']} whole with sp=False", functools.partial(list, wide)
         if self._beside:
             yield "the shipped plan alone", list
-
-    def _infer_without_sums(self) -> list[ShardingPlan]:
-        """The inferred plan in which each expert is reduced by itself, with whole sequences between the blocks."""
-        return [self._infer(sums=False).without_sp()]
 
     def _explain_widened(self, inferred: Sequence[ShardingPlan]) -> None:
         """Note the reasons for what the self-check, and not inference, leaves whole in the plans that were proved."""
@@ -565,10 +469,7 @@ class Prover:
         out.plans, self._vocabulary, self._known.vocabulary = choice.plans, choice.lines, choice.reasons
 
     def _check_vocabulary(self, out: Proved) -> bool:
-        """Run the self-check; if it fails, try the plans with a whole vocabulary, unless the user's own rules shard it.
-
-        Other code may read an embedding's weight than the embedding: a projection back to tokens, a penalty.
-        """
+        """Run the self-check; if it fails, try with a whole vocabulary: other code than the embedding may read its weight."""
         try:
             return self._check(out)
         except ValueError as error:
@@ -599,12 +500,8 @@ class Prover:
 
         Returns:
             Whether they are proved; False where there is no example and all plans are shipped ones.
-
-        Raises:
-            ValueError: if there is no example, or a plan can't be carried out.
-            SelfCheckError: if the sharded copy does not compute what the whole one does.
         """
-        example, dtype, failures, _ = self._example()
+        example, _, failures, evaluation = self._example()
         sources = ", ".join(dict.fromkeys(plan.source for plan in out.plans))
         if example is None:
             problem = f"the plan ({sources}) can't be proved: no example input: {'; '.join(dict.fromkeys(failures))}"
@@ -615,32 +512,15 @@ class Prover:
                 out.lines.append("self-check: not run, there is no example input")
                 return False
             raise ValueError(f"self_check: {problem}; {_WAYS_OUT}")
-        device, groups = self._place(example, dtype)
-        verdict = self_check(
-            self._module,
-            out.plans,
-            groups,
-            example,
-            self._example().evaluation,
-            sp=self._config.sp,
-            # With a small example "auto" would keep what a real batch gathers again.
-            regather=True if self._config.regather == "auto" else self._config.regather,
-            loss_chunk=self._config.loss_chunk,
-            recompute=self._config.recompute,
-            context=self._config.cp_method,
-            tile_mlp=self._config.tile_mlp,
-            device=device,
-            dtype=dtype,
-            prepare=lambda copied: attach_view(copied, self._trainer),
+        verdict = self._compare(
+            lambda groups, **options: self_check(
+                self._module, out.plans, Sharding.of(self._config), groups, example, evaluation, **options
+            )
         )
-        if groups is not self._groups:
-            groups.destroy()
-        flags = torch.tensor([len(verdict.wrong), int(verdict.draws)], device=self._device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._world)
-        self._draws_differ |= bool(flags[1])
+        self._draws_differ |= verdict.draws
         self._not_evaluated = verdict.not_evaluated
-        if int(flags[0]):
-            what = "; ".join(verdict.wrong) or "another replica found it wrong"
+        if verdict.wrong:
+            what = "; ".join(verdict.wrong)
             rules = "".join(f"\n  {line}" for plan in out.plans for line in plan.to_yaml().splitlines()[1:])
             tiles = f", its MLPs in tiles (tile_mlp={self._config.tile_mlp})," * (self._config.tile_mlp is not None)
             raise SelfCheckError(
@@ -657,15 +537,26 @@ class Prover:
             )
         return True
 
-    def _place(self, example: Example, dtype: torch.dtype | None) -> tuple[torch.device, ParallelGroups]:
-        """Where the copies run, and over which groups: this rank's device, or the CPU if some rank's has no room; collective."""
-        if self._device.type == "cpu":
-            return self._device, self._groups
-        full = torch.tensor([self._search.room(example, dtype) != self._device], dtype=torch.int32, device=self._device)
-        dist.all_reduce(full, op=dist.ReduceOp.MAX, group=self._world)
-        if not int(full):
-            return self._device, self._groups
-        return torch.device("cpu"), self._groups.over_gloo(self._config.timeout)
+    def _compare(self, check: Callable[..., Verdict]) -> Verdict:
+        """The verdict of a check on copies, on this rank's device, or on the CPU if some rank's has no room; collective."""
+        example, dtype, *_ = self._example()
+        assert example is not None
+        device, groups = self._device, self._groups
+        if device.type != "cpu" and self._on_any(self._search.room(example, dtype) != device):
+            device, groups = torch.device("cpu"), groups.over_gloo(self._config.timeout)
+        verdict = check(groups, device=device, dtype=dtype, prepare=self._prepare)
+        if groups is not self._groups:
+            groups.destroy()
+        if self._on_any(bool(verdict.wrong)) and not verdict.wrong:
+            verdict.wrong = ["another replica found it wrong"]
+        verdict.draws = self._on_any(verdict.draws)
+        return verdict
+
+    def _on_any(self, flag: bool) -> bool:
+        """Whether a flag is set on some rank of the world."""
+        flags = torch.tensor([flag], dtype=torch.int32, device=self._device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._world)
+        return bool(flags)
 
 
 def _cause(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,40 +13,30 @@ from torch import Tensor, nn
 from lightning_seqpar.distributed.collectives import split
 from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.layout.module_names import in_all_layers, inside
-from lightning_seqpar.layout.param_layout import ModelLayout
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.comparison import (
+    COPIES,
+    WrongTensor,
+    compare_gradients,
+    compare_losses,
+    is_close,
+    largest_number,
+    norm_of,
+)
 from lightning_seqpar.verify.observed_run import ObservedEvaluation, ObservedRun, RandomDraw
-from lightning_seqpar.verify.parity import largest_difference, largest_number, norm_of
-
-LIMIT = 1e-8
-"""Largest error in float64: of the loss, relative to itself; of a gradient, relative to the global gradient norm."""
-
-NARROW_LIMIT = 1e-4
-"""The same where the model's own forward computes in 32 bits or less."""
-
-OWN_LIMIT = 2e-2
-"""Largest error of a gradient relative to its own largest element: one that is counted twice is wrong however small it is."""
-
-NOISE = {False: 1e-13, True: 1e-7}
-"""Errors up to this, relative to the global norm, are rounding: for forwards in float64 (False) and in narrower types (True)."""
 
 
 @dataclass
 class Verdict:
-    """The result of the self-check.
+    """The result of the self-check."""
 
-    Attributes:
-        wrong: what differs, in words; empty if nothing does.
-        idle: planned modules that the example did not run: nothing is proved of them.
-        not_evaluated: why evaluation was not compared, in words; empty if it was.
-        draws: whether random numbers of the user's own code are among what differs: how they are drawn is for the user to change.
-    """
-
-    wrong: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # what differs, in words; empty if nothing does
+    # whether random numbers of the user's own code are among what differs: how they are drawn is for the user to change
     draws: bool = False
+    # planned modules that the example did not run: nothing is proved of them
     idle: list[str] = field(default_factory=list)
-    not_evaluated: str = ""
+    not_evaluated: str = ""  # why evaluation was not compared, in words; empty if it was
 
 
 def compare_runs(
@@ -58,104 +48,56 @@ def compare_runs(
     *,
     draws: bool = True,
 ) -> Verdict:
-    """Compare the run of the whole copy with that of the sharded one; collective over tp.
-
-    Args:
-        dense: the run of the whole copy.
-        sharded: the run of the sharded copy.
-        record: of the sharded copy.
-        names: the planned modules.
-        groups: the process groups.
-        draws: whether both draw equally many random numbers, so that their streams can be compared.
-    """
-    limit = NARROW_LIMIT if dense.narrow else LIMIT
-    verdict = Verdict()
+    """Compare the runs of the whole and the sharded copy, their ``draws`` if both draw equally often; collective over tp."""
+    limits, rank, verdict = COPIES[dense.narrow], groups.rank("tp"), Verdict()
     ran = {name for name, _ in dense.outputs}
     verdict.idle = [name for name in names if name not in ran and not any(inside(one, name) for one in ran)]
-    error = abs(dense.loss - sharded.loss) / max(abs(dense.loss), 1e-12)
-    # Each rank compares its own part: nothing is gathered, and all of them hear of the first that is wrong.
-    own = ((name, parameter.grad) for name, parameter in record.model.named_parameters())
-    worst = worst_gradient(dense.grads, own, narrow=dense.narrow, layouts=record.layout, rank=groups.rank("tp"))
+    loss = compare_losses("the loss", [dense.loss], [sharded.loss], limits)
+
+    def part(name: str, whole: Tensor) -> Tensor:
+        shard = record.layout[name].shard
+        return whole if shard is None else shard.take(whole, rank).narrow(shard.dim, 0, len(shard.indices(rank)))
+
+    # Each rank compares its own part, without padding: nothing is gathered, and all of them hear of the first that is wrong.
+    def own() -> Iterator[tuple[str, Tensor | None]]:
+        for name, parameter in record.model.named_parameters():
+            shard, grad = record.layout[name].shard, parameter.grad
+            if grad is not None and shard is not None:
+                grad = grad.to_dense().narrow(shard.dim, 0, len(shard.indices(rank)))
+            yield name, grad
+
+    wrong = wrong_gradients(dense, own(), part)
     verdict.wrong += _unproved_modules(dense, record)
     shared = any(layout.shard is not None and layout.shard.has_shared for layout in record.layout.values())
     drawn_wrong = _wrong_draws(dense.drawn, sharded.drawn, groups.size("tp") if shared else 0) if draws else []
     verdict.wrong += [text for _, text in drawn_wrong]
     verdict.draws = any(_is_own_code(record.model, where) for where, _ in drawn_wrong)
-    verdict.wrong += _wrong_buffers(dense, sharded, record, limit, groups)
-    first, _ = _first_difference(dense.outputs, sharded.outputs, record, groups, limit)
-    if not error <= limit:
-        verdict.wrong.append(f"the loss differs: {sharded.loss:.9g} instead of {dense.loss:.9g}")
+    verdict.wrong += _wrong_buffers(dense, sharded, record, limits.tensors, groups)
+    first, _ = _first_difference(dense.outputs, sharded.outputs, record, groups, limits.tensors)
+    if not loss.ok:
+        verdict.wrong.append(f"the loss differs: {loss.where}")
     # It says where an error begins. By itself it is no error, since outputs may be changed later.
-    if first and (verdict.wrong or worst):
+    if first and (verdict.wrong or wrong):
         verdict.wrong.append(first)
-    if worst:
-        verdict.wrong.append(
-            f"the gradient of {worst.name} is {worst.ratio:.4g} times as large as it should be (error {worst.error:.1e} of the "
-            "global norm)"
-        )
+    verdict.wrong += [describe_wrong(one) for one in wrong[:1]]
     return verdict
 
 
-class WrongGradient(NamedTuple):
-    """A gradient that is not the whole model's.
-
-    Attributes:
-        error: its largest error, relative to the global norm.
-        name: the parameter's.
-        ratio: its norm, relative to the norm that it should have.
-    """
-
-    error: float
-    name: str
-    ratio: float
+def wrong_gradients(
+    dense: ObservedRun,
+    got: Iterable[tuple[str, Tensor | None]],
+    part: Callable[[str, Tensor], Tensor] | None = None,
+) -> list[WrongTensor]:
+    """The gradients of a copy that are not those of the whole one, the worst first; ``part`` is :func:`compare_gradients`'s."""
+    limits = COPIES[dense.narrow]
+    wrong = compare_gradients("gradients", dense.grads, got, norm_of(dense.grads), limits, part).wrong
+    return sorted(wrong, key=lambda one: -one.error)
 
 
-def worst_gradient(
-    whole: Mapping[str, Tensor | None],
-    sharded: Iterable[tuple[str, Tensor | None]],
-    *,
-    narrow: bool,
-    layouts: ModelLayout | None = None,
-    rank: int = 0,
-) -> WrongGradient | None:
-    """The wrong gradient with the largest error relative to the global norm; None if all are right.
-
-    A gradient is wrong if its error exceeds the limit relative to the global norm, or, since a small one may stay below
-    that, :data:`OWN_LIMIT` relative to its own size.
-
-    Args:
-        whole: gradients of the whole model, by parameter name.
-        sharded: names and gradients of the sharded one, one by one: only one of them need be in memory.
-        narrow: whether something was computed in less than float64.
-        layouts: of which rank's parts the gradients of the sharded one are; None if they are gathered.
-        rank: that rank of tp.
-    """
-    limit = NARROW_LIMIT if narrow else LIMIT
-    norm = max(norm_of(whole), 1e-300)
-    worst: WrongGradient | None = None
-    for name, other in sharded:
-        grad = whole.get(name)
-        if grad is None and other is None:
-            continue
-        shard = None if layouts is None else layouts[name].shard
-        b = None if other is None else other.to_dense().cpu()
-        if b is not None and shard is not None:  # without padding
-            b = b.narrow(shard.dim, 0, len(shard.indices(rank)))
-        largest, a = 1e-300, None
-        if grad is not None:
-            a = grad.to_dense().cpu()
-            largest = max(largest_number(a), largest)
-            a = a if shard is None else shard.take(a, rank).narrow(shard.dim, 0, len(shard.indices(rank)))
-        a = torch.zeros_like(b) if a is None and b is not None else a
-        b = torch.zeros_like(a) if b is None and a is not None else b
-        assert a is not None
-        assert b is not None
-        gap = largest_difference(a, b) / norm
-        own = gap * norm / largest
-        wrong = not gap <= limit or (own > OWN_LIMIT and gap > NOISE[narrow])
-        if wrong and (worst is None or not gap <= worst.error):
-            worst = WrongGradient(gap, name, norm_of({"": b}) / max(norm_of({"": a}), 1e-300))
-    return worst
+def describe_wrong(one: WrongTensor) -> str:
+    """A sentence on a gradient that is wrong."""
+    of_norm = f"error {one.error:.1e} of the global norm"
+    return f"the gradient of {one.name} is {one.ratio:.4g} times as large as it should be ({of_norm})"
 
 
 def _unproved_modules(dense: ObservedRun, record: ShardedModel) -> list[str]:
@@ -184,11 +126,6 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sha
 
     Numbers for a whole activation must be the same on all ranks, so they must come from the stream that the ranks share;
     numbers for a part of one must come from the rank's own.
-
-    Args:
-        dense: the draws of the whole copy.
-        sharded: the draws of the sharded copy.
-        sharers: number of tensor-parallel ranks if some of them hold the same heads, else 0.
 
     Returns:
         The name of the module behind which it is drawn, and a sentence; none if all are right.
@@ -250,14 +187,7 @@ def _is_own_code(model: nn.Module, name: str) -> bool:
 def _is_drawn_by_several(
     whole: tuple[int, ...], shape: tuple[int, ...], sequences: Sequence[tuple[int, int]], ranks: int
 ) -> bool:
-    """Whether a draw covers heads that several ranks hold: along a dim that is no sequence, more than ``1 / ranks`` of it.
-
-    Args:
-        whole: the shape of the draw in the whole model.
-        shape: its shape on this rank.
-        sequences: dim and whole length of the sequences that are sharded.
-        ranks: number of tensor-parallel ranks.
-    """
+    """Whether a draw covers heads that several ranks hold: along a dim that is no sequence, more than ``1 / ranks`` of it."""
     if len(whole) != len(shape):
         return False
 
@@ -274,15 +204,7 @@ def _is_drawn_by_several(
 def _wrong_buffers(
     dense: ObservedRun, sharded: ObservedRun, record: ShardedModel, limit: float, groups: ParallelGroups
 ) -> list[str]:
-    """Sentences on buffers that the sharded forward changes otherwise than the whole one (counts of tokens, running means).
-
-    Args:
-        dense: the run of the whole copy.
-        sharded: the run of the sharded copy.
-        record: of the sharded copy.
-        limit: largest error, relative to the buffer's largest value.
-        groups: the process groups.
-    """
+    """Sentences on buffers that the sharded forward changes otherwise than the whole one (counts of tokens, running means)."""
     whole = {match.name for match in record.matches if match.rule.enters_whole}
     for name in sorted(dense.changed):
         holder = name.rpartition(".")[0]
@@ -298,47 +220,30 @@ def _wrong_buffers(
             continue
         layout = record.buffers.get(name)
         wanted = buffer if layout is None or layout.shard is None else layout.shard.take(buffer, groups.rank("tp"))
-        if wanted.shape != other.shape:
-            wrong.append(name)
-            continue
-        a, b = wanted.double(), other.double()
-        gap = torch.where(a == b, torch.zeros_like(a), (a - b).abs())  # equal infinities would give NaN
-        size = float(torch.where(a.isfinite(), a.abs(), torch.zeros_like(a)).max())
-        if not float(gap.max()) <= limit * max(1.0, size):
+        if not is_close(wanted, other, limit, least=1.0):
             wrong.append(name)
     return [f"the buffer {name} is not what the whole model's forward makes of it" for name in wrong[:3]]
 
 
 class WrongValues(NamedTuple):
-    """What an evaluation of the sharded copy logged or returned otherwise than the whole one.
+    """What an evaluation of the sharded copy logged or returned otherwise than the whole one."""
 
-    Attributes:
-        texts: a sentence for each such value, by its place; -1 if there are no values, and the last output differs.
-        first: a sentence on the first module that differs.
-    """
-
+    # a sentence for each such value, by its place; -1 if there are no values, and the last output differs
     texts: dict[int, str]
-    first: str | None
+    first: str | None  # a sentence on the first module that differs
 
 
 def compare_evaluations(
     dense: ObservedEvaluation, sharded: ObservedEvaluation, record: ShardedModel, groups: ParallelGroups
 ) -> WrongValues:
-    """Compare the evaluation of the whole copy with that of the sharded one; collective over tp.
-
-    Args:
-        dense: the evaluation of the whole copy.
-        sharded: the evaluation of the sharded copy.
-        record: of the sharded copy.
-        groups: the process groups.
-    """
-    limit = NARROW_LIMIT if dense.narrow else LIMIT
+    """Compare the evaluation of the whole copy with that of the sharded one; collective over tp."""
+    limit = COPIES[dense.narrow].tensors
     first, last_differs = _first_difference(dense.outputs, sharded.outputs, record, groups, limit)
     if [what for what, _ in dense.values] != [what for what, _ in sharded.values]:
         return WrongValues({-1: f"it gives {len(sharded.values)} values, and whole {len(dense.values)}"}, first)
     texts = {}
     for at, ((what, a), (_, b)) in enumerate(zip(dense.values, sharded.values, strict=True)):
-        if not _is_close(a, b, limit) and not _is_of_heads(a, b):
+        if not is_close(a, b, limit) and not _is_of_heads(a, b):
             how = f"{float(b):.9g} instead of {float(a):.9g}" if a.numel() == b.numel() == 1 else "is another"
             texts[at] = f"{what} differs: {how}" if a.numel() == 1 else f"{what} ({list(a.shape)}) {how}"
     if not dense.values and last_differs:
@@ -347,32 +252,16 @@ def compare_evaluations(
 
 
 def without_unstable(wrong: WrongValues, dense: ObservedEvaluation, moved: ObservedEvaluation) -> WrongValues:
-    """The wrong values without those that are others whole too, once weights moved by rounding: times, or differences that cancel.
-
-    Args:
-        wrong: the values.
-        dense: the evaluation of the whole copy.
-        moved: the same of a copy whose weights are a little off.
-    """
-    limit = NARROW_LIMIT if dense.narrow else LIMIT
+    """The wrong values without those that are others whole too, once weights moved by rounding: times, differences that cancel."""
+    limit = COPIES[dense.narrow].tensors
     values = dict(enumerate(zip(dense.values, moved.values, strict=False)))
     return wrong._replace(
         texts={
             at: text
             for at, text in wrong.texts.items()
-            if at not in values or _is_close(values[at][0][1], values[at][1][1], limit)
+            if at not in values or is_close(values[at][0][1], values[at][1][1], limit)
         }
     )
-
-
-def _is_close(a: Tensor, b: Tensor, limit: float) -> bool:
-    """Whether all numbers of ``b`` are those of ``a``, up to ``limit`` of its largest."""
-    if a.shape != b.shape:
-        return False
-    one, other = a.double(), b.double()
-    gap = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs())
-    size = torch.where(one.isfinite(), one.abs(), 0.0)
-    return not gap.numel() or bool(gap.max() <= limit * size.max().clamp_min(1e-12))
 
 
 def _is_of_heads(a: Tensor, b: Tensor) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.context.axis import Method
 from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.examples import Example
@@ -53,57 +54,47 @@ class CalledApartError(RuntimeError):
 
 
 class Sharding(NamedTuple):
-    """How a copy is sharded: fields of the configuration.
+    """How a copy is sharded: fields of the configuration."""
 
-    Attributes:
-        sp: whether activations between the blocks are sharded along the sequence.
-        regather: what is gathered again in the backward.
-        loss_chunk: tokens of which the head and the loss make logits at once.
-        recompute: what runs again in the backward.
-        context: the field ``cp_method``.
-    """
+    sp: bool = True
+    regather: bool = True
+    loss_chunk: int | None = None
+    recompute: Recompute = "none"
+    cp_method: Method = "auto"
+    tile_mlp: int | None = None
 
-    sp: bool
-    regather: bool | Literal["auto"]
-    loss_chunk: int | None
-    recompute: Recompute
-    context: Method
+    @classmethod
+    def of(cls, config: ParallelConfig) -> Sharding:
+        """That of a configuration."""
+        # With a small example "auto" would keep what a real batch gathers again.
+        regather = True if config.regather == "auto" else config.regather
+        return cls(config.sp, regather, config.loss_chunk, config.recompute, config.cp_method, config.tile_mlp)
 
     def shard(
         self, copied: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, tiles: MLPTiles | None
     ) -> ShardedModel:
-        """Shard a copy as the model will be.
+        """Shard a copy as the model will be, its MLPs in ``tiles``.
 
         Raises:
             ValueError: if the plans can't be carried out on it.
         """
-        record = self._shard(copied, plans, groups, tiles)
+        if groups.size("tp") == 1:
+            change_unsharded(copied, plans, groups, tiles=tiles, loss_chunk=self.loss_chunk)
+            context = has_context(groups)
+            record = split_context(copied, plans, groups, self.cp_method) if context else whole_model(copied, groups)
+        else:
+            options = {**self._asdict(), "tiles": tiles}
+            del options["tile_mlp"]
+            try:
+                record = parallelize(copied, plans, groups, **options)
+            except NoAttentionError:  # which training is refused for; no fault of the plan's
+                record = parallelize(copied, plans, groups, **{**options, "recompute": "none"})
         record.is_copy = True
         return record
 
-    def _shard(
-        self, copied: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, tiles: MLPTiles | None
-    ) -> ShardedModel:
-        if groups.size("tp") == 1:
-            change_unsharded(copied, plans, groups, tiles=tiles, loss_chunk=self.loss_chunk)
-            if has_context(groups):
-                return split_context(copied, plans, groups, self.context)
-            return whole_model(copied, groups)
-        options: dict[str, Any] = {"sp": self.sp, "regather": self.regather, "loss_chunk": self.loss_chunk}
-        options |= {"cp_method": self.context, "tiles": tiles}
-        try:
-            return parallelize(copied, plans, groups, **options, recompute=self.recompute)
-        except NoAttentionError:  # which training is refused for; no fault of the plan's
-            return parallelize(copied, plans, groups, **options)
-
 
 class _Again(NamedTuple):
-    """A run of copies behind that of a training step, without gradients.
-
-    Attributes:
-        example: the input.
-        training: whether it runs as in training, where modules keep something of an earlier step; else in evaluation.
-    """
+    """A run of copies behind that of a training step, without gradients; ``training``: as a later step, else in evaluation."""
 
     example: Example
     training: bool = False
@@ -118,16 +109,11 @@ class _Again(NamedTuple):
 def self_check(
     model: nn.Module,
     plans: Sequence[ShardingPlan],
+    how: Sharding,
     groups: ParallelGroups,
     example: Example,
     evaluation: Example | None = None,
     *,
-    sp: bool,
-    regather: bool | Literal["auto"],
-    loss_chunk: int | None = None,
-    recompute: Recompute = "none",
-    context: Method = "auto",
-    tile_mlp: int | None = None,
     device: torch.device,
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda model: None,
@@ -137,22 +123,6 @@ def self_check(
     Both run forward and backward as in training, forward once more if a module keeps a tensor of that, and forward as in
     evaluation, where a model may do something else. What does not run whole is not compared. ``model`` itself is not touched.
     Every rank must hold the same ``model`` and examples.
-
-    Args:
-        model: the whole model.
-        plans: what is proved.
-        groups: the process groups that training will use.
-        example: the input of both copies, in training and in evaluation.
-        evaluation: another one, of evaluation alone, such as a validation step's.
-        sp: whether activations between the blocks are sharded along the sequence.
-        regather: the field of the configuration.
-        loss_chunk: the field of the configuration.
-        context: the field ``cp_method`` of the configuration; it is read where the groups have several context-parallel ranks.
-        tile_mlp: the field of the configuration; the sharded copy's MLPs run in several tiles, however short the example.
-        recompute: the field of the configuration: the sharded copy's blocks, or their attention, run again in the backward.
-        device: this rank's.
-        dtype: of the copies; None keeps the model's own types.
-        prepare: is called with each copy before it runs.
 
     Returns:
         The verdict, the same on every rank of the replica.
@@ -166,8 +136,6 @@ def self_check(
     again = [_Again(example, training=True), _Again(example)]
     again += [] if evaluation is None else [_Again(evaluation.to(device, dtype))]
     rules = rules_by_name(model, plans)
-
-    how = Sharding(sp, regather, loss_chunk, recompute, context)
 
     def run_whole(*, nudged: bool = False) -> tuple[ObservedRun, list[ObservedEvaluation | str], list[str]]:
         whole = detached_copy(model, device, dtype, example.reduction, rules, frozen=example.frozen)
@@ -188,14 +156,14 @@ def self_check(
         release(whole)  # the run's record has the gradients
         return dense, evaluated, names
 
-    def compare_copies() -> Verdict:  # a function of its own, so that the copies are freed when it returns
+    def compare_copies() -> Verdict:
         dense, evaluated, names = run_whole()
         called = {f"{example.method} with {example.source}": [name for name, _ in dense.outputs]}
         ran = [(one, seen) for one, seen in zip(again, evaluated, strict=True) if isinstance(seen, ObservedEvaluation)]
         _refuse_apart(called | {one.name: [name for name, _ in seen.outputs] for one, seen in ran}, groups)
-        if tile_mlp is None:
+        if how.tile_mlp is None:
             return compare_with(dense, evaluated, names, None)
-        tiles = MLPTiles(tile_mlp, least=3)
+        tiles = MLPTiles(how.tile_mlp, least=3)
         if not dense.drawn:
             return compare_with(dense, evaluated, names, tiles)
         # In tiles numbers are drawn more often, and fewer at a time: another copy shows that their streams are right.
@@ -239,11 +207,24 @@ def self_check(
         release(copied)
         return verdict
 
+    return compare_on_copies(compare_copies, groups, device, dtype)
+
+
+def compare_on_copies(
+    compare: Callable[[], Verdict], groups: ParallelGroups, device: torch.device, dtype: torch.dtype | None
+) -> Verdict:
+    """The verdict of a comparison that makes copies and lets go of them as it returns, shared by the ranks of the replica.
+
+    Raises:
+        ValueError: if the plan can't be carried out on the model.
+        FailedAloneError: on a rank whose copy raises while others wait for it.
+        CalledApartError: if a step calls sharded modules on some ranks alone.
+    """
     failure: str | None = None
     verdict = Verdict()
     with kept_streams(device), default_dtype(dtype):
         try:
-            verdict = compare_copies()
+            verdict = compare()
         except CalledApartError:
             raise  # on every rank alike, too
         except PlanError as error:
@@ -252,19 +233,11 @@ def self_check(
             failure = str(error)
         except Exception as error:  # every rank hears of it below
             failure = describe_failure(error)
-    return share_verdict(verdict, failure, groups)
+    return _share_verdict(verdict, failure, groups)
 
 
 def _refuse_apart(called: Mapping[str, Sequence[str]], groups: ParallelGroups) -> None:
-    """Refuse a step that calls sharded modules on some ranks alone, which would wait for the others; collective over the replica.
-
-    Args:
-        called: by what was run whole on this rank, the modules that it called, which are to be sharded.
-        groups: the process groups.
-
-    Raises:
-        CalledApartError: naming the step and a module.
-    """
+    """Refuse a step that calls sharded modules, by what was run whole, on some ranks alone; collective over the replica."""
     axes = groups.replica_axes
     told: list[Any] = [None] * groups.size(axes)
     if dist.get_backend(groups[axes]) == "fake":
@@ -272,10 +245,8 @@ def _refuse_apart(called: Mapping[str, Sequence[str]], groups: ParallelGroups) -
     dist.all_gather_object(told, dict(called), group=groups[axes])
     for what, names in told[0].items():
         for at, others in enumerate(told):
-            here, there = (
-                Counter(names),
-                Counter(others.get(what, names)),
-            )  # one that does not run there is not compared
+            here = Counter(names)
+            there = Counter(others.get(what, names))  # one that does not run there is not compared
             if more := (here - there) or (there - here):
                 raise CalledApartError(
                     f"{what}: ranks {groups.ranks(axes)[0]} and {groups.ranks(axes)[at]} do not call {next(iter(more))} equally "
@@ -285,14 +256,7 @@ def _refuse_apart(called: Mapping[str, Sequence[str]], groups: ParallelGroups) -
 
 
 def has_room(model: nn.Module, example: Example, dtype: torch.dtype | None, free: int) -> bool:
-    """Whether an accelerator has room for the copies beside what lies on it.
-
-    Args:
-        model: the whole model.
-        example: what its copies run on.
-        dtype: of the copies; None for the model's own types.
-        free: bytes that are free there.
-    """
+    """Whether copies of type ``dtype`` (None: the model's own) find room in ``free`` bytes of an accelerator."""
     widths = {parameter.element_size() for parameter in model.parameters()} if dtype is None else {dtype.itemsize}
     # Weights, their noise, gradients of both copies, one gathered gradient, and activations.
     return _COPIES * example.reduction.numel(model) * max(widths, default=4) + _SLACK <= free
@@ -305,14 +269,8 @@ _SLACK = 512 * 1024**2
 """Bytes for activations, and for what an allocator can't give back."""
 
 
-def share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups) -> Verdict:
-    """The verdict of the first rank of the replica that failed or saw a difference; collective over it.
-
-    Args:
-        verdict: this rank's own.
-        failure: what the copy raised on this rank; None if it ran.
-        groups: the process groups.
-    """
+def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups) -> Verdict:
+    """The verdict of the first rank of the replica that failed or saw a difference; collective over it."""
     axes = groups.replica_axes
     answers: list[Any] = [None] * groups.size(axes)
     # Of all replicas, since gradients are agreed on over dp too.
@@ -321,22 +279,17 @@ def share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups)
     verdict.draws = any(draws for *_, draws in answers)
     for wrong, raised, _ in answers:
         if raised is not None:
-            verdict.wrong = [f"it does not run: {raised}" + _hint(raised)]
-            return verdict
+            wrong = [f"it does not run: {raised}{_hint(raised)}"]
         if wrong:
             verdict.wrong = wrong
-            return verdict
+            break
     return verdict
 
 
 def _await_others(failure: str | None, group: dist.ProcessGroup) -> None:
-    """Wait, on a rank that failed, until all ranks of ``group`` are through with their copies.
+    """Wait, on a rank that failed, until all ranks of ``group`` are through with their copies, which they say in its store.
 
-    If it went on to the next collective at once, that would pair with a collective of the model on the other ranks. The
-    ranks announce through the group's store that they are through.
-
-    Raises:
-        FailedAloneError: if some ranks are not after :data:`GRACE`.
+    If it went on to the next collective at once, that would pair with a collective of the model on the other ranks.
     """
     if dist.get_backend(group) == "fake":  # there are no other ranks
         return

@@ -9,20 +9,19 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.block_kinds import spread_equal_blocks
 from lightning_seqpar.inference.examples import Example
-from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, release
-from lightning_seqpar.inference.trainer_view import describe_failure
+from lightning_seqpar.inference.model_copy import detached_copy, release
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.observed_run import ObservedRun, observe_run
+from lightning_seqpar.verify.comparison import COPIES, compare_losses, is_close
+from lightning_seqpar.verify.observed_run import observe_run
 from lightning_seqpar.verify.parity import each_gradient
-from lightning_seqpar.verify.run_comparison import LIMIT, NARROW_LIMIT, Verdict, worst_gradient
-from lightning_seqpar.verify.self_check import Sharding, share_verdict
+from lightning_seqpar.verify.run_comparison import Verdict, describe_wrong, wrong_gradients
+from lightning_seqpar.verify.self_check import Sharding, compare_on_copies
 
 _NO_NUMBERS = (
     "it is made of an activation between blocks, or of a parameter, that another stage has (a hidden state in the loss, or "
@@ -46,17 +45,6 @@ def stage_check(
 
     The plans are proved already. What is new here: a stage has no numbers of parameters that others hold, and blocks of other
     stages do not run on it. A value that goes from block to block beside the activation, and of which no gradient tells, is wrong.
-
-    Args:
-        model: the whole model, which is not touched.
-        plans: of the model.
-        cut: where it is cut.
-        how: the sharding of the copy in stages.
-        groups: the process groups that training will use.
-        example: the input of both copies.
-        device: this rank's.
-        dtype: of the copies; None keeps the model's own types.
-        prepare: is called with each copy before it runs.
 
     Returns:
         The verdict, the same on every rank of the replica.
@@ -94,21 +82,20 @@ def stage_check(
         record.stage = Stage(parts, cut, groups, device, own_streams=False)
         stages = observe_run(parts, record, own, [], groups)
         verdict = Verdict()
-        error = abs(dense.loss - stages.loss) / max(abs(dense.loss), 1e-12)
+        loss = compare_losses("the loss", [dense.loss], [stages.loss], COPIES[dense.narrow])
         if math.isnan(stages.loss):
             verdict.wrong.append(f"the loss is no number instead of {dense.loss:.9g}: {_NO_NUMBERS}")
-        elif not error <= (NARROW_LIMIT if dense.narrow else LIMIT):
-            verdict.wrong.append(f"the loss differs: {stages.loss:.9g} instead of {dense.loss:.9g}")
-        worst = worst_gradient(dense.grads, each_gradient(parts), narrow=dense.narrow)
-        if worst and math.isnan(worst.ratio) and not math.isnan(stages.loss):
-            verdict.wrong.append(f"the gradient of {worst.name} is no number: {_NO_NUMBERS}")
-        elif worst and not math.isnan(worst.ratio):
-            verdict.wrong.append(
-                f"the gradient of {worst.name} is {worst.ratio:.4g} times as large as it should be (error {worst.error:.1e} of "
-                "the global norm)"
-            )
+        elif not loss.ok:
+            verdict.wrong.append(f"the loss differs: {loss.where}")
+        for one in wrong_gradients(dense, each_gradient(parts))[:1]:
+            if not math.isnan(one.ratio):
+                verdict.wrong.append(describe_wrong(one))
+            elif not math.isnan(stages.loss):
+                verdict.wrong.append(f"the gradient of {one.name} is no number: {_NO_NUMBERS}")
         equal = {name for name, _ in record.equal_buffers()}
-        if stale := [name for name in sorted(dense.changed & equal) if not _close(dense, stages, name)]:
+        limit = COPIES[dense.narrow].tensors
+        stale = [n for n in sorted(dense.changed & equal) if not is_close(dense.buffers[n], stages.buffers[n], limit)]
+        if stale:
             verdict.wrong.append(
                 f"the step writes to the buffer {stale[0]} where one stage alone comes (a batch norm's statistics, a counter), and "
                 "the others would have an old one"
@@ -116,17 +103,4 @@ def stage_check(
         release(parts)
         return verdict
 
-    failure: str | None = None
-    verdict = Verdict()
-    with kept_streams(device), default_dtype(dtype):
-        try:
-            verdict = compare()
-        except Exception as error:  # every rank hears of it below
-            failure = describe_failure(error)
-    return share_verdict(verdict, failure, groups)
-
-
-def _close(dense: ObservedRun, stages: ObservedRun, name: str) -> bool:
-    """Whether a buffer of a copy in stages has the values that the step gave it in the whole one."""
-    one, other = dense.buffers[name], stages.buffers[name]
-    return one.shape == other.shape and torch.allclose(one, other, rtol=NARROW_LIMIT if dense.narrow else LIMIT, atol=0)
+    return compare_on_copies(compare, groups, device, dtype)

@@ -24,35 +24,18 @@ from lightning_seqpar.user_input import name_error
 
 @dataclass
 class TracedStep:
-    """How one training step is run on a copy of the model whose tensors have shapes and no memory.
+    """How one training step is run on a copy of the model whose tensors have shapes and no memory."""
 
-    Attributes:
-        method: what is called: ``forward``, or ``training_step``, whose loss is the user's own.
-        args: positional arguments; a step that takes fewer is given the first of them.
-        kwargs: named arguments.
-        sizes: batch and length of the input, if it has a tensor of two dims or more.
-        path: of ``forward``, the submodule that is called; empty for the model itself.
-        missing: why there is no input; empty if there is one.
-    """
-
-    method: str = "forward"
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    sizes: tuple[int, int] | None = None
-    path: str = ""
-    missing: str = ""
+    method: str = "forward"  # what is called: ``forward``, or ``training_step``, whose loss is the user's own
+    args: tuple[Any, ...] = ()  # positional arguments; a step that takes fewer is given the first of them
+    kwargs: dict[str, Any] = field(default_factory=dict)  # named arguments
+    sizes: tuple[int, int] | None = None  # batch and length of the input, if it has a tensor of two dims or more
+    path: str = ""  # of ``forward``, the submodule that is called; empty for the model itself
+    missing: str = ""  # why there is no input; empty if there is one
 
     @classmethod
     def find(cls, model: nn.Module, example: Any, batch: Any, batch_size: int, length: int | None) -> TracedStep:
-        """The step for what the user passed; else for tokens, if the model is one of Hugging Face's; else for its example.
-
-        Args:
-            model: the model.
-            example: what ``forward`` takes, or None.
-            batch: what ``training_step`` takes, or None; for a module without one, what ``forward`` takes.
-            batch_size: samples, if tokens are made.
-            length: positions, if tokens are made; None for the model's own limit.
-        """
+        """The step for what the user passed; else for tokens, if the model is one of Hugging Face's; else for its example."""
         if batch is not None and isinstance(model, LightningModule):
             batch = _on_cpu(batch)
             return cls("training_step", (batch, 0), sizes=_sizes(batch))
@@ -90,12 +73,7 @@ class TracedStep:
         return torch.stack([x.sum() for x in tensors_in(out) if x.requires_grad]).sum()
 
     def examples(self, model: nn.Module, ranks: int) -> list[Example]:
-        """Inputs with numbers for copies of a model from which a plan is inferred, to be tried in turn.
-
-        Args:
-            model: the model, or its submodule that :attr:`path` names.
-            ranks: how many share a sample.
-        """
+        """Inputs with numbers for copies of a model from which a plan is inferred, to be tried in turn."""
         generator = torch.Generator().manual_seed(0)
 
         def drawn(x: Tensor) -> Tensor:

@@ -80,7 +80,6 @@ def test_estimates_are_what_a_run_measures(world, strategy):
         assert said.parameter_bytes == measured["parameters"], kind
         assert said.optimizer_bytes == pytest.approx(measured["optimizer"], rel=0.03), kind
         assert said.activation_bytes == pytest.approx(measured["activations"], rel=0.03), kind
-        assert 0 < said.activation_bytes_by_formula <= said.activation_bytes, kind
         sent = dict(said.sent_bytes)
         ddp = sent.pop("all_reduce (dp)", 0)
         assert bool(ddp) == (strategy["tp"] < world and not split)

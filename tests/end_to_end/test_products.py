@@ -551,7 +551,7 @@ def fit_unseen() -> list[Trace | str]:
 @sees(
     "buffers that the forward changes not looked at",
     "compare_runs",
-    "    verdict.wrong += _wrong_buffers(dense, sharded, record, limit, groups)\n",
+    "    verdict.wrong += _wrong_buffers(dense, sharded, record, limits.tensors, groups)\n",
     "",
 )
 @sees(

@@ -263,8 +263,8 @@ def test_the_whole_model_has_no_tiles():
 @sees(
     "tile_mlp: the self-check's MLPs run whole",
     "self_check",
-    "tiles = MLPTiles(tile_mlp, least=3)",
-    "tiles = MLPTiles(tile_mlp)",
+    "tiles = MLPTiles(how.tile_mlp, least=3)",
+    "tiles = MLPTiles(how.tile_mlp)",
     case="1",
 )
 @pytest.mark.parametrize("tp", [1, 2])

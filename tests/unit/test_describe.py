@@ -411,10 +411,6 @@ def test_what_is_recomputed_is_said_and_not_counted(tp):
         note = f"recompute {how}: {name} (2 modules) run again in the backward"
         assert note in said[how].notes
         assert note in " ".join(render(said[how], 400).split())
-    if tp > 1:
-        formulas = [said[how].activation_bytes_by_formula for how in ("none", "selective", "full")]
-        assert formulas == sorted(formulas, reverse=True)
-        assert all(at_least <= traced for at_least, traced in zip(formulas, kept, strict=True))
 
 
 @pytest.mark.parametrize("sizes", [rest({"cp": 2}), {"tp": 2, "cp": 2}, rest({"tp": 2, "cp": 2, "sp": False})], ids=str)

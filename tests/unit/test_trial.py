@@ -14,7 +14,8 @@ from lightning_seqpar.trial.determinism import KeepFloat64, switch_off_dropout
 from lightning_seqpar.trial.hints import Wrong, describe_difference, describe_ranks, group_alike
 from lightning_seqpar.trial.training import Digest
 from lightning_seqpar.trial.verify import verify_parity
-from lightning_seqpar.verify.parity import Trace, compare, largest_gap
+from lightning_seqpar.verify.comparison import largest_gap
+from lightning_seqpar.verify.parity import Trace, compare
 from tests.mutants import sees
 
 SIZES = {"tp": 2, "dp": 4}

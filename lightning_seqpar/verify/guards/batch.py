@@ -23,10 +23,6 @@ def checksum(batch: Any, device: torch.device) -> Tensor:
     """A checksum over every bit of a batch's tensors and its position, and the number of tensors: ``[2]``, int64.
 
     Tensors without plain memory (sparse, nested, quantised) are counted only.
-
-    Args:
-        batch: tensors in any nest of containers.
-        device: where the result is made; the tensors may be elsewhere.
     """
     total, count = torch.zeros((), dtype=torch.int64, device=device), 0
     for at, leaf in enumerate(tensors_in(batch)):
@@ -55,17 +51,7 @@ def _gathered(numbers: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
 
 
 def check_batch(batch: Any, groups: ParallelGroups, device: torch.device, loop: str) -> None:
-    """Compare the checksums of the batch over the ranks of one replica; collective over the replica.
-
-    Args:
-        batch: what this rank read.
-        groups: the process groups.
-        device: this rank's.
-        loop: for the message: ``training``, ``validation``, ``test`` or ``predict``.
-
-    Raises:
-        RuntimeError: on every rank of the replica.
-    """
+    """Compare the checksums of the batch over the ranks of one replica; collective over the replica."""
     values = _gathered(checksum(batch, device), groups[groups.replica_axes])
     if any(value != values[0] for value in values):
         raise RuntimeError(
@@ -107,10 +93,6 @@ class OutputWatch:
 
         They are the number of its floating-point tensors, the sum of their norms, and the same sum weighted by position, so
         that tensors in another order differ.
-
-        Args:
-            out: what the step returned.
-            device: where the numbers are kept.
         """
         leaves = [leaf.detach() for leaf in tensors_in(out) if leaf.is_floating_point()]
         numbers = torch.zeros(3, dtype=torch.float64, device=device)
@@ -127,15 +109,7 @@ class OutputWatch:
         return len(self._steps) >= self.LIMIT
 
     def check(self, groups: ParallelGroups, loop: str) -> None:
-        """Compare the numbers of all steps since the last call; collective over the replica.
-
-        Args:
-            groups: the process groups.
-            loop: for the message: ``validation``, ``test`` or ``predict``.
-
-        Raises:
-            RuntimeError: on every rank of the replica, if two of them differ.
-        """
+        """Compare the numbers of all steps since the last call; collective over the replica."""
         if not self._steps:
             return
         numbers, tolerance = torch.cat(self._steps), self._tolerance

@@ -16,13 +16,6 @@ def refuse_callbacks(callbacks: Sequence[Any], shards: int) -> None:
     """Refuse callbacks that choose among all elements of a weight: pruning.
 
     They are recognised by the names of their classes, so that neither of Lightning's packages has to be imported.
-
-    Args:
-        callbacks: the trainer's.
-        shards: over how many ranks parameters are divided; with one everything is allowed.
-
-    Raises:
-        ValueError: naming the callback.
     """
     for callback in callbacks:
         for kind in type(callback).__mro__:
@@ -37,12 +30,6 @@ def refuse_links(callbacks: Sequence[Any]) -> None:
     """Refuse ``save_last="link"`` where checkpoints are written in the background.
 
     The link would be made before the checkpoint is whole, and would lead to nothing if the run ended then.
-
-    Args:
-        callbacks: the trainer's; asked only if ``checkpoint.async_save`` is on.
-
-    Raises:
-        ValueError: naming the callback.
     """
     for callback in callbacks:
         if getattr(callback, "save_last", None) == "link":
@@ -56,13 +43,6 @@ def refuse_saved_shards(checkpoint: Mapping[str, Any], record: ShardedModel) -> 
     """Refuse a checkpoint into which code of the user's has put this rank's part of a parameter, under the parameter's name.
 
     Rank 0's part would pass for the whole: an average of weights in a dict, say, that a callback saves.
-
-    Args:
-        checkpoint: what is about to be written.
-        record: of the sharded model.
-
-    Raises:
-        ValueError: naming where in the checkpoint it stands.
     """
     by_leaf: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {}
     for name, layout in record.layout.items():

@@ -15,34 +15,23 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.user_input import nearest
 
-LATER = {
-    "fp8_groups": "fp8 training",
-}
-"""Fields of :class:`ParallelConfig` that the strategy does not run yet, and what each of them would turn on."""
-
 
 def refuse_unsupported(config: ParallelConfig) -> None:
-    """Refuse a field of :data:`LATER` that differs from its default: the configuration knows it, the strategy does not run it.
-
-    Raises:
-        ValueError: naming the field, its value and the default to use instead; for fields that do not go together, both.
-    """
-    default = ParallelConfig()
-    for field, what in LATER.items():
-        value, idle = getattr(config, field), getattr(default, field)
-        if value != idle:
-            raise ValueError(f"{field}={value!r} does not run yet; use {field}={idle!r} ({what})")
+    """Refuse a field that the configuration knows and the strategy does not run, and fields that do not go together."""
+    if config.fp8_groups:
+        raise ValueError("fp8_groups=True does not run yet; use fp8_groups=False (fp8 training)")
+    if not config.compile:
+        return
     if config.cp > 1:
-        for field, value, why in (("compile", config.compile, "sequences of which ranks hold parts are not traced"),):
-            idle = getattr(default, field)
-            if value != idle:
-                raise ValueError(f"cp={config.cp} with {field}={value!r}: {why}; use {field}={idle!r}, or cp=1")
-    if config.compile and config.tile_mlp is not None:
+        raise ValueError(
+            f"cp={config.cp} with compile=True: sequences of which ranks hold parts are not traced; use compile=False, or cp=1"
+        )
+    if config.tile_mlp is not None:
         raise ValueError(
             f"tile_mlp={config.tile_mlp} with compile=True: a block is one graph, in which nothing runs in tiles; leave tile_mlp "
             "out, or use compile=False"
         )
-    if config.compile and config.recompute == "selective":
+    if config.recompute == "selective":
         raise ValueError(
             "recompute='selective' with compile=True: the attention can't be run again from inside a block's one graph; use "
             "recompute='full', or compile=False"
@@ -50,14 +39,7 @@ def refuse_unsupported(config: ParallelConfig) -> None:
 
 
 def refuse_notebook(processes: int) -> None:
-    """Refuse to start several processes from a notebook or an interactive prompt, which have no file to run again.
-
-    Args:
-        processes: number of processes of the run, on all nodes.
-
-    Raises:
-        ValueError: for more than one process.
-    """
+    """Refuse to start several processes from a notebook or an interactive prompt, which have no file to run again."""
     if processes > 1:
         raise ValueError(
             f"devices={processes} in a notebook, at an interactive prompt or in python -c: the other ranks are started by "
@@ -67,14 +49,7 @@ def refuse_notebook(processes: int) -> None:
 
 
 def refuse_sweep(processes: int) -> None:
-    """Refuse to start several processes from a job of a Hydra sweep, whose jobs all run in one main process.
-
-    Args:
-        processes: number of processes of the run, on all nodes.
-
-    Raises:
-        ValueError: for more than one process.
-    """
+    """Refuse to start several processes from a job of a Hydra sweep, whose jobs all run in one main process."""
     if processes > 1:
         raise ValueError(
             f"a hydra multirun (-m) with devices={processes}: the jobs of a sweep share one main process, and the ranks that "
@@ -84,15 +59,7 @@ def refuse_sweep(processes: int) -> None:
 
 
 def check_backend(backend: str | None, device_type: str) -> None:
-    """Refuse a backend that torch does not know, that its build lacks, or that does not work on the device.
-
-    Args:
-        backend: the field ``process_group_backend``: a name, or ``"cpu:gloo,cuda:nccl"``; None lets the strategy choose.
-        device_type: such as ``"cpu"`` or ``"cuda"``.
-
-    Raises:
-        ValueError: naming the backend, and the nearest name or the one that works.
-    """
+    """Refuse a backend that torch does not know, that its build lacks, or that does not work on the device."""
     if backend == "nccl" and device_type == "cpu":
         raise ValueError("process_group_backend='nccl' with accelerator='cpu': nccl speaks between GPUs; use 'gloo'")
     known = [name for name in dist.Backend.backend_list if name != "undefined"]
@@ -112,11 +79,7 @@ def syncs_batch_norms(plugin: LayerSync | None) -> bool:
 
 
 def check_layer_sync(plugin: LayerSync | None, config: ParallelConfig) -> None:
-    """Refuse a ``LayerSync`` plugin of the user's where it would replace modules that are sharded.
-
-    Raises:
-        ValueError: naming the plugin, and what to use instead.
-    """
+    """Refuse a ``LayerSync`` plugin of the user's where it would replace modules that are sharded."""
     if plugin is None or syncs_batch_norms(plugin) or (config.tp == 1 and config.data_parallel == "ddp"):
         return
     raise ValueError(
@@ -131,11 +94,7 @@ COMPILE_OPTIONS = ("backend", "mode", "options", "dynamic")
 
 
 def check_compile_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of the field ``compile_options`` that are not passed on to ``torch.compile``, or that it does not take.
-
-    Raises:
-        ValueError: naming the option, and the nearest name or value that exists.
-    """
+    """Refuse options of the field ``compile_options`` that are not passed on to ``torch.compile``, or that it does not take."""
     for name in options:
         if name in ("model", "fullgraph", "disable"):
             raise ValueError(f"compile_options={{{name!r}: ...}}: the strategy sets {name} itself; leave it out")
@@ -164,11 +123,7 @@ TAKEN_DDP_OPTIONS = ("module", "device_ids", "output_device", "process_group", "
 
 
 def check_ddp_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of the field ``ddp`` that ``DistributedDataParallel`` does not take or that the strategy sets itself.
-
-    Raises:
-        ValueError: naming the option, and the nearest name that exists.
-    """
+    """Refuse options of the field ``ddp`` that ``DistributedDataParallel`` does not take or that the strategy sets itself."""
     known = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in TAKEN_DDP_OPTIONS]
     for name in options:
         if name in TAKEN_DDP_OPTIONS:

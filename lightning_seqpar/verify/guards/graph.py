@@ -20,18 +20,13 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
     only between the region's first and last block. A loss that reads them elsewhere (an L2 term) would see a part of the
     parameter, or its gradient would be counted tp times.
 
-    Args:
-        loss: of this step, with its graph.
-        record: of the sharded model.
-
     Raises:
         RuntimeError: naming the parameter and the operation that reads it.
         PartialSumError: naming a module whose partial sum reaches the loss before it is reduced.
     """
-    check_sums(loss, record)
-    compiled = (
-        record.graphs.node_types if record.graphs is not None else set()
-    )  # of our own blocks, each a node of the graph
+    for region in record.regions:
+        region.loss_leaks.check(loss)
+    compiled = record.graphs.node_types if record.graphs is not None else set()  # of our own blocks, each a node
     allowed = {*backward_classes((ShardedLinear, GatherLinear, *READERS, *vocab.READERS)), *compiled}
 
     def made_inside(node: Any) -> bool:
@@ -65,24 +60,8 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
                 )
 
 
-def check_sums(loss: Tensor, record: ShardedModel) -> None:
-    """Refuse a loss that reads anything but the output of a module whose output is summed over tp.
-
-    What such a module makes inside is a term of that sum on each rank; only the output is reduced.
-
-    Raises:
-        PartialSumError: naming the module.
-    """
-    for region in record.regions:
-        region.loss_leaks.check(loss)
-
-
 def refuse_second_derivative(error: RuntimeError) -> None:
-    """Say what to do instead, if ``error`` is torch's of a gradient that is differentiated through a sharded layer.
-
-    Raises:
-        RuntimeError: in the place of ``error``.
-    """
+    """Say what to do instead, if ``error`` is torch's of a gradient that is differentiated through a sharded layer."""
     if "once_differentiable" in str(error):
         raise RuntimeError(
             "a gradient is differentiated again (create_graph=True, a gradient penalty), and the sharded layers have no second "

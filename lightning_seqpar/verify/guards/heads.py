@@ -19,11 +19,7 @@ _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "hea
 
 
 def refuse_uneven_heads(model: nn.Module, config: ParallelConfig) -> None:
-    """Refuse a model of which no attention in repeated blocks has heads that divide by tp; a plan of the user's may leave it whole.
-
-    Raises:
-        ValueError: naming the attention, its heads, and the sizes that divide them.
-    """
+    """Refuse a model of which no attention in repeated blocks has heads that divide by tp, if the plan is found."""
     if config.tp == 1 or config.plan != "auto" or record_of(model) is not None:
         return
     found = [(name, module, *_heads_of(module)) for name, module in _repeated(model)]
@@ -41,12 +37,7 @@ def refuse_uneven_heads(model: nn.Module, config: ParallelConfig) -> None:
 
 
 def context_method(model: nn.Module, config: ParallelConfig) -> str:
-    """How attention between context-parallel ranks is computed, in words: the method that ``auto`` takes for the model's heads.
-
-    Args:
-        model: its attention has the heads of one tensor-parallel rank.
-        config: the configuration.
-    """
+    """How attention between context-parallel ranks is computed, in words: the method that ``auto`` takes for the model's heads."""
     if config.cp_method != "auto":
         return config.cp_method
     found = [_heads_of(module) for _, module in _repeated(model)]

@@ -15,11 +15,7 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 def check_parameters(record: ShardedModel) -> None:
-    """Refuse a model that holds another parameter under a name than the one that was sharded.
-
-    Raises:
-        RuntimeError: naming a parameter that was replaced, or one that was added (an adapter around a linear).
-    """
+    """Refuse a model that holds another parameter under a name than the one that was sharded."""
     if replaced := record.layout.replaced(record.model):
         refuse_added([*record.model.parameters()], record)  # an adapter gives the linear inside it another name
         raise RuntimeError(
@@ -29,15 +25,7 @@ def check_parameters(record: ShardedModel) -> None:
 
 
 def refuse_added(parameters: Sequence[Tensor], record: ShardedModel) -> None:
-    """Refuse a parameter that was added after the model was sharded: without a layout, nobody would sum its gradient.
-
-    Args:
-        parameters: those to look at, such as an optimizer's.
-        record: of the sharded model.
-
-    Raises:
-        RuntimeError: naming the parameter.
-    """
+    """Refuse a parameter that was added after the model was sharded: without a layout, nobody would sum its gradient."""
     if any(record.layout.of(parameter) is None for parameter in parameters):
         ids = {id(parameter) for parameter in parameters}
         names = [name for name in record.layout.added(record.model) if id(record.model.get_parameter(name)) in ids]
@@ -52,9 +40,6 @@ def check_buffers(record: ShardedModel, groups: ParallelGroups, device: torch.de
     """Refuse buffers that differ over the ranks of a replica though no rule shards them; collective over tp.
 
     They come to differ where a forward counts or averages tokens and each rank sees its part of the sequence.
-
-    Raises:
-        RuntimeError: naming the buffer, on every rank.
     """
     if name := _differing_buffer(record, groups["tp"], device):
         raise RuntimeError(
@@ -65,11 +50,7 @@ def check_buffers(record: ShardedModel, groups: ParallelGroups, device: torch.de
 
 
 def check_buffers_of_stages(record: ShardedModel, groups: ParallelGroups, device: torch.device) -> None:
-    """Refuse buffers that differ over the stages of a pipeline; collective over pp, where all stages are equally far.
-
-    Raises:
-        RuntimeError: naming the buffer, on every rank.
-    """
+    """Refuse buffers that differ over the stages of a pipeline; collective over pp, where all stages are equally far."""
     if name := _differing_buffer(record, groups["pp"], device):
         raise RuntimeError(
             f"{name}: this buffer is no longer the same on all stages of the pipeline: the step changes it where one stage alone "
@@ -78,11 +59,7 @@ def check_buffers_of_stages(record: ShardedModel, groups: ParallelGroups, device
 
 
 def check_parameters_of_stages(record: ShardedModel, groups: ParallelGroups, device: torch.device) -> None:
-    """Refuse parameters that differ over the stages that hold them; collective over pp, where all stages are equally far.
-
-    Raises:
-        RuntimeError: naming the parameter, on every rank.
-    """
+    """Refuse parameters that differ over the stages that hold them; collective over pp, where all stages are equally far."""
     stage, layout = record.stage, record.layout
     assert stage is not None
     shared = [name for name in layout if len(stage.shared(name)) > 1]
@@ -96,12 +73,7 @@ def check_parameters_of_stages(record: ShardedModel, groups: ParallelGroups, dev
         )
     held = torch.tensor([stage.holds(name) for name in shared], device=device)
     sums = sums.nan_to_num(1e300, 1e301, -1e301)  # numbers that differ from those of another stage
-    spread = torch.stack([sums, -sums]).masked_fill(~held, float("-inf"))
-    dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=groups["pp"])
-    largest, smallest = spread[0], -spread[1]
-    apart = largest - smallest > 1e-5 * torch.maximum(largest.abs(), smallest.abs()).clamp_min(1e-30)
-    if bool(apart.any()):
-        name = shared[int(apart.nonzero()[0])]
+    if name := _first_apart(shared, torch.stack([sums, -sums]).masked_fill(~held, float("-inf")), groups["pp"]):
         raise RuntimeError(
             f"{name}: this parameter is no longer the same on the stages of the pipeline that hold it: code of yours "
             "changes it that reads what one stage alone has (an average of weights towards parameters of another stage). "
@@ -115,8 +87,12 @@ def _differing_buffer(record: ShardedModel, group: dist.ProcessGroup, device: to
     if not buffers:
         return ""
     sums = torch.stack([buffer.detach().double().nan_to_num(0.0, 0.0, 0.0).sum().to(device) for _, buffer in buffers])
-    spread = torch.stack([sums, -sums])
-    dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest = spread[0], -spread[1]
+    return _first_apart([name for name, _ in buffers], torch.stack([sums, -sums]), group)
+
+
+def _first_apart(names: Sequence[str], sums: Tensor, group: dist.ProcessGroup) -> str:
+    """The first name whose sum differs over a group, of sums and negated sums ``[2, n]``; empty if none does. Collective."""
+    dist.all_reduce(sums, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = sums[0], -sums[1]
     apart = largest - smallest > 1e-5 * torch.maximum(largest.abs(), smallest.abs()).clamp_min(1e-30)
-    return buffers[int(apart.nonzero()[0])][0] if bool(apart.any()) else ""
+    return names[int(apart.nonzero()[0])] if bool(apart.any()) else ""

@@ -46,15 +46,7 @@ class OptimizerGuard:
         self._tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def refuse_mixing(self, optimizers: Sequence[Optimizer], tp: int) -> None:
-        """Refuse optimizers that are not known to be element-wise.
-
-        Args:
-            optimizers: the plain ones, without Lightning's wrappers.
-            tp: over how many ranks parameters are divided; with one there are no shards, and everything is allowed.
-
-        Raises:
-            ValueError: naming the optimizer, and those that are allowed.
-        """
+        """Refuse optimizers that are not known to be element-wise."""
         for optimizer in optimizers:
             if tp > 1 and not _leaves_alone(optimizer, ELEMENTWISE_OPTIMIZERS) and not self._passes(optimizer):
                 raise ValueError(
@@ -65,15 +57,7 @@ class OptimizerGuard:
                 )
 
     def refuse_in_stages(self, optimizers: Sequence[Optimizer], pp: int) -> None:
-        """Refuse optimizers that are not known to update each parameter by itself.
-
-        Args:
-            optimizers: the plain ones, without Lightning's wrappers.
-            pp: over how many stages parameters are dealt out; with one everything is allowed.
-
-        Raises:
-            ValueError: naming the optimizer, and those that are allowed.
-        """
+        """Refuse optimizers that are not known to update each parameter by itself."""
         known = (*ELEMENTWISE_OPTIMIZERS, optim.Adafactor, optim.Muon, optim.SparseAdam)
         for optimizer in optimizers:
             if pp > 1 and not _leaves_alone(optimizer, known) and not self._passes(optimizer):
@@ -83,11 +67,7 @@ class OptimizerGuard:
                 )
 
     def _passes(self, optimizer: Optimizer) -> bool:
-        """Whether somebody vouches for an optimizer; it is tried, if it was not yet.
-
-        Raises:
-            ValueError: if the trial shows that it mixes elements, or can't be run.
-        """
+        """Whether somebody vouches for an optimizer; it is tried, if it was not yet."""
         named = any(_is_named(kind, path) for kind in type(optimizer).__mro__ for path in self._vouched)
         if not named and getattr(optimizer, "elementwise", False) is not True:
             return False
@@ -143,11 +123,7 @@ _SCALES = (1.0, 100.0, 1e-3, 1.0, 10.0)
 
 
 def _check_elementwise(optimizer: Optimizer) -> None:
-    """Step copies of an optimizer on small tensors, whole and in halves, by its own hyperparameters.
-
-    Raises:
-        ValueError: if the halves do not become the halves of the whole, or the copies can't be stepped.
-    """
+    """Step copies of an optimizer on small tensors, whole and in halves, by its own hyperparameters."""
     name, why = _path(type(optimizer)), "it updates nothing"
     for copied in (_copied, _made_anew):
         try:
@@ -267,11 +243,7 @@ def _made_anew(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]
 
 
 def refuse_fused_on_rows(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse fused kernels that torch does not have for parameters that the replicas split (``data_parallel='fsdp'``).
-
-    Raises:
-        ValueError: naming the optimizer and the kernel to use instead.
-    """
+    """Refuse fused kernels that torch does not have for parameters that the replicas split (``data_parallel='fsdp'``)."""
     for optimizer in optimizers:
         is_fused = any(group.get("fused") for group in optimizer.param_groups)
         if is_fused and isinstance(optimizer, optim.SGD | optim.Adagrad):

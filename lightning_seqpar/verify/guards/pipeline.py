@@ -17,16 +17,7 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel
 
 
 def refuse_in_stages(module: LightningModule, callbacks: Iterable[Any], pp: int) -> None:
-    """Refuse a module or a callback that needs what one stage alone has.
-
-    Args:
-        module: the user's.
-        callbacks: the trainer's.
-        pp: over how many stages.
-
-    Raises:
-        ValueError: naming it, and what to use instead.
-    """
+    """Refuse a module or a callback that needs what one stage alone has."""
     if not module.automatic_optimization:
         raise ValueError(
             f"pp={pp} with automatic_optimization=False: micro-batches of a pipeline are the batches that Lightning accumulates, "
@@ -59,11 +50,7 @@ def refuse_in_stages(module: LightningModule, callbacks: Iterable[Any], pp: int)
 
 
 def refuse_hooks_on_shared(record: ShardedModel) -> None:
-    """Refuse gradient hooks of the user's on parameters that several stages hold: each would see its stage's part.
-
-    Raises:
-        RuntimeError: naming the parameter.
-    """
+    """Refuse gradient hooks of the user's on parameters that several stages hold: each would see its stage's part."""
     assert record.stage is not None
     for name in record.layout:
         if len(record.stage.shared(name)) > 1 and _hooks_of_user(record, record.layout.parameter(name)):
@@ -74,11 +61,7 @@ def refuse_hooks_on_shared(record: ShardedModel) -> None:
 
 
 def refuse_hooks_of_reduced(record: ShardedModel | None, parameters: Iterable[Tensor]) -> None:
-    """Refuse gradient hooks of the user's where DDP reduces in a backward of its own (``virtual_pp``), which would run them again.
-
-    Raises:
-        RuntimeError: naming the parameter.
-    """
+    """Refuse gradient hooks of the user's where DDP reduces in a backward of its own (``virtual_pp``), which repeats them."""
     for parameter in parameters:
         if record is not None and _hooks_of_user(record, parameter):
             layout = record.layout.of(parameter)
