@@ -29,7 +29,7 @@ from lightning_seqpar.distributed.autograd import innermost_dispatch_mode, leave
 from lightning_seqpar.layout.replica_rows import is_split, local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.parallel.step_grads import plain_gradient
-from lightning_seqpar.strategy.tracebacks import NOT_THE_USERS
+from lightning_seqpar.strategy.refusals import NOT_THE_USERS
 
 _OTHER_HOOKS = (
     "batch_transfer",
@@ -609,14 +609,13 @@ def _users_frame(start: FrameType, model: nn.Module, *, libraries: bool = True) 
             continue
         if package == "lightning_seqpar" or module.startswith(_RUNS):
             return user
-        if module == "torch.optim.optimizer" or module in ("torch.autograd", "torch.autograd.graph"):
+        if module in ("torch.optim.optimizer", "torch.autograd", "torch.autograd.graph"):
             return None
-        if module == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl":
-            if not isinstance(frame.f_locals.get("self"), LightningModule):
-                return None
-        elif package == "lightning" and not libraries and user is None:
+        if (module == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl") or (
+            package == "lightning" and not libraries and user is None
+        ):
             return None
-        elif package not in _TRANSPARENT and user is None:
+        if package not in _TRANSPARENT and user is None:
             user = frame
     return user
 
