@@ -99,6 +99,7 @@ class Saver:
 
     Attributes:
         state_for_meta_model: weights that wait until a model on the meta device is sharded.
+        trains: whether a training is under way, while which ``async_save`` writes.
         streams: this replica's random states in the checkpoint that is restored, until they are.
     """
 
@@ -111,7 +112,7 @@ class Saver:
         self._within_epoch = False  # whether that was written in the middle of an epoch
         self._background = Background()
         self._background_groups: tuple[ParallelGroups, ProcessGroup] | None = None
-        self._trains = False
+        self.trains = False
 
     @property
     def _in_parts(self) -> bool:
@@ -200,7 +201,7 @@ class Saver:
                 raise ValueError(
                     f"{filepath}: checkpoint={{'format': 'sharded'}} writes to local or mounted folders; use format 'single' there"
                 )
-            meanwhile = self._trains and self._background_groups is not None
+            meanwhile = self.trains and self._background_groups is not None
             later = self._background_groups[1] if meanwhile and self._background_groups else None
             write = write_folder(place, checkpoint, self._facts_of_run(checkpoint), self._env.world, later)
             if meanwhile:
@@ -214,7 +215,7 @@ class Saver:
                 f"the checkpoint {filepath} can't be written",
             )
         restarts = None if self._env.launcher is None else self._env.launcher.restarts
-        if restarts is not None and self._trains and "callbacks" in checkpoint and self._env.strategy.global_rank == 0:
+        if restarts is not None and self.trains and "callbacks" in checkpoint and self._env.strategy.global_rank == 0:
             restarts.add(filepath)
 
     def _facts_of_run(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -344,7 +345,7 @@ class Saver:
 
         The epoch's loader draws its seed when it starts; in the run that wrote the checkpoint it had done so before.
         """
-        self._trains = True
+        self.trains = True
         if self._env.config.checkpoint.async_save:
             for callback in self._env.trainer.checkpoint_callbacks:
                 self._reserve_names(callback)
@@ -364,7 +365,7 @@ class Saver:
 
     def end_training(self) -> None:
         """Wait until the last checkpoint is on the disk."""
-        self._trains = False
+        self.trains = False
         self._background.wait()
 
     def end(self) -> None:
@@ -374,7 +375,7 @@ class Saver:
         except Exception as error:  # only a warning, since training may have ended by an error of its own
             rank_zero_warn(f"lightning_seqpar: {error}")
         self._background.close()
-        self._trains = False
+        self.trains = False
         self._opened = self.streams = None
 
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:

@@ -61,14 +61,14 @@ def worker_differ(what):
 
 @sees(
     "plans and models not compared",
-    "SeqParallelStrategy._parallelize",
-    "            check_agreement(facts, self._world, self.root_device)\n",
+    "ModelSetup.shard",
+    "            check_agreement(facts, self._env.world, self._env.device)\n",
     "",
     case="what5-parameter model.tokens.weight is \\\\[31, 16\\\\] .* rank 0 and \\\\[31, 32\\\\] .*; and \\\\d+ more",
 )
 @sees(
     "optimizers not compared",
-    "LoopStrategy._describe_training",
+    "Loops._describe_training",
     "describe_optimizer(plain_optimizer(optimizer))",
     "type(plain_optimizer(optimizer)).__name__",
     case='what8-optimizer 0 is \\\\["AdamW".* on rank 0 and \\\\["SGD"',

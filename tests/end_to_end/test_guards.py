@@ -556,30 +556,30 @@ def test_compiled_modules_beside_the_plan_are_left_alone():
 @sees(
     "optimizer made before the swap",
     "SeqParallelStrategy.setup",
-    "        record = self._parallelize(module)\n",
+    "        record = setup.shard(module)\n",
     (
-        "        self.setup_optimizers(trainer) if fitting else None\n        record ="
+        "        self.setup_optimizers(trainer) if env.fits else None\n        record ="
         " self._parallelize(module)\n        self.setup_optimizers = lambda trainer: None\n"
     ),
     case="a copy in configure_optimizers",
 )
 @sees(
     "losses of a replica not compared",
-    "SteppingStrategy._before_backward",
-    "                    check_loss(loss, self.groups)\n",
+    "Steps._before_backward",
+    "                    check_loss(loss, self._env.groups)\n",
     "",
     case="L2 in the loss",
 )
 @sees(
     "batches of a replica not compared",
-    "SteppingStrategy._step",
-    "            check_batch(args[0], self.groups, self.root_device, loop)\n",
+    "Steps._step",
+    "            check_batch(args[0], self._env.groups, self._env.device, loop)\n",
     "",
     case="validation data by rank",
 )
 @sees(
     "readers of partial parameters not looked at",
-    "SteppingStrategy._before_backward",
+    "Steps._before_backward",
     "                    check_readers(loss, record)\n",
     "",
     case="a weight in the loss",
@@ -621,15 +621,15 @@ def test_compiled_modules_beside_the_plan_are_left_alone():
 )
 @sees(
     "an optimizer that comes later not looked at",
-    "SteppingStrategy.optimizers",
-    "self._optimizer_guard.refuse_mixing(plain, self._shards if plain else 1)",
+    "Steps.check_optimizers",
+    "self._optimizer_guard.refuse_mixing(plain, self.shards if plain else 1)",
     "self._optimizer_guard.refuse_mixing(plain, 1)",
     case="unknown optimizer",
 )
 @sees(
     "an optimizer that nobody told of steps on shards",
-    "SeqParallelStrategy.setup",
-    "            self._watch_all_steps()\n",
+    "Steps.watch",
+    "        self._all_steps = register_optimizer_step_pre_hook(self._refuse_unknown)\n",
     "",
     case="an unknown optimizer that mixes elements steps",
 )
@@ -649,14 +649,14 @@ def test_compiled_modules_beside_the_plan_are_left_alone():
 )
 @sees(
     "clipping in hooks goes unseen between due steps",
-    "SteppingStrategy._note_hooks",
+    "Steps.note_hooks",
     "or any(is_overridden(hook, module) for hook in own)",
     "or False",
     case="torch's clipping, late",
 )
 @sees(
     "clipping in callbacks goes unseen between due steps",
-    "SteppingStrategy._note_hooks",
+    "Steps.note_hooks",
     "or any(_may_change_gradients(each) for each in callbacks)",
     "or False",
     case="torch's clipping in a callback, late",
@@ -753,7 +753,7 @@ def start_apart() -> tuple[bool, bool]:
     )
 
 
-@sees("replicas start apart", "SeqParallelStrategy._parallelize", "        self._make_replicas_equal(module)\n", "")
+@sees("replicas start apart", "ModelSetup.shard", "        self._make_replicas_equal(module)\n", "")
 def test_replicas_that_start_apart_are_made_equal_from_the_first_rank():
     for world in (2, 4):
         assert run_distributed(start_apart, world) == [(True, True)] * world
@@ -785,7 +785,7 @@ def inner_norm_matches() -> None:
 
 @sees(
     "grad_norm of gradients that no optimizer is given",
-    "SteppingStrategy.sync_all_gradients",
+    "Steps.sync_all_gradients",
     "        self.sync_others()\n",
     "",
     case="2",
@@ -822,7 +822,7 @@ def fit_unchecked_then_checked() -> str:
 
 @sees(
     "a model that was not checked is used by a strategy that checks",
-    "SeqParallelStrategy._parallelize",
+    "ModelSetup.shard",
     "if name not in _REACHES_NO_MODULE",
     'if name not in (*_REACHES_NO_MODULE, "self_check")',
 )
@@ -874,7 +874,7 @@ def worker_reshuffled():
 
 @sees(
     "batches compared by the run's steps alone",
-    "SteppingStrategy._step",
+    "Steps._step",
     "if args and due:",
     "if args and schedule.is_due(loop):",
 )
@@ -939,7 +939,7 @@ def train_replicas(kind: str, *args: Any) -> str:
 
 @sees(
     "gradients of replicas not compared",
-    "SteppingStrategy.check_step",
+    "Steps.check_step",
     "            self._comparisons.add(self._check_reduced(optimizer))\n",
     "",
     case="backward",
@@ -1003,7 +1003,7 @@ def switch_between() -> dict[str, str]:
 
 @sees(
     "a gradient frozen before the replicas have summed it",
-    "SteppingStrategy._follow_training_parameters",
+    "Steps._follow_training_parameters",
     "        if within and (",
     "        if False and (",
 )
@@ -1105,7 +1105,7 @@ def train_late(folder: str, sp: bool, since: int, **kwargs: Any) -> tuple[str, i
 
 @sees(
     "losses do not ride along",
-    "SteppingStrategy._before_backward",
+    "Steps._before_backward",
     "                self._sync.losses.note(loss)\n",
     "                pass\n",
     case="rides-19",
@@ -1121,7 +1121,7 @@ def test_a_loss_that_begins_to_read_a_part_is_seen_behind_one_step(kind, since, 
 
 @sees(
     "losses of earlier steps are not read",
-    "SteppingStrategy.training_step",
+    "Steps.train",
     "            self._sync.begin_step()\n",
     "            self._sync.attach()\n",
 )
@@ -1152,8 +1152,8 @@ def test_predictions_made_of_parts_are_refused():
 
 @sees(
     "outputs behind the last due step pass",
-    "LoopStrategy._end_evaluation",
-    "        self._outputs.check(self.groups, loop)\n",
+    "Loops.end_evaluation",
+    "        self._steps.outputs.check(self._env.groups, loop)\n",
     "",
 )
 def test_predictions_made_of_parts_are_refused_at_every_step():

@@ -600,8 +600,8 @@ def kept_with(strategy: dict[str, Any]) -> list[int]:
 )
 @sees(
     "loss_chunk without tp is ignored",
-    "SeqParallelStrategy._change_unsharded",
-    "if self.config.loss_chunk is not None:",
+    "ModelSetup._change_unsharded",
+    "if self._env.config.loss_chunk is not None:",
     "if False:",
     case="cp2",
 )
