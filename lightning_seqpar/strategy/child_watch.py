@@ -283,11 +283,7 @@ class ChildWatch:
             self._verdict = "the run was interrupted" if self._interrupted else f"the run failed: {reason}"
 
     def _gather_reasons(self, ended: list[bool]) -> None:
-        """Add to the known reasons what the children reported, and what follows from how they ended.
-
-        Args:
-            ended: for each child, whether it ended by itself.
-        """
+        """Add to the known reasons what the children reported, and what follows from how they ended."""
         children = [
             (self._first_rank + local_rank, proc, by_itself)
             for local_rank, (proc, by_itself) in enumerate(zip(self._procs, ended, strict=True), start=1)

@@ -178,12 +178,7 @@ class Environment:
             )
 
     def _connect(self, backend: str) -> None:
-        """Connect to the other ranks, and compare what all were started with. Collective.
-
-        Raises:
-            RuntimeError: if the others can't be reached in time.
-            ValueError: if they are another number than this Trainer has, or were started with something else.
-        """
+        """Connect to the other ranks, and compare what all were started with. Collective."""
         assert self.strategy.cluster_environment is not None
         first = not _distributed_is_initialized()
         try:
@@ -218,11 +213,7 @@ class Environment:
         check_agreement(describe_start(self.config, VERSION), world, self.device)
 
     def _serve_store(self) -> object:
-        """Listen where the other ranks look for this one, and not on every interface of the node.
-
-        Returns:
-            What serves the store, on the first rank, unless torchrun does.
-        """
+        """Listen where the other ranks look for this one, and not on every interface of the node."""
         assert self.strategy.cluster_environment is not None
         address, port = self.strategy.cluster_environment.main_address, self.strategy.cluster_environment.main_port
         one_node = self.num_nodes == 1
@@ -246,7 +237,7 @@ class Environment:
     # ---- collectives for Lightning: values over the replicas, barriers and decisions over the world ---------------
     # Before set-up, when there are no groups yet, and where the ranks are apart, each of them answers as on one process.
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
         """Reduce a tensor over the replicas; the ranks of one replica have the same value. Other objects stay as they are."""
         if not isinstance(tensor, Tensor) or self._groups is None or self.is_apart:
             return tensor
@@ -258,14 +249,8 @@ class Environment:
         total = _sync_ddp_if_available(tensor, over, reduce_op="sum")
         return total.div_(over.size()) if total.is_floating_point() else total.copy_(total / over.size())
 
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor over the replicas: ``[...]`` → ``[dp, ...]``, or unchanged where there is one replica.
-
-        ``LightningModule.all_gather`` always passes the group of the world, so that stands for the replicas too. This
-        replica's own entry is at ``dp_rank``. With ``sync_grads`` the gradient of an entry is the sum of those of all replicas'
-        losses: a loss that all replicas compute alike of the gathered tensors is the one of a single process with the whole
-        batch, and so are its gradients once they are averaged over the replicas. Sharded logits are gathered over tp first.
-        """
+    def all_gather(self, tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
+        """Gather a tensor over the replicas, as :meth:`SeqParallelStrategy.all_gather` says."""
         if self._groups is None:
             return tensor
         tensor = whole_logits(tensor)

@@ -185,11 +185,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         return handlers.get(signal.SIGTERM)
 
     def _hear_signals(self, *, take_sigterm: bool = False) -> None:
-        """Say which signal ended the run, in a process that started others; handlers of the user's stay.
-
-        Args:
-            take_sigterm: whether the handler of SIGTERM is Lightning's, which is replaced.
-        """
+        """Say which signal ended the run, in a process that started others; handlers of the user's stay."""
         if self.watch is None or threading.current_thread() is not threading.main_thread():
             return
         taken: set[int] = {signal.SIGTERM} if take_sigterm else set()

@@ -37,7 +37,6 @@ from lightning_seqpar.strategy.averages import (
     save_whole,
     shard_average,
 )
-from lightning_seqpar.strategy.data_parallel import RootCall
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.refusals import is_verbose
 from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize, summarize_briefly
@@ -303,15 +302,11 @@ class ModelSetup:
         assert isinstance(split, FullySharded)
         for region in record.regions:
             region.path.row_window = "block" if set(region.blocks) <= {*split.units} else "none"
-        self._env.strategy.model = RootCall(module, split)
+        self._env.strategy.model = _RootCall(module, split)
         return split
 
     def _recompute_unsharded(self, module: LightningModule) -> list[ModuleChange]:
-        """Let what the configuration names of a model that tp does not shard be recomputed, or run in parts, while it is fitted.
-
-        Returns:
-            What that changed of the model.
-        """
+        """Let what the configuration names of a model that tp does not shard be recomputed, or run in parts, while it is fitted."""
         config = self._env.config
         if not self._changes_unsharded or not self._env.fits:
             return []
@@ -370,13 +365,7 @@ class ModelSetup:
     def _log_summary(
         self, plan: list[str], coverage: Coverage | None = None, plans: Sequence[ShardingPlan] = ()
     ) -> None:
-        """Log the text at the start of a run, once.
-
-        Args:
-            plan: lines on the plan.
-            coverage: what it shards.
-            plans: the plans, whose rules are written into a file.
-        """
+        """Log the text at the start of a run, once."""
         if self._summarized or self._env.strategy.global_rank:
             return
         self._summarized = True
@@ -418,11 +407,7 @@ def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan], coverage
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The dense tensors that a tensor consists of: itself, or the indices and values of a sparse one.
-
-    Raises:
-        ValueError: for a layout that can't be sent.
-    """
+    """The dense tensors that a tensor consists of: itself, or the indices and values of a sparse one."""
     if tensor.layout == torch.strided:
         return [tensor]
     if tensor.layout == torch.sparse_coo and tensor.is_coalesced():
@@ -431,3 +416,18 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
         f"a parameter or buffer of shape {list(tensor.shape)} and layout {tensor.layout} can't be sent to the other ranks; "
         "register it dense, or coalesced as torch.sparse_coo"
     )
+
+
+class _RootCall(nn.Module):
+    """Calls the model, so that ``fully_shard`` gathers what is in no block before a step of the user's and sees what it returns.
+
+    Lightning sends a step through the ``forward`` of what wraps the model, and this is such a wrapper.
+    """
+
+    def __init__(self, module: nn.Module, split: FullySharded) -> None:
+        super().__init__()
+        self.module, self._split = module, split
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's step."""
+        return self._split.step(*args, **kwargs)

@@ -177,11 +177,7 @@ class _Run:
         self.clock.start()
 
     def agree(self) -> None:
-        """Compare over the ranks which steps are logged. Collective.
-
-        Raises:
-            ValueError: if they are not the same.
-        """
+        """Compare over the ranks which steps are logged. Collective."""
         if self._group is not None:
             check_agreement({"every_n_steps of SeqParallelMonitor": self._every}, self._group, self._device)
 

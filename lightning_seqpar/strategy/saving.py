@@ -277,12 +277,7 @@ class Saver:
         return checkpoint
 
     def _reading(self, read: Callable[[], T], path: Any) -> T:
-        """Call ``read`` on every rank; if it fails on one, it fails on all. Collective.
-
-        Args:
-            read: reads something of the checkpoint.
-            path: the checkpoint, for the error.
-        """
+        """Call ``read`` on every rank; if it fails on one, it fails on all. Collective."""
         self._read_from = path
         if not self._env.has_groups:  # before set-up
             return read()

@@ -133,13 +133,7 @@ class Stages:
             self._logs.share(self._env.trainer, self._env.module, ends_window=True)
 
     def _run_window(self, window: InterleavedWindow, stage: Stage, *, reduces: bool) -> None:
-        """Run the micro-batches that were put off, in turns over the chunks of this stage.
-
-        Args:
-            window: holds them.
-            stage: what this rank runs.
-            reduces: whether gradients are reduced over the replicas behind them.
-        """
+        """Run the micro-batches that were put off, in turns over the chunks of this stage."""
         found = window.micro_batches
         ddp = self._env.strategy.model if isinstance(self._env.strategy.model, DistributedDataParallel) else None
         with window.run():
@@ -186,11 +180,7 @@ class Stages:
         torch.autograd.backward(loss, gradient)
 
     def _gradient_of(self, one: MicroBatch) -> Tensor:
-        """By what Lightning multiplies the gradient of a loss that was put off.
-
-        Raises:
-            RuntimeError: if the module's own ``backward`` made it of the loss's value, which was not there yet.
-        """
+        """By what Lightning multiplies the gradient of a loss that was put off."""
         own = is_overridden("backward", self._env.module)
         if not one.gradients or (own and not bool(one.gradients[-1].isfinite())):
             raise RuntimeError(

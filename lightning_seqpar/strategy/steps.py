@@ -92,6 +92,7 @@ class Steps:
         schedule: when each check of a run looks.
         stages: runs this rank's stage of a pipeline.
         outputs: what evaluation steps returned, to be compared over the ranks.
+        redirection: sends a step through the wrapper of the model.
         split: the rows of parameters over the replicas (``data_parallel: fsdp``); None where each replica holds all.
     """
 
@@ -99,6 +100,7 @@ class Steps:
         self._env = environment
         self.schedule = WatchSchedule(environment.config.check_every)
         self.stages = Stages(environment, self.schedule, self.run_step, self._before_backward)
+        self.redirection = _Redirection(self.stages)
         self.outputs = OutputWatch()
         self.split: FullySharded | None = None
         self._sync: GradSync | None = None
@@ -169,17 +171,7 @@ class Steps:
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def _step(self, loop: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step of the user's, with the checks that are due.
-
-        Args:
-            loop: ``training``, ``validation``, ``test`` or ``predict``.
-            step: the step.
-            args: its arguments, the batch first.
-            kwargs: its keyword arguments.
-
-        Returns:
-            What the step returned; of an evaluation with whole logits in place of sharded ones.
-        """
+        """Run a step of the user's, with the checks that are due."""
         record = record_of(self._env.module)
         if record is None:
             return step(*args, **kwargs)
@@ -297,11 +289,7 @@ class Steps:
         )
 
     def _follow_training_parameters(self, ddp: DistributedDataParallel) -> None:
-        """Make DDP anew if parameters thawed since it was made, or froze (it would wait for their gradients).
-
-        Raises:
-            RuntimeError: if gradients were accumulated that the new DDP would not reduce over the replicas.
-        """
+        """Make DDP anew if parameters thawed since it was made, or froze (it would wait for their gradients)."""
         every = self._env.trainer.accumulate_grad_batches
         within = self._env.trainer.fit_loop.epoch_loop.batch_idx % every != 0
         thawed, frozen = (
@@ -504,11 +492,7 @@ class Steps:
             self._optimizer_guard.refuse_mixing([optimizer], self.shards)
 
     def _before_raw_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Sync and check gradients in a step that does not come through the strategy. A hook before each step.
-
-        Returns:
-            The arguments with a closure that does so after the user's; None where there is no closure.
-        """
+        """Sync and check gradients in a step that does not come through the strategy. A hook before each step."""
         if self._optimizing is not None:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -539,12 +523,7 @@ class Steps:
         self._flushed = automatic and self._optimizing is not None and self._has_backward
 
     def _sum_gradients(self, parameters: Sequence[Tensor] | None, *, check: bool = False) -> None:
-        """Sum what has arrived for ``parameters`` over tp, and over the replicas what their reduction leaves to us. Collective.
-
-        Args:
-            parameters: whose gradients are due; None for all.
-            check: also compare the doubtful gradients across ranks before they are summed.
-        """
+        """Sum what has arrived for ``parameters`` over tp, and over the replicas what their reduction leaves to us. Collective."""
         assert self._sync is not None
         if self.split is not None:
             self.split.check_reduced()
@@ -611,11 +590,7 @@ class Steps:
         return check_reduced(_parameters(optimizer), self._env.module, self._env.groups)
 
     def _read_comparisons(self, *, everything: bool = False) -> None:
-        """Raise RuntimeError if the gradients of earlier steps differed, whose comparison nobody has waited for.
-
-        Args:
-            everything: also those of this step, which may take a wait.
-        """
+        """Raise RuntimeError if the gradients of earlier steps differed, whose comparison nobody has waited for."""
         for comparison in self._comparisons.take(everything=everything):
             comparison()
 
@@ -649,13 +624,10 @@ class Steps:
         return torch.nn.utils.get_total_norm(grads, norm_type)
 
 
-class Redirection(_ForwardRedirection):
+class _Redirection(_ForwardRedirection):
     """Lightning's forward through DDP, but in manual optimization and in a pipeline DDP does not prepare for a backward there.
 
     ``pre_backward`` prepares it for each backward, and for that of a window's last micro-batch.
-
-    Args:
-        stages: runs the model's stage.
     """
 
     def __init__(self, stages: Stages) -> None:

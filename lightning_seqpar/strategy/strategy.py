@@ -48,7 +48,7 @@ from lightning_seqpar.strategy.model_setup import ModelSetup
 from lightning_seqpar.strategy.precision import share_overflows, with_global_clipping, without_global_clipping
 from lightning_seqpar.strategy.refusals import is_refusal, shortens_refusals
 from lightning_seqpar.strategy.saving import Saver
-from lightning_seqpar.strategy.steps import Redirection, Steps
+from lightning_seqpar.strategy.steps import Steps
 from lightning_seqpar.strategy.tuning import Searches
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -226,7 +226,7 @@ class SeqParallelStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io or WholeFileIO(),
             precision_plugin=precision_plugin,
         )
-        self._forward_redirection = Redirection(self.stages)
+        self._forward_redirection = self.steps.redirection
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled or copied: what the Trainer gave, the model and the optimizers, and nothing of a run under way."""
@@ -712,15 +712,7 @@ class SeqParallelStrategy(ParallelStrategy):
 
 
 def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> ParallelConfig:
-    """The configuration of a strategy.
-
-    Args:
-        config: what was given as ``config=``.
-        given: the keywords; beside ``config`` they must have their defaults, which command lines pass along.
-
-    Raises:
-        ValueError: for a keyword with another value beside ``config``.
-    """
+    """The configuration of a strategy."""
     keywords: dict[str, Any] = {
         name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         for name, value in given.items()

@@ -347,11 +347,7 @@ class _Watched(TorchDispatchMode):
         self._known = None
 
     def refuse_lost(self) -> None:
-        """Refuse ``parameter.data = ...`` where replicas split parameters: torch shows the assigned tensor, and keeps its own rows.
-
-        Raises:
-            ValueError: naming the parameter.
-        """
+        """Refuse ``parameter.data = ...`` where replicas split parameters: torch shows the new tensor, and keeps its rows."""
         for name, shown in self._rows.items():
             if storage_id(self._watch.record.layout.parameter(name)) != shown:
                 raise ValueError(
@@ -474,12 +470,7 @@ class _Watched(TorchDispatchMode):
     # ---- what is refused -------------------------------------------------------------------------------------------
 
     def _check_write(self, targets: Iterable[Tensor], found: _Local | None) -> None:
-        """Refuse what the user's code writes into a parameter or a gradient, if it is made of one part, or decided by one.
-
-        Args:
-            targets: what is written to.
-            found: what is written; None for anything, behind a number that was read.
-        """
+        """Refuse what the user's code writes into a parameter or a gradient, if it is made of one part, or decided by one."""
         home = next((home[0] for home in map(self._home_of, targets) if home is not None), None)
         if home is None or (frame := _users_frame(sys._getframe(1), self._watch.record.model)) is None:
             return
@@ -594,13 +585,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _users_frame(start: FrameType, model: nn.Module, *, libraries: bool = True) -> FrameType | None:
-    """The user's innermost frame, if that works on weights by hand; None in a module's forward, a backward or an optimizer.
-
-    Args:
-        start: the innermost frame.
-        model: whose own methods are hooks and steps.
-        libraries: whether what Lightning's helpers do for the user's code counts as the user's.
-    """
+    """The user's innermost frame, if that works on weights by hand; None in a module's forward, a backward or an optimizer."""
     user = None
     for frame in _frames(start):
         module = _module(frame)
