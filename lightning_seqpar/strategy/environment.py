@@ -22,6 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.distributed.collectives import gather_from_sequence_parallel_region
@@ -91,6 +92,16 @@ class Environment:
     def device(self) -> torch.device:
         """This rank's device."""
         return self.strategy.root_device
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """DDP around the model; None if nothing of it is reduced over the replicas."""
+        return self.strategy.model if isinstance(self.strategy.model, DistributedDataParallel) else None
+
+    @property
+    def batch_idx(self) -> int:
+        """The number of the training batch that is under way, in its epoch."""
+        return self.trainer.fit_loop.epoch_loop.batch_idx
 
     @property
     def num_processes(self) -> int:

@@ -320,8 +320,7 @@ def _seconds(begin: Any, end: Any) -> float:
 def _group_of(trainer: Trainer) -> ProcessGroup | None:
     """All ranks that train together; None if there is one, or they are not processes of ``torch.distributed``."""
     if isinstance(trainer.strategy, SeqParallelStrategy):
-        groups = trainer.strategy.groups
-        return groups[tuple(sorted(groups.topology.axes))]
+        return trainer.strategy.environment.world
     return dist.group.WORLD if trainer.world_size > 1 and dist.is_initialized() else None
 
 

@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.pipeline.schedule import OneForwardOneBackward, interleave
@@ -110,8 +109,8 @@ class Stages:
             return
 
         def reduced() -> None:  # the window's last backward: DDP reduces what all of them added up
-            if isinstance(self._env.strategy.model, DistributedDataParallel):
-                prepare_for_backward(self._env.strategy.model, loss)
+            if self._env.ddp is not None:
+                prepare_for_backward(self._env.ddp, loss)
             backward()
 
         if stage.is_last and self._logs is not None:
@@ -135,7 +134,7 @@ class Stages:
     def _run_window(self, window: InterleavedWindow, stage: Stage, *, reduces: bool) -> None:
         """Run the micro-batches that were put off, in turns over the chunks of this stage."""
         found = window.micro_batches
-        ddp = self._env.strategy.model if isinstance(self._env.strategy.model, DistributedDataParallel) else None
+        ddp = self._env.ddp
         with window.run():
             for part in interleave(stage.number, stage.count, stage.chunks, len(found)):
                 one = found[part.micro_batch]

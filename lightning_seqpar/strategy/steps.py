@@ -150,8 +150,8 @@ class Steps:
         if self._sync is not None and record is not None:
             self._sync.remove()
             self._sync = GradSync(record.layout, self._env.groups, record.doubtful)
-        if isinstance(self._env.strategy.model, DistributedDataParallel):  # it would wait for the rest of the gradients
-            self._env.strategy.model._remove_autograd_hooks()
+        if self._env.ddp is not None:  # it would wait for the rest of the gradients
+            self._env.ddp._remove_autograd_hooks()
             self.wrap_ddp(init_sync=False)
         self._env.share_streams()
 
@@ -250,16 +250,13 @@ class Steps:
         if (record := record_of(self._env.module)) is not None:
             record.check_frozen()
             record.versions.clear()  # updates change shards from now on; a learning-rate finder begins another training then
-        if isinstance(self._env.strategy.model, DistributedDataParallel):
-            self._follow_training_parameters(self._env.strategy.model)
-        batch_idx, accumulate = (
-            self._env.trainer.fit_loop.epoch_loop.batch_idx,
-            self._env.trainer.accumulate_grad_batches,
-        )
-        if self.split is not None and self._env.module.automatic_optimization and batch_idx % accumulate == 0:
+        begins = self._env.batch_idx % self._env.trainer.accumulate_grad_batches == 0
+        if self._env.ddp is not None:
+            self._follow_training_parameters(self._env.ddp, begins=begins)
+        if self.split is not None and self._env.module.automatic_optimization and begins:
             self.split.begin_window()
         with self._unwatched(), self.stages.running("training_step"):
-            begins, due = batch_idx % accumulate == 0, self.schedule.is_due_at(self.schedule.number("training") + 1)
+            due = self.schedule.is_due_at(self.schedule.number("training") + 1)
             # Gradients of the last window, which are summed, are dropped behind the step: it matters what a step makes of them
             # where its code is watched.
             if record is None or not self._shows_gradients or (begins and not due):
@@ -288,21 +285,18 @@ class Steps:
             for parameter in _parameters(optimizer)
         )
 
-    def _follow_training_parameters(self, ddp: DistributedDataParallel) -> None:
+    def _follow_training_parameters(self, ddp: DistributedDataParallel, *, begins: bool) -> None:
         """Make DDP anew if parameters thawed since it was made, or froze (it would wait for their gradients)."""
-        every = self._env.trainer.accumulate_grad_batches
-        within = self._env.trainer.fit_loop.epoch_loop.batch_idx % every != 0
-        thawed, frozen = (
-            self._thawed(),
-            [p for p in self.stages.reduced if not p.requires_grad] if self._waits(ddp) else [],
-        )
+        thawed = self._thawed()
+        frozen = [p for p in self.stages.reduced if not p.requires_grad] if self._waits(ddp) else []
         lost = any(p.grad is not None for p in frozen)
         # With find_unused_parameters, a new DDP does not know which parameters only earlier batches used.
-        if within and (lost or (thawed and ddp.find_unused_parameters)):
+        if not begins and (lost or (thawed and ddp.find_unused_parameters)):
             raise RuntimeError(
                 f"a parameter {'froze' if lost else 'began to train'} between batches whose gradients are accumulated "
-                f"(accumulate_grad_batches={every}): each replica (dp > 1) holds parts of gradients that would not be summed any "
-                "more. Switch requires_grad in on_train_batch_start where batch_idx % accumulate_grad_batches == 0"
+                f"(accumulate_grad_batches={self._env.trainer.accumulate_grad_batches}): each replica (dp > 1) holds parts of "
+                "gradients that would not be summed any more. Switch requires_grad in on_train_batch_start where "
+                "batch_idx % accumulate_grad_batches == 0"
             )
         if thawed or frozen:
             ddp._remove_autograd_hooks()
@@ -355,18 +349,16 @@ class Steps:
                     record.stage.check_graph(loss)
                 check_parameters(record)
                 check_buffers(record, self._env.groups, self._env.device)
-        if isinstance(self._env.strategy.model, DistributedDataParallel):
+        if (ddp := self._env.ddp) is not None:
             thawed = self._thawed()
-            if thawed or (
-                self._waits(self._env.strategy.model) and not all(p.requires_grad for p in self.stages.reduced)
-            ):
+            if thawed or (self._waits(ddp) and not all(p.requires_grad for p in self.stages.reduced)):
                 raise RuntimeError(
                     f"a parameter {'began' if thawed else 'ceased'} to train within a step, where the reduction over replicas "
                     f"(dp > 1) does not know {'it' if thawed else 'of it'} yet: switch requires_grad (unfreeze, set_adapter) "
                     "before the step, in on_train_batch_start or a callback"
                 )
             if not self._env.module.automatic_optimization:
-                prepare_for_backward(self._env.strategy.model, loss)
+                prepare_for_backward(ddp, loss)
 
     def backward(self, run: Callable[..., Tensor], closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward.

@@ -1004,7 +1004,7 @@ def switch_between() -> dict[str, str]:
 @sees(
     "a gradient frozen before the replicas have summed it",
     "Steps._follow_training_parameters",
-    "        if within and (",
+    "        if not begins and (",
     "        if False and (",
 )
 def test_switches_between_accumulated_batches_are_refused_where_replicas_would_drift_apart():
