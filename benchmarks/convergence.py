@@ -46,7 +46,7 @@ FAULTS = (
     next(mutant for mutant in all_mutants() if mutant.name == "norm sync left out"),
     Mutant(
         "what would see it left out",
-        "SteppingStrategy._read_comparisons",
+        "Steps._read_comparisons",
         "            comparison()\n",
         "            pass\n",
     ),

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Collection
+from pathlib import Path
 from typing import ClassVar
 
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lightning_seqpar.strategy.tracebacks import frames_of, is_at_raise, module_of
 from lightning_seqpar.user_input import name_error
 
 LIFELINE = "SEQPAR_LIFELINE_FD"
@@ -27,6 +29,12 @@ PUT_OFF = 20.0
 """Seconds that a training gets to come to the end of a step, and save, after SIGTERM."""
 GRACE = 10.0
 """Seconds that the other ranks get to end by themselves (and print their own message) once one has died."""
+PAUSE = 2.0
+"""Seconds that rank 0 gets to come to an error that all ranks raise, before another rank's end counts as a failure."""
+CALL_ON_ALL = (
+    "what speaks to all ranks (trainer.save_checkpoint, unshard, a forward after fit) must be called on all of them"
+)
+_RANKS_CODE = (str(Path(dist.__file__).parent), str(Path(__file__).parent.parent))
 
 
 def describe_exit(code: int) -> str:
@@ -72,11 +80,16 @@ def is_lost_peer(error: BaseException) -> bool:
     """
     if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):
         return False
-    if not (frames := frames_of(error.__traceback__)) or not is_at_raise(frames[-1]):
+    stack = traceback.extract_tb(error.__traceback__)
+    if not is_at_raise(stack):
         return True
     cause = error.__cause__
-    is_ours = module_of(frames[-1].tb_frame).startswith(("torch.distributed.", "lightning_seqpar."))
-    return is_ours or (cause is not None and is_lost_peer(cause))
+    return stack[-1].filename.startswith(_RANKS_CODE) or (cause is not None and is_lost_peer(cause))
+
+
+def is_at_raise(stack: traceback.StackSummary) -> bool:
+    """Whether a ``raise`` statement raised an error: if not, the interpreter did, or what is called from C++."""
+    return bool(stack) and "raise" in (stack[-1].line or "").split()
 
 
 def flush_stdout() -> None:
@@ -115,7 +128,7 @@ class ChildWatch:
         self._interrupted = False
         self._exit_code = 0
         self._left_with: int | None = None  # the status with which every rank has left, by sys.exit
-        self._expected: BaseException | None = None  # an error that every rank raised
+        self._expected: BaseException | None = None  # an error of this process that every rank raises, most likely
         self._signals: int | None = None  # descriptor of the pipe in which the interpreter notes signals
         self._taken: set[int] = set()  # the signals that end the run
         self._handled = threading.Event()  # set when the main thread runs its handler of a signal
@@ -154,18 +167,10 @@ class ChildWatch:
         self.fail(sentence, symptom=True)
 
     def expect(self, error: BaseException) -> None:
-        """Note that every rank raised this error: they may end of it in any order, and the main process says why.
-
-        Args:
-            error: the main process's own.
-        """
+        """Note an error of this process that every rank raises, most likely: they may end of it in any order."""
         self._expected = error
         if isinstance(error, SystemExit):
             self._left_with = exit_status(error)
-
-    def leave_with(self, status: int) -> None:
-        """Note the status with which the main process leaves by ``sys.exit``; 0 is none where other ranks did not."""
-        self._exit_code = self._exit_code or status
 
     def hear_signals(self, taken: set[int]) -> None:
         """End the run on signals even while the main thread waits in a collective.
@@ -244,6 +249,8 @@ class ChildWatch:
     def _wait(self, rank: int, proc: subprocess.Popen[bytes]) -> None:
         """Wait for a child, in a thread; end the process if it fails before any other."""
         code = proc.wait()
+        if code > 0 and self._finished.wait(PAUSE):
+            return  # of the same error, most likely, and the main process says so
         if (self._expected is not None or self._agreed) and self._finished.wait(GRACE):
             return
         with self._lock:
@@ -276,11 +283,7 @@ class ChildWatch:
             self._verdict = "the run was interrupted" if self._interrupted else f"the run failed: {reason}"
 
     def _gather_reasons(self, ended: list[bool]) -> None:
-        """Add to the known reasons what the children reported, and what follows from how they ended.
-
-        Args:
-            ended: for each child, whether it ended by itself.
-        """
+        """Add to the known reasons what the children reported, and what follows from how they ended."""
         children = [
             (self._first_rank + local_rank, proc, by_itself)
             for local_rank, (proc, by_itself) in enumerate(zip(self._procs, ended, strict=True), start=1)
@@ -298,10 +301,7 @@ class ChildWatch:
                 self._reasons.insert(0, (True, reason))
         done = [rank for rank, proc, by_itself in children if by_itself and not proc.returncode]
         if done and self._reasons and all(symptom for symptom, _ in self._reasons):
-            reason = (
-                f"rank {done[0]} had ended while another rank still waited for it; what speaks "
-                "to all ranks (trainer.save_checkpoint, unshard, a forward after fit) must be called on all of them"
-            )
+            reason = f"rank {done[0]} had ended while another rank still waited for it; {CALL_ON_ALL}"
             self._reasons.insert(0, (True, reason))
 
     def _read_reports(self) -> list[tuple[bool, str]]:
@@ -345,8 +345,17 @@ class ChildWatch:
         self._finished.set()
         uncaught = getattr(sys, "last_value", None)
         if uncaught is not None and uncaught is self._expected:
+            said = name_error(self._expected)
+            self.fail(f"rank {self._first_rank} raised {said}")
             self._conclude()
-            return
+            if all(reason.endswith(said) for _, reason in self._reasons):
+                return
+        if self._left_with is not None:
+            self.fail(f"rank {self._first_rank} raised SystemExit: {self._left_with}")
+            self._exit_code = self._left_with
+            self._conclude()
+            if {proc.returncode for proc in self._procs} == {self._left_with}:
+                return
         if uncaught is not None and not self._reasons:
             reason = f"rank {self._first_rank} raised {name_error(uncaught)}"
             self.fail(reason, symptom=is_lost_peer(uncaught))
@@ -354,7 +363,7 @@ class ChildWatch:
             with contextlib.suppress(BrokenPipeError):  # all of them have ended before
                 os.write(self._lifeline, DONE * len(self._procs))
             codes = {proc.wait() for proc in self._procs}
-            if not any(codes) or codes == {self._left_with}:
+            if not any(codes):
                 return
         self._conclude()
         if self._agreed and all(proc.returncode in (0, self._exit_code) for proc in self._procs):
@@ -386,19 +395,6 @@ def report_waiting(sentence: str) -> None:
     descriptor = os.environ.get(REPORTS)
     if descriptor is not None:
         os.write(int(descriptor), f"w {' '.join(sentence.split())}"[:2000].encode() + b"\n")
-
-
-def tell_external_launcher(rank: int, error: BaseException) -> None:
-    """Print an exception of this rank where torchrun or srun started it, and write the error file that torchrun reads."""
-    if is_lost_peer(error) and "imed out" in str(error):
-        say(
-            f"rank {rank} waited for another rank, which did not answer within the timeout; look for the one that hangs"
-        )
-    elif is_lost_peer(error):
-        say(f"rank {rank} lost another rank, which ended first; look for its message above or in its own log")
-    else:
-        say(f"rank {rank} raised {name_error(error)}")
-    record_for_torchrun(error)
 
 
 def record_for_torchrun(error: BaseException) -> None:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_seqpar.strategy.child_watch import is_lost_peer
+
+PATIENCE = timedelta(seconds=5)
+"""How long a rank waits for what the others raise."""
+_ADDRESS = re.compile(r"\b0x[0-9a-f]+")
+"""Of an object, as Python shows it: each rank has its own."""
 
 
 class Ending:
@@ -31,6 +43,8 @@ class Ending:
         self._requeue_signal = 0
         self._requeued = False
         self._asking: Trainer | None = None
+        self._error: BaseException | None = None  # what ends the run, and whether ranks are at different places of it
+        self._apart = False
         self.together = False
 
     @property
@@ -60,7 +74,8 @@ class Ending:
         loop.__dict__["_broadcast_sigterm_tensor"] = ask_between_steps
 
     def leave(self) -> None:
-        """Give the loop Lightning's method back."""
+        """Give the loop Lightning's method back, and forget what ended the run."""
+        self._error = None  # it holds the frames of the run
         if self._asking is not None:
             self._asking.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
             self._asking = None
@@ -88,6 +103,23 @@ class Ending:
             and threading.current_thread() is threading.main_thread()
         ):
             signal.signal(environment.requeue_signal, self.note_requeue)
+
+    def is_apart(self, trainer: Trainer, world: dist.ProcessGroup) -> bool:
+        """Whether an exception ends the run on ranks that may be at different places of it, so that nothing collective works.
+
+        Lightning's callbacks may save then. After a signal that the ranks agreed on they are at one place, and so they are if
+        every one of them raised the same.
+        """
+        if trainer.state.status != TrainerStatus.INTERRUPTED or self.together:
+            return False
+        error = sys.exc_info()[1]
+        if error is None:  # somebody has caught it, and saves later
+            return False
+        if error is not self._error:
+            self._error = error
+            shared = isinstance(error, Exception) and not is_lost_peer(error) and is_shared(error, world)
+            self._apart = world.size() > 1 and not shared
+        return self._apart
 
     def act(self) -> None:
         """Do what some rank was asked to do. Collective; it may be called between two steps alone.
@@ -132,3 +164,17 @@ def save_before_end(trainer: Trainer) -> Path | None:
     trainer.save_checkpoint(path)
     rank_zero_info(f"lightning_seqpar: saved {path}")
     return path
+
+
+def is_shared(error: BaseException, world: dist.ProcessGroup) -> bool:
+    """Whether every rank raises this error now, with the same text: they say so in the store within :data:`PATIENCE`."""
+    store = dist.distributed_c10d._world.pg_map[world][1]
+    own = f"{type(error).__name__}: {_ADDRESS.sub('', str(error))}"
+    try:
+        number = store.add(f"errors of rank {world.rank()}", 1)
+        keys = [f"error {number} of rank {rank}" for rank in range(world.size())]
+        store.set(keys[world.rank()], own)
+        store.wait(keys, PATIENCE)
+        return all(store.get(key).decode() == own for key in keys)
+    except RuntimeError:  # a rank raises nothing, or the store is gone
+        return False

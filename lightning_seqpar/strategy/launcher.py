@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_seqpar.strategy.child_watch import (
     LIFELINE,
+    PAUSE,
     REPORTS,
     ChildWatch,
     exit_status,
@@ -38,11 +40,10 @@ from lightning_seqpar.strategy.child_watch import (
     report_exception,
     report_waiting,
     say,
-    tell_external_launcher,
 )
 from lightning_seqpar.strategy.ending import Ending
 from lightning_seqpar.strategy.missing_ranks import Missing, end_stopped_parent
-from lightning_seqpar.strategy.refusals import Refusals, leave_untold, shorten_lost_peers
+from lightning_seqpar.strategy.refusals import is_refusal, leave_untold, shorten_lost_peers, tell_refusal
 from lightning_seqpar.strategy.restart import RestartList
 from lightning_seqpar.user_input import name_error
 
@@ -184,11 +185,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         return handlers.get(signal.SIGTERM)
 
     def _hear_signals(self, *, take_sigterm: bool = False) -> None:
-        """Say which signal ended the run, in a process that started others; handlers of the user's stay.
-
-        Args:
-            take_sigterm: whether the handler of SIGTERM is Lightning's, which is replaced.
-        """
+        """Say which signal ended the run, in a process that started others; handlers of the user's stay."""
         if self.watch is None or threading.current_thread() is not threading.main_thread():
             return
         taken: set[int] = {signal.SIGTERM} if take_sigterm else set()
@@ -235,36 +232,33 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             raise KeyboardInterrupt
         raise SystemExit(128 + signum)
 
-    def tell(
-        self, error: BaseException, refusals: Refusals | None = None, missing: Callable[[], Missing] | None = None
-    ) -> None:
-        """Report an exception of this rank to whoever started the ranks; one that all ranks raised is left to rank 0.
+    def tell(self, error: BaseException, missing: Callable[[], Missing] | None = None) -> None:
+        """Report an exception of this rank to whoever started the ranks.
 
         Args:
             error: the exception.
-            refusals: what finds out whether all ranks raised it; None if that can't be.
-            missing: finds out which rank did not come, where the error says that another rank is gone.
+            missing: finds out which rank did not come, where the error says that another rank is gone; None if that can't be.
         """
         rank = self.cluster_environment.global_rank()
-        if is_lost_peer(error) and missing is not None:
+        is_shared = is_refusal(error) and not is_lost_peer(error)
+        if is_shared:
+            tell_refusal(error, rank, is_told=self._is_child)
+        if is_lost_peer(error) and missing is not None and self.has_begun:
             self._tell_missing(missing())
             leave_untold(error)
             if self.watch is None and not self._is_child:
                 record_for_torchrun(error)
-        elif refusals is not None and not is_lost_peer(error) and refusals.is_shared(error):
-            refusals.tell_once(error, opens_log=self.cluster_environment.local_rank() == 0)
-            if self.watch is not None:
-                self.watch.expect(error)
-            elif rank == 0:
-                record_for_torchrun(error)
         elif self._is_child:
             report_exception(rank, error)
+        elif self.watch is not None and (is_shared or (isinstance(error, SystemExit) and exit_status(error) < 128)):
+            self.watch.expect(error)
         elif self.watch is not None:
             self.watch.fail(f"rank {rank} raised {name_error(error)}", symptom=is_lost_peer(error))
-            if isinstance(error, SystemExit):
-                self.watch.leave_with(exit_status(error))
         elif self.cluster_environment.creates_processes_externally:
-            tell_external_launcher(rank, error)
+            if not is_shared:
+                say(f"rank {rank} raised {name_error(error)}")
+            if not is_shared or rank == 0:
+                record_for_torchrun(error)
 
     def _tell_missing(self, missing: Missing) -> None:
         """Report that this rank waited for another one."""
@@ -272,9 +266,8 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             self.watch.fail_waiting(missing.sentence, missing.waited)
         elif not self._is_child and missing.is_teller:
             say(missing.sentence)
-            missing.words.note_told()
         elif not self._is_child:
-            missing.words.await_told()
+            time.sleep(PAUSE)  # torchrun ends the rank that tells with the first one that goes
         elif end_stopped_parent():
             say(f"{missing.sentence}. The main process (local rank 0) was stopped, and is killed")
         else:

@@ -70,13 +70,7 @@ _TOO_MANY = 1000
 
 
 def _find(value: Any, depth: int, seen: set[int]) -> Iterator[Metric]:
-    """Find the metrics in modules, containers and other objects.
-
-    Args:
-        value: where to look.
-        depth: how many levels down.
-        seen: ids of the objects that were looked at already.
-    """
+    """Find the metrics in modules, containers and other objects."""
     if value is None or isinstance(value, Tensor | str | bytes | int | float | type) or id(value) in seen:
         return
     seen.add(id(value))

@@ -177,11 +177,7 @@ class _Run:
         self.clock.start()
 
     def agree(self) -> None:
-        """Compare over the ranks which steps are logged. Collective.
-
-        Raises:
-            ValueError: if they are not the same.
-        """
+        """Compare over the ranks which steps are logged. Collective."""
         if self._group is not None:
             check_agreement({"every_n_steps of SeqParallelMonitor": self._every}, self._group, self._device)
 
@@ -324,8 +320,7 @@ def _seconds(begin: Any, end: Any) -> float:
 def _group_of(trainer: Trainer) -> ProcessGroup | None:
     """All ranks that train together; None if there is one, or they are not processes of ``torch.distributed``."""
     if isinstance(trainer.strategy, SeqParallelStrategy):
-        groups = trainer.strategy.groups
-        return groups[tuple(sorted(groups.topology.axes))]
+        return trainer.strategy.environment.world
     return dist.group.WORLD if trainer.world_size > 1 and dist.is_initialized() else None
 
 

@@ -11,101 +11,106 @@ import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.pipeline.schedule import OneForwardOneBackward, interleave
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.region.schedule import WatchSchedule
-from lightning_seqpar.strategy.environment import TopologyStrategy
+from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.interleaving import InterleavedWindow, MicroBatch, touch
 from lightning_seqpar.strategy.stage_logs import StageLogs
 from lightning_seqpar.verify.guards.model import check_buffers_of_stages, check_parameters_of_stages
 from lightning_seqpar.verify.guards.pipeline import refuse_hooks_of_reduced, refuse_hooks_on_shared
 
 
-class StagedStrategy(TopologyStrategy):
-    """The part of the strategy that runs this rank's stage.
+class Stages:
+    """Runs this rank's stage of a pipeline.
 
     Args:
-        config: the configuration.
-        plugins: the other arguments of :class:`TopologyStrategy`.
+        environment: the processes of the run.
+        schedule: when each check of a run looks.
+        run_step: runs a step of the user's, checked.
+        before_backward: checks a loss, or what stands for it, and prepares its backward.
+
+    Attributes:
+        reduced: parameters whose gradients DDP reduces over the replicas.
+        window: the micro-batches that are put off, where stages have several chunks of blocks.
     """
 
-    def __init__(self, config: ParallelConfig, **plugins: Any) -> None:
-        super().__init__(config, **plugins)
-        self._schedule = WatchSchedule(config.check_every)
+    def __init__(
+        self,
+        environment: Environment,
+        schedule: WatchSchedule,
+        run_step: Callable[[str, Callable[..., Any], Any, Any], Any],
+        before_backward: Callable[..., None],
+    ) -> None:
+        self._env, self._schedule = environment, schedule
+        self._run_step, self._before_backward = run_step, before_backward
         self._micro_batches = OneForwardOneBackward(0)
-        self._reduced: list[Tensor] = []  # parameters whose gradients DDP reduces over the replicas
         self._logs: StageLogs | None = None
-        self._window: InterleavedWindow | None = None  # where stages have several chunks of blocks
+        self.reduced: list[Tensor] = []
+        self.window: InterleavedWindow | None = None
 
-    def _begin_stages(self, stage: Stage) -> None:
+    def begin(self, stage: Stage) -> None:
         """A training begins."""
-        self._window = InterleavedWindow(stage, self._module, self.root_device) if stage.chunks > 1 else None
+        self.window = InterleavedWindow(stage, self._env.module, self._env.device) if stage.chunks > 1 else None
         self._micro_batches = OneForwardOneBackward(stage.stages_behind)
-        self._logs = StageLogs(self.groups["pp"], self.root_device, self.groups["dp"])
+        self._logs = StageLogs(self._env.groups["pp"], self._env.device, self._env.groups["dp"])
 
     @contextmanager
-    def _in_stages(self, name: str) -> Generator[None, None, None]:
+    def running(self, name: str) -> Generator[None, None, None]:
         """A context manager in which a step of the user's, called by its name, runs as far as this stage goes.
 
         Inside of DDP, which would take the end of a stage for an error.
         """
-        stage = self._stage
+        stage = self.stage
         if stage is None:
             yield
             return
-        own, step = vars(self._module).get(name), getattr(self._module, name)
+        own, step = vars(self._env.module).get(name), getattr(self._env.module, name)
         trains = name == "training_step"
         run: Callable[[Callable[[], Any]], Any] = stage.run if trains else stage.evaluate
-        logs, window = self._logs if trains else None, self._window if trains else None
+        logs, window = self._logs if trains else None, self.window if trains else None
 
         @functools.wraps(step)
         def in_stages(*args: Any, **kwargs: Any) -> Any:
             if window is not None:
-                batch = self._trainer._results.batch  # type: ignore[union-attr]
+                batch = self._env.trainer._results.batch  # type: ignore[union-attr]
                 number, is_due = self._schedule.number("training"), self._schedule.is_due("training")
                 return window.put_off(step, (args, kwargs), number, batch, is_due=is_due)
             return run(lambda: step(*args, **kwargs))
 
-        vars(self._module)[name] = in_stages
+        vars(self._env.module)[name] = in_stages
         try:
-            with nullcontext() if logs is None or window else logs.step(self._trainer, has_loss=stage.is_last):
+            with nullcontext() if logs is None or window else logs.step(self._env.trainer, has_loss=stage.is_last):
                 yield
         finally:
-            del vars(self._module)[name]
+            del vars(self._env.module)[name]
             if own is not None:
-                vars(self._module)[name] = own
+                vars(self._env.module)[name] = own
 
     @property
-    def _stage(self) -> Stage | None:
+    def stage(self) -> Stage | None:
         """What this rank runs of a pipeline."""
-        record = record_of(self._module)
+        record = record_of(self._env.module)
         return None if record is None else record.stage
 
-    @property
-    def runs_stages(self) -> bool:
-        """Whether the model runs in stages of a pipeline."""
-        return self._stage is not None
-
-    def _run_when_due(self, loss: Tensor, backward: Callable[[], Any], stage: Stage) -> None:
+    def run_when_due(self, loss: Tensor, backward: Callable[[], Any], stage: Stage) -> None:
         """Run the backwards that are due on a stage behind a micro-batch's forward; at the window's end all of them."""
-        is_last = not self._trainer.fit_loop._should_accumulate()
-        begins = self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
-        if begins and is_overridden("optimizer_zero_grad", self._module):
+        is_last = not self._env.trainer.fit_loop._should_accumulate()
+        begins = self._env.trainer.fit_loop.batch_idx % self._env.trainer.accumulate_grad_batches == 0
+        if begins and is_overridden("optimizer_zero_grad", self._env.module):
             stage.refuse_kept()
-        if self._window is not None:
-            self._window.micro_batches[-1].backward = backward
+        if self.window is not None:
+            self.window.micro_batches[-1].backward = backward
             if is_last:
-                self._run_window(self._window, stage, reduces=True)
+                self._run_window(self.window, stage, reduces=True)
                 self._end_window(stage)
             return
 
         def reduced() -> None:  # the window's last backward: DDP reduces what all of them added up
-            if isinstance(self.model, DistributedDataParallel):
-                prepare_for_backward(self.model, loss)
+            if self._env.ddp is not None:
+                prepare_for_backward(self._env.ddp, loss)
             backward()
 
         if stage.is_last and self._logs is not None:
@@ -118,24 +123,18 @@ class StagedStrategy(TopologyStrategy):
         """All backwards of a window have run. Collective over the pipeline."""
         stage.settle()
         stage.sum_shared()  # once for each window, in which gradients were added up
-        record = record_of(self._module)
+        record = record_of(self._env.module)
         if record is not None and self._schedule.is_due("training"):
             refuse_hooks_on_shared(record)
-            check_buffers_of_stages(record, self.groups, self.root_device)
-            check_parameters_of_stages(record, self.groups, self.root_device)
+            check_buffers_of_stages(record, self._env.groups, self._env.device)
+            check_parameters_of_stages(record, self._env.groups, self._env.device)
         if self._logs is not None:
-            self._logs.share(self._trainer, self._module, ends_window=True)
+            self._logs.share(self._env.trainer, self._env.module, ends_window=True)
 
     def _run_window(self, window: InterleavedWindow, stage: Stage, *, reduces: bool) -> None:
-        """Run the micro-batches that were put off, in turns over the chunks of this stage.
-
-        Args:
-            window: holds them.
-            stage: what this rank runs.
-            reduces: whether gradients are reduced over the replicas behind them.
-        """
+        """Run the micro-batches that were put off, in turns over the chunks of this stage."""
         found = window.micro_batches
-        ddp = self.model if isinstance(self.model, DistributedDataParallel) else None
+        ddp = self._env.ddp
         with window.run():
             for part in interleave(stage.number, stage.count, stage.chunks, len(found)):
                 one = found[part.micro_batch]
@@ -145,23 +144,27 @@ class StagedStrategy(TopologyStrategy):
                     if not part.is_backward:
                         one.losses[part.chunk] = self._run_chunk(window, stage, one, part.chunk)
                         continue
-                    with self.block_backward_sync() if waits else nullcontext():
+                    with self._env.strategy.block_backward_sync() if waits else nullcontext():
                         self._run_backward(one, part.chunk, stage)
         if ddp is not None and reduces:
-            refuse_hooks_of_reduced(record_of(self._module), self._reduced)
-            nothing = touch([p for p in self._reduced if p.grad is not None])
+            refuse_hooks_of_reduced(record_of(self._env.module), self.reduced)
+            nothing = touch([p for p in self.reduced if p.grad is not None])
             prepare_for_backward(ddp, nothing)
             nothing.backward()
 
     def _run_chunk(self, window: InterleavedWindow, stage: Stage, one: MicroBatch, chunk: int) -> Tensor:
         """Run the forward of a micro-batch through one chunk; returns the loss, or what stands for it."""
         has_loss = stage.is_last and chunk == stage.chunks - 1
-        logs = nullcontext() if self._logs is None else self._logs.step(self._trainer, has_loss=has_loss)
-        with window.entered(one, chunk, self._trainer) as step, logs, self.precision_plugin.train_step_context():
+        logs = nullcontext() if self._logs is None else self._logs.step(self._env.trainer, has_loss=has_loss)
+        with (
+            window.entered(one, chunk, self._env.trainer) as step,
+            logs,
+            self._env.strategy.precision_plugin.train_step_context(),
+        ):
             out = self._run_step("training", step, (), {})
         loss: Tensor = out["loss"] if isinstance(out, Mapping) else out
         if has_loss and self._logs is not None:
-            self._logs.note_loss(loss / self._trainer.accumulate_grad_batches)
+            self._logs.note_loss(loss / self._env.trainer.accumulate_grad_batches)
         return loss
 
     def _run_backward(self, one: MicroBatch, chunk: int, stage: Stage) -> None:
@@ -176,47 +179,42 @@ class StagedStrategy(TopologyStrategy):
         torch.autograd.backward(loss, gradient)
 
     def _gradient_of(self, one: MicroBatch) -> Tensor:
-        """By what Lightning multiplies the gradient of a loss that was put off.
-
-        Raises:
-            RuntimeError: if the module's own ``backward`` made it of the loss's value, which was not there yet.
-        """
-        own = is_overridden("backward", self._module)
+        """By what Lightning multiplies the gradient of a loss that was put off."""
+        own = is_overridden("backward", self._env.module)
         if not one.gradients or (own and not bool(one.gradients[-1].isfinite())):
             raise RuntimeError(
-                f"{type(self._module).__name__}.backward reads the value of the loss, or runs no backward: with virtual_pp losses "
-                "are computed behind it. Do so in training_step, or leave virtual_pp out"
+                f"{type(self._env.module).__name__}.backward reads the value of the loss, or runs no backward: with virtual_pp "
+                "losses are computed behind it. Do so in training_step, or leave virtual_pp out"
             )
         return one.gradients[-1]
 
-    def _run_step(self, loop: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a step of the user's, checked; a subclass does."""
-        raise NotImplementedError
-
-    def _before_backward(self, loss: Tensor, *, is_loss: bool) -> None:
-        """Check a loss, or what stands for it, and prepare its backward; a subclass does."""
-        raise NotImplementedError
-
-    def _finish_micro_batches(self) -> None:
+    def finish_micro_batches(self) -> None:
         """Run the backwards that are still to come, in the middle of a window, and share what was logged. Collective over pp."""
-        if (stage := self._stage) is None or self._logs is None:
+        if (stage := self.stage) is None or self._logs is None:
             return
-        if self._window is not None and self._window.micro_batches:
-            now = self._trainer.state.stage
-            self._trainer.training = True  # where a validation begins too
-            self._run_window(self._window, stage, reduces=False)
-            self._trainer.state.stage = now
-        with self.block_backward_sync():
+        if self.window is not None and self.window.micro_batches:
+            now = self._env.trainer.state.stage
+            self._env.trainer.training = True  # where a validation begins too
+            self._run_window(self.window, stage, reduces=False)
+            self._env.trainer.state.stage = now
+        with self._env.strategy.block_backward_sync():
             self._micro_batches.finish()
         stage.settle()
-        self._logs.share(self._trainer, self._module)
+        self._logs.share(self._env.trainer, self._env.module)
+
+    def enter_loops(self) -> None:
+        """Change Lightning's loops for a training in stages, until :meth:`leave_loops`."""
+        if self.stage is not None:
+            self._let_stages_run_ahead()
+            self._finish_in_front_of_hooks()
+            self._tell_loss_of_window()
 
     def _let_stages_run_ahead(self) -> None:
         """Let Lightning ask at the start of a window whether to end by SIGTERM, and not at every batch.
 
         All ranks wait for each other there: each micro-batch would go through all stages before the next could begin.
         """
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        trainer, loop = self._env.trainer, self._env.trainer.fit_loop.epoch_loop
         ask = loop._broadcast_sigterm_tensor
 
         def ask_at_start() -> None:  # behind the batch before
@@ -231,13 +229,13 @@ class StagedStrategy(TopologyStrategy):
         A callback may exchange weights for the validation, or read what the epoch logged; and what an epoch that ended in the
         middle of a window leaves would come to the next window.
         """
-        loop = self._trainer.fit_loop
+        loop = self._env.trainer.fit_loop
         for owner, name in ((loop.epoch_loop.val_loop, "run"), (loop, "on_advance_end")):
             owner.__dict__[name] = self._finishing(getattr(owner, name))
 
     def _tell_loss_of_window(self) -> None:
         """Let ``on_train_batch_end`` be given one loss on all stages, of which the last one alone computes it."""
-        loop: Any = self._trainer.fit_loop.epoch_loop.automatic_optimization
+        loop: Any = self._env.trainer.fit_loop.epoch_loop.automatic_optimization
         run = loop.run
 
         def with_loss(*args: Any, **kwargs: Any) -> Any:
@@ -251,14 +249,14 @@ class StagedStrategy(TopologyStrategy):
     def _finishing(self, call: Callable[[], Any]) -> Callable[[], Any]:
         @functools.wraps(call)
         def finished() -> Any:
-            self._finish_micro_batches()
+            self.finish_micro_batches()
             return call()
 
         return finished
 
-    def _leave_loops(self) -> None:
-        """Undo what :meth:`_let_stages_run_ahead` and the two methods behind it did to Lightning's loops."""
-        loop = self._trainer.fit_loop
+    def leave_loops(self) -> None:
+        """Give Lightning's loops their methods back."""
+        loop = self._env.trainer.fit_loop
         for owner, name in (
             (loop.epoch_loop, "_broadcast_sigterm_tensor"),
             (loop.epoch_loop.val_loop, "run"),

@@ -6,8 +6,8 @@ import functools
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, ParamSpec
 
@@ -15,69 +15,56 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_seqpar.checkpoint.atomic_files import on_every_rank
-from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec
-from lightning_seqpar.distributed.autograd import storage_id
-from lightning_seqpar.distributed.host import OneStepLate
-from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_model
-from lightning_seqpar.distributed.rng import share_streams
-from lightning_seqpar.init.deferred import DeferredInit
-from lightning_seqpar.init.meta_weights import LateWeights
+from lightning_seqpar.checkpoint.whole_file import WholeFileIO
+from lightning_seqpar.config import CheckpointConfig, ParallelConfig, PlanSpec
 from lightning_seqpar.layout.replica_rows import is_split
-from lightning_seqpar.parallel.apply import parallelize, unshard
-from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, compile_plain_blocks
-from lightning_seqpar.parallel.context import split_context
-from lightning_seqpar.parallel.fsdp_units import block_lists, fully_shard_options, units_among
-from lightning_seqpar.parallel.fully_sharded import FullySharded
-from lightning_seqpar.parallel.grad_sync import GradSync
-from lightning_seqpar.parallel.module_changes import ModuleChange
-from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of, whole_model
+from lightning_seqpar.parallel.apply import unshard
+from lightning_seqpar.parallel.fsdp_units import fully_shard_options
+from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.parallel.summoned import summon
-from lightning_seqpar.parallel.synced_norms import sync_batch_norms
-from lightning_seqpar.parallel.tiled_mlps import MLPTiles
-from lightning_seqpar.parallel.unsharded import change_unsharded
-from lightning_seqpar.pipeline.cut import Cut
-from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.choice import check_plan
-from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.averages import (
-    averages_of,
     averaging_callbacks,
     refuse_on_meta,
-    save_whole,
-    shard_average,
 )
-from lightning_seqpar.strategy.child_watch import exit_status, is_lost_peer, record_for_torchrun
-from lightning_seqpar.strategy.data_parallel import RootCall
-from lightning_seqpar.strategy.launcher import SeqParallelLauncher
+from lightning_seqpar.strategy.environment import Environment
+from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
+from lightning_seqpar.strategy.loaders import Loaders
+from lightning_seqpar.strategy.loops import Loops
 from lightning_seqpar.strategy.missing_ranks import find_missing
-from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping
-from lightning_seqpar.strategy.refusals import Refusals, is_refusal, is_verbose, shorten_traceback, shortens_refusals
-from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize, summarize_briefly
-from lightning_seqpar.strategy.tuning import TuningStrategy
-from lightning_seqpar.strategy.weights_by_hand import WeightWatch
+from lightning_seqpar.strategy.model_setup import ModelSetup
+from lightning_seqpar.strategy.precision import share_overflows, with_global_clipping, without_global_clipping
+from lightning_seqpar.strategy.refusals import is_refusal, shortens_refusals
+from lightning_seqpar.strategy.saving import Saver
+from lightning_seqpar.strategy.steps import Steps
+from lightning_seqpar.strategy.tuning import Searches
+from lightning_seqpar.topology.grid import ProcessTopology
+from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.user_input import nearest
-from lightning_seqpar.verify.coverage import Coverage, cover
-from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
+from lightning_seqpar.verify.guards.callbacks import refuse_callbacks, refuse_links
 from lightning_seqpar.verify.guards.config import (
+    check_backend,
     check_compile_options,
     check_ddp_options,
+    check_layer_sync,
+    refuse_notebook,
+    refuse_sweep,
     refuse_unsupported,
-    syncs_batch_norms,
 )
-from lightning_seqpar.verify.guards.heads import context_method, refuse_uneven_heads
+from lightning_seqpar.verify.guards.heads import refuse_uneven_heads
 from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
-from lightning_seqpar.verify.plan_file import write_plan
-from lightning_seqpar.verify.prover import Proved, Prover
 
 P = ParamSpec("P")
 
@@ -89,16 +76,6 @@ _SIZES = re.compile(
     r"|[Ee]xpected size"
 )
 """In torch's messages about sizes that do not fit."""
-
-_REACHES_NO_MODULE = (
-    "dp",  # "auto" and a number make one topology, which is compared
-    "ddp",  # each fit wraps the model anew
-    "check_every",  # each fit has a schedule of its own
-    "broadcast_batch",  # who reads the data
-    "checkpoint",  # how files are written
-    "elementwise_optimizers",  # each fit makes its optimizers anew
-)
-"""Fields of the configuration that change nothing in a sharded module, each with its reason."""
 
 
 def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
@@ -115,7 +92,7 @@ def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-class SeqParallelStrategy(TuningStrategy):
+class SeqParallelStrategy(ParallelStrategy):
     """Tensor + sequence parallel training of an unmodified LightningModule.
 
     ``Trainer(devices=8, strategy=SeqParallelStrategy(tp=4, sp=True))``. The fields are those of
@@ -232,19 +209,24 @@ class SeqParallelStrategy(TuningStrategy):
         fully_shard_options(merged.fsdp)
         check_compile_options(merged.compile_options)
         check_plan(merged.plan)  # here, so that wrong rules raise before any process starts
+        self.config = merged
+        self._is_set_up = self._failed = False
+        self.environment = Environment(self, merged)
+        self.loaders = Loaders(self.environment)
+        self.steps = Steps(self.environment)
+        self.stages = self.steps.stages
+        self.searches = Searches(self.environment, self.steps)
+        self.loops = Loops(self.environment, self.steps, self.searches)
+        self.saver = Saver(self.environment, self.steps, self.loaders)
+        self.model_setup = ModelSetup(self.environment)
         super().__init__(
-            merged,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or WholeFileIO(),
             precision_plugin=precision_plugin,
         )
-        self._summarized = False
-        self._recorder: DeferredInit | None = None
-        self._failed = False
-        self._unsharded_changes: list[ModuleChange] = []  # of a model that is not sharded
-        self._reverts: Callable[[LightningModule], Any] | None = None  # takes back what a plugin has changed
+        self._forward_redirection = self.steps.redirection
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled or copied: what the Trainer gave, the model and the optimizers, and nothing of a run under way."""
@@ -288,367 +270,105 @@ class SeqParallelStrategy(TuningStrategy):
         shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value != getattr(default, name))
         return f"SeqParallelStrategy({shown}) of lightning.pytorch"
 
-    # ---- model -------------------------------------------------------------------------------------------------
-
-    def setup(self, trainer: Trainer) -> None:
-        """Shard the model (once), fill it if it is on the meta device, wrap it into DDP, and then make the optimizers."""
-        assert self.accelerator is not None
-        self._schedule.begin_run()
-        self._failed, self._is_set_up = False, True
-        self.accelerator.setup(trainer)
-        module = self.lightning_module
-        assert module is not None
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and self.config.pp > 1:
-            refuse_in_stages(module, trainer.callbacks, self.config.pp)  # type: ignore[attr-defined]
-        meta_weights = self._late_weights(module)
-        self.precision_plugin.convert_module(module)
-        share_streams(
-            self.groups[self.groups.replica_axes], self.groups.source(self.groups.replica_axes), self.root_device
-        )
-        record = self._parallelize(module)
-        if meta_weights is not None and self._splits:
-            self._split = self._split_over_replicas(
-                module, record
-            )  # before it has weights: of each a rank keeps its rows
-        if meta_weights is not None:
-            with self._phases.phase("filling the weights", meta_weights.count) as filling:
-                on_every_rank(
-                    lambda: meta_weights.fill_parameters(record, filling.advance),
-                    self._world,
-                    "the model's weights can't be read",
-                )
-        self.model_to_device()
-        if meta_weights is None:
-            self._split = self._split_over_replicas(module, record)
-        if self._split is not None:
-            self._split.begin()
-            for loop in (
-                trainer.validate_loop,
-                trainer.test_loop,
-                trainer.predict_loop,
-                trainer.fit_loop.epoch_loop.val_loop,
-            ):
-                loop.inference_mode = (
-                    False  # what it gathers would be of no use to training; Lightning's own FSDP has it off too
-                )
-        if record is not None:
-            record.reset_calls()
-            record.strategy = weakref.ref(self)
-            for region in record.regions:
-                region.observers.schedule = self._schedule
-            refuse_callbacks(trainer.callbacks, self._shards * self.config.pp)  # type: ignore[attr-defined]
-        if fitting:
-            self._share_out_averages(record)
-        self._share_metrics()
-        self._sync = None
-        self._steps, self._comparisons = {}, OneStepLate()
-        if fitting:
-            if record is not None:
-                self._sync = GradSync(record.layout, self.groups)
-                if record.stage is not None:
-                    self._begin_stages(record.stage)
-            self._apply_layer_sync(module)
-            with self._phases.phase("making optimizers"):
-                if self._mean_size > 1 and self._split is None:
-                    self._wrap_ddp(module)
-                self.setup_optimizers(trainer)
-            self._watch_all_steps()
-            self._note_hooks()
-        self.setup_precision_plugin()
-        if record is not None:
-            share_overflows(self.precision_plugin, self._world)
-        if fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
-        share_streams(
-            self.groups[self.groups.replica_axes], self.groups.source(self.groups.replica_axes), self.root_device
-        )
-        if record is not None:
-            record.note_versions()
-        if fitting and record is not None and any(layout.is_sharded for layout in record.layout.values()):
-            self._weights = WeightWatch(record)
-            self._weights.begin(trainer)
-
-    def setup_environment(self) -> None:
-        """Connect the processes, and make a model whole that an earlier run sharded, if callbacks are about to copy it.
-
-        Raises:
-            ValueError: if they are, and the model has no weights yet.
-        """
-        super().setup_environment()
-        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
-        if self._trainer.state.fn == TrainerFn.FITTING:
-            refuse_on_meta(callbacks, self._module)
-        if averaging_callbacks(callbacks) and record_of(self._module) is not None:
-            unshard(self._module)
-
-    def _share_out_averages(self, record: ShardedModel | None) -> None:
-        """Cut the averages of weights as the model is cut, from the first rank's. Collective over the world."""
-        for average in averages_of(self._trainer.callbacks):  # type: ignore[attr-defined]
-            self._make_replicas_equal(average)
-            if record is not None:
-                shard_average(average, record)
-                save_whole(average, functools.partial(self._average_state_dict, record))
-
-    def _parallelize(self, module: LightningModule) -> ShardedModel | None:
-        """Find and prove a plan, and shard the model by it, unless an earlier run did.
-
-        Returns:
-            The record of the sharded model; None at tp 1.
-        """
-        tp = self.groups.size("tp")
-        earlier = record_of(module)
-        config = self.config
-        made_by = (
-            self.groups.topology,
-            {
-                name: repr(getattr(config, name))
-                for name in ParallelConfig.model_fields
-                if name not in _REACHES_NO_MODULE
-            },
-            self._syncs_batch_norms,
-            tp > 1 or not self._changes_unsharded or self._trainer.state.fn == TrainerFn.FITTING,
-        )
-        if earlier is not None:
-            if earlier.made_by == made_by:
-                return earlier
-            unshard(module)  # it was sharded for another topology or by another plan
-        with self._phases.phase("comparing the ranks' models"):
-            facts = {**describe_model(module), "sync_batchnorm": self._syncs_batch_norms}
-            check_agreement(facts, self._world, self.root_device)
-        self._make_replicas_equal(module)
-        if tp == 1 and (config.cp > 1 or config.pp > 1):
-            return self._split_unsharded(module, made_by)
-        if tp == 1:
-            changes = self._recompute_unsharded(module)
-            if config.compile:
-                changes += compile_plain_blocks(module, BlockGraphs(config.compile_options))
-            compiled = [f"compile: {len(changes)} blocks"] if config.compile else []
-            how = "sharded" if self._splits else "plain"
-            nothing = f"none: tp is 1, so nothing is sharded over tp and sp is idle; this is {how} data parallelism"
-            if self._splits or self._trainer.state.fn == TrainerFn.FITTING:
-                try:
-                    changes += sync_batch_norms(module, self.groups, every=self._syncs_batch_norms)
-                except ValueError:
-                    for change in reversed(changes):
-                        change.undo()
-                    raise
-            self._log_summary([nothing, *compiled])
-            if not self._splits:
-                self._unsharded_changes = changes
-                return None
-            record = whole_model(module, self.groups)
-            record.made_by, record.changes = made_by, changes
-            return record
-        phases = self._phases
-        prover = Prover(module, self._trainer, self.config, self.groups, self.root_device, phases)
-        proved = prover.prove()
-        plans = proved.plans
-        plan_text = "; ".join(f"{plan.source}: {plan.to_yaml()}" for plan in plans)
-        check_agreement({"the plan": plan_text}, self._world, self.root_device)
-        hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
-        cut = prover.find_cut(plans) if config.pp > 1 else None
-        if cut is not None:
-            proved.lines += prover.check_stages(plans, cut)
-        with phases.phase("cutting the model"):
-            record = parallelize(
-                *(module, plans, self.groups),
-                sp=config.sp,
-                regather=config.regather,
-                loss_chunk=config.loss_chunk,
-                recompute=config.recompute,
-                tiles=self._tiles,
-                cp_method=config.cp_method,
-                compiler=BlockGraphs(config.compile_options) if config.compile else None,
-            )
-        record.made_by = made_by
-        if cut is not None:
-            self._cut(record, cut)
-        try:
-            record.changes += sync_batch_norms(module, self.groups, every=self._syncs_batch_norms)
-        except ValueError:
-            unshard(module)
-            raise
-        if proved.frozen:
-            record.why_frozen = proved.frozen
-            record.stay_frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
-            rank_zero_warn(f"lightning_seqpar: the plan is proved only while what is frozen stays so: {proved.frozen}")
-        coverage = cover(record, plans, proved.known, sp=config.sp)
-        compiled = [] if record.graphs is None else [describe_compiled(record)]
-        lines = [
-            _describe_plan(record, plans, coverage),
-            *describe_stages(record),
-            *coverage.reasons,
-            *proved.lines,
-            *compiled,
-        ]
-        self._log_summary(lines, coverage, plans)
-        for warning in coverage.warnings:
-            rank_zero_warn(warning)
-        vocabulary = {match.name for match in record.matches if match.rule.style == "vocab"}  # their outputs look whole
-        if seen := [name for name in hooked if record.is_inside(name) and name not in vocabulary]:
-            rank_zero_warn(
-                f"lightning_seqpar: forward hooks of yours sit on {', '.join(seen[:3])}{' ...' if len(seen) > 3 else ''}; "
-                "they will see this rank's part of the activations"
-            )
-        return record
-
-    def _cut(self, record: ShardedModel, cut: Cut) -> None:
-        """Keep one stage of a model."""
-        record.layout.note_stages(cut.shared)
-        record.stage = Stage(record.model, cut, self.groups, self.root_device)
-
-    def _split_unsharded(self, module: LightningModule, made_by: object) -> ShardedModel:
-        """Split a model that tp does not shard along the sequence (cp), into stages (pp), or both, once that is proved."""
-        config = self.config
-        prover = Prover(module, self._trainer, config, self.groups, self.root_device, self._phases)
-        needs_proof = config.cp > 1 or self._needs_proof
-        proved = prover.prove_unsharded() if needs_proof else Proved(prover.find_unsharded())
-        plans = proved.plans
-        check_agreement({"the plan": "; ".join(plan.to_yaml() for plan in plans)}, self._world, self.root_device)
-        cut = prover.find_cut(plans) if config.pp > 1 else None
-        if cut is not None:
-            proved.lines += prover.check_stages(plans, cut)
-        record = (
-            split_context(module, plans, self.groups, config.cp_method)
-            if config.cp > 1
-            else whole_model(module, self.groups)
-        )
-        record.made_by = made_by
-        record.changes = self._change_unsharded(module, plans)
-        if config.compile:
-            record.changes += compile_plain_blocks(module, BlockGraphs(config.compile_options))
-        if cut is not None:
-            self._cut(record, cut)
-        try:
-            record.changes += sync_batch_norms(module, self.groups, every=self._syncs_batch_norms)
-        except ValueError:
-            unshard(module)
-            raise
-        lines = describe_stages(record)
-        if blocks := record.context_blocks:
-            lines.append(
-                f"each rank of cp holds a part of the sequence in {len(blocks)} blocks ({blocks[0]} to {blocks[-1]})"
-            )
-        self._log_summary([*lines, *proved.lines], plans=plans)
-        return record
+    # ---- what this rank is -------------------------------------------------------------------------------------
 
     @property
-    def _tiles(self) -> MLPTiles | None:
-        """How MLPs run in tiles; None where they run whole."""
-        return None if self.config.tile_mlp is None else MLPTiles(self.config.tile_mlp)
+    def is_distributed(self) -> bool:
+        """Whether Lightning must divide and reduce over processes here: true while a model is set up, where ``sync_dist`` asks.
+
+        Before that Lightning asks whether to divide samples, which :meth:`process_dataloader` does by itself, and whether to refuse
+        its batch-size finder, which runs here.
+        """
+        return self._is_set_up
 
     @property
-    def _syncs_batch_norms(self) -> bool:
-        """Whether batch norms take their statistics over all replicas."""
-        return syncs_batch_norms(self._layer_sync)
-
-    def _apply_layer_sync(self, module: LightningModule) -> None:
-        """Let a plugin of the user's change the model before it is trained, as Lightning's own DDP does.
+    def root_device(self) -> torch.device:
+        """This rank's device.
 
         Raises:
-            ValueError: if it makes another module of the model itself.
+            ValueError: if the Trainer has fewer devices than the run has ranks on this node.
         """
-        if self._layer_sync is None or self._syncs_batch_norms:
-            return
-        if self._layer_sync.apply(module) is not module:
+        assert self.parallel_devices is not None
+        if self.local_rank >= len(self.parallel_devices):
             raise ValueError(
-                f"plugins=[{type(self._layer_sync).__name__}()]: its apply() returned another module than the model; exchange "
-                "modules inside the model, and return the model"
+                f"this process has local rank {self.local_rank}, but Trainer(devices={len(self.parallel_devices)}): every "
+                "Trainer of a script must have the same devices, because each rank runs the whole script; use one script "
+                "for each size"
             )
-        self._reverts = self._layer_sync.revert
+        return self.parallel_devices[self.local_rank]
 
     @property
-    def _splits(self) -> bool:
-        """Whether the replicas share out what one of them would hold."""
-        return self.config.data_parallel == "fsdp" and self._mean_size > 1
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return self.environment.num_nodes
 
-    def _split_over_replicas(self, module: LightningModule, record: ShardedModel | None) -> FullySharded | None:
-        """Let each replica hold some rows of every parameter, where that is asked for; an earlier run may have done so."""
-        if not self._splits:
-            return None
-        assert record is not None
-        split = record.replicas
-        if split is None:
-            for tensor in (*module.parameters(), *module.buffers()):
-                if not tensor.is_meta:
-                    tensor.data = tensor.data.to(self.root_device)
-            blocks = [*(name for region in record.regions for name in region.blocks), *block_lists(module)]
-            units = units_among(self.config.fsdp, module, blocks)
-            split = FullySharded(record, units, fully_shard_options(self.config.fsdp), self.root_device)
-        assert isinstance(split, FullySharded)
-        for region in record.regions:
-            region.path.row_window = "block" if set(region.blocks) <= {*split.units} else "none"
-        self.model = RootCall(module, split)
-        return split
-
-    def _recompute_unsharded(self, module: LightningModule) -> list[ModuleChange]:
-        """Let what the configuration names of a model that tp does not shard be recomputed, or run in parts, while it is fitted.
-
-        Returns:
-            What that changed of the model.
-        """
-        config = self.config
-        if not self._changes_unsharded or self._trainer.state.fn != TrainerFn.FITTING:
-            return []
-        prover = Prover(module, self._trainer, config, self.groups, self.root_device, self._phases)
-        return self._change_unsharded(
-            module, prover.prove_unsharded().plans if self._needs_proof else prover.find_unsharded()
-        )
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self.environment.num_nodes = num_nodes
 
     @property
-    def _needs_proof(self) -> bool:
-        """Whether what is changed of a model that tp does not shard must be proved."""
-        return self.config.tile_mlp is not None or self.config.loss_chunk is not None
+    def num_processes(self) -> int:
+        """The number of ranks on this node."""
+        return self.environment.num_processes
 
     @property
-    def _changes_unsharded(self) -> bool:
-        """Whether a model of which tp shards nothing is changed nonetheless while it is fitted."""
-        config = self.config
-        return config.recompute != "none" or config.tile_mlp is not None or config.loss_chunk is not None
+    def groups(self) -> ParallelGroups:
+        """The process groups.
 
-    def _change_unsharded(self, module: LightningModule, plans: Sequence[ShardingPlan]) -> list[ModuleChange]:
-        """Let blocks that the plans name be recomputed, their MLPs run in tiles and heads in chunks, if the model is fitted."""
-        if self._trainer.state.fn != TrainerFn.FITTING:
-            return []
-        config = self.config
-        how: dict[str, Any] = {"recompute": config.recompute, "tiles": self._tiles, "loss_chunk": config.loss_chunk}
-        return change_unsharded(module, plans, self.groups, **how)[1]
-
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """A context manager in which the initialisation of tensors on the meta device is recorded.
-
-        ``setup`` gives them their values later, of each tensor this rank's part alone.
-
-        Args:
-            empty_init: make all tensors on the meta device, as under ``with torch.device("meta")``.
+        Raises:
+            RuntimeError: before they are made, in ``setup_environment``.
         """
-        self._recorder = self._recorder or DeferredInit()
-        with super().tensor_init_context(), torch.device("meta") if empty_init else nullcontext(), self._recorder:
-            yield
+        return self.environment.groups
 
-    def _late_weights(self, module: LightningModule) -> LateWeights | None:
-        """Prepare to give a model on the meta device its weights, and give it its buffers. Collective.
+    @property
+    def dp_rank(self) -> int:
+        """The number of the data-parallel replica that this rank belongs to (0-based)."""
+        return self.groups.rank("dp")
 
-        Returns:
-            What fills the parameters once the model is sharded; None if no tensor is on the meta device.
+    @property
+    def dp_size(self) -> int:
+        """The number of data-parallel replicas."""
+        return self.groups.size("dp")
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of a ``DistributedSampler``: it counts replicas, since the ranks of one read the same samples.
+
+        Lightning asks before set-up too, where a loader is only counted (``trainer.estimated_stepping_batches``).
         """
-        recorder, self._recorder = self._recorder, None
-        state, self._state_for_meta_model = self._state_for_meta_model, None
-        if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            return None
-        late = LateWeights(module, recorder, state)
-        late.check()
-        initialisation = {
-            "how the model of the meta device is initialised (numbers of Python, shapes)": late.recorder.digest()
-        }
-        check_agreement(initialisation, self._world, self.root_device)
-        shared = [late.recorder.shared]
-        dist.broadcast_object_list(shared, src=dist.get_process_group_ranks(self._world)[0], group=self._world)
-        late.recorder.shared = shared[0]
-        late.fill_buffers()
-        return late
+        return self.environment.sampler_kwargs
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether this rank has the parameter, or a part of it: stages of a pipeline (``pp``) have those of their own blocks alone.
+
+        Parameters of other stages stay in the model as NaN without memory, have no gradients, and can't be written to.
+        """
+        record = record_of(self.environment.module)
+        layout = None if record is None else record.layout.of(parameter)
+        return record is None or record.stage is None or layout is None or record.stage.holds(layout.name)
+
+    # ---- processes ---------------------------------------------------------------------------------------------
+
+    @shortens_refusals
+    def _configure_launcher(self) -> None:
+        """Make the launcher, after all that can be checked before processes are started."""
+        assert self.cluster_environment is not None
+        ProcessTopology.from_config(self.config, self.num_nodes * self.num_processes)
+        check_backend(self.config.process_group_backend, self.root_device.type)
+        if not self.cluster_environment.creates_processes_externally:
+            if _IS_INTERACTIVE or not is_script():
+                refuse_notebook(self.num_nodes * self.num_processes)
+            if is_hydra_sweep():
+                refuse_sweep(self.num_nodes * self.num_processes)
+        check_layer_sync(self._layer_sync, self.config)
+        self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment this process's rank and the size of the world; Lightning calls it."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        vars(rank_zero_only)["rank"] = self.global_rank
 
     @shortens_refusals
     def check_before_start(self, module: LightningModule) -> None:
@@ -659,61 +379,294 @@ class SeqParallelStrategy(TuningStrategy):
         """
         refuse_uneven_heads(module, self.config)
 
-    def _log_summary(
-        self, plan: list[str], coverage: Coverage | None = None, plans: Sequence[ShardingPlan] = ()
-    ) -> None:
-        """Log the text at the start of a run, once.
+    def setup_environment(self) -> None:
+        """Connect the processes and make their groups; make a model whole that an earlier run sharded, if callbacks copy it.
+
+        Raises:
+            ValueError: if they are, and the model has no weights yet.
+        """
+        callbacks, module = self.environment.callbacks, self.environment.module
+        if self.config.checkpoint.async_save:
+            refuse_links(callbacks)
+        super().setup_environment()
+        self.set_world_ranks()
+        self.environment.connect()
+        self.loaders.take_over_samplers()
+        self.saver.make_group()
+        if self.environment.fits:
+            refuse_on_meta(callbacks, module)
+        if averaging_callbacks(callbacks) and record_of(module) is not None:
+            unshard(module)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank of the world."""
+        if name is not None and name.endswith("_dataloader()"):  # before Lightning calls process_dataloader for a loop
+            self.searches.meet(training=name.startswith("train"))
+            self.loaders.begin(training=name.startswith("train"))
+        self.environment.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object of rank ``src`` to every rank of the world, and return it; this rank's own if they are apart."""
+        return self.environment.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the replicas; the ranks of one replica have the same value. Other objects stay as they are."""
+        return self.environment.reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor over the replicas: ``[...]`` → ``[dp, ...]``, or unchanged where there is one replica.
+
+        ``LightningModule.all_gather`` always passes the group of the world, so that stands for the replicas too. This
+        replica's own entry is at ``dp_rank``. With ``sync_grads`` the gradient of an entry is the sum of those of all replicas'
+        losses: a loss that all replicas compute alike of the gathered tensors is the one of a single process with the whole
+        batch, and so are its gradients once they are averaged over the replicas. Sharded logits are gathered over tp first.
+        """
+        return self.environment.all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether ``decision`` is true on all ranks of the world, or with ``all=False`` on any."""
+        return self.environment.reduce_boolean_decision(decision, all)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Divide the samples among the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
+        self.searches.note_loader(dataloader)
+        return self.loaders.divide(dataloader)
+
+    # ---- model -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """A context manager in which the initialisation of tensors on the meta device is recorded.
+
+        ``setup`` gives them their values later, of each tensor this rank's part alone.
 
         Args:
-            plan: lines on the plan.
-            coverage: what it shards.
-            plans: the plans, whose rules are written into a file.
+            empty_init: make all tensors on the meta device, as under ``with torch.device("meta")``.
         """
-        if self._summarized or self.global_rank:
-            return
-        self._summarized = True
-        config = self.config
-        if config.cp > 1:
-            config = config.model_copy(update={"cp_method": context_method(self._module, config)})
-        about = (self.groups.topology, config, self.num_processes, VERSION, plan, coverage)
-        if is_verbose():
-            rank_zero_info(summarize(*about))
-        else:
-            rank_zero_info(summarize_briefly(*about, write_plan(plans, summarize(*about)) if plans else ""))
+        with super().tensor_init_context(), self.model_setup.recording(empty=bool(empty_init)):
+            yield
 
-    def _make_replicas_equal(self, module: nn.Module) -> None:
-        """Send the first rank's weights and buffers to all ranks, while the model is still whole on each. Collective."""
-        group = self.groups[tuple(sorted(self.groups.topology.axes))]
-        # One on the meta device is filled later, from a record or files that are the same on all ranks.
-        whole = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()}.values()
-        tensors = [part for tensor in whole for part in _dense_parts(tensor)]
-        total = sum(tensor.nbytes for tensor in tensors)
-        with torch.no_grad(), self._phases.phase("sending the first rank's weights to all", total) as sending:
-            for tensor in tensors:
-                staged = tensor.detach().to(self.root_device).contiguous()
-                # As bytes, since backends do not support every dtype.
-                dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=group)
-                if storage_id(staged) != storage_id(tensor):
-                    tensor.data.copy_(staged)
-                sending.advance(tensor.nbytes)
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the model (once), fill it if it is on the meta device, wrap it into DDP, and then make the optimizers."""
+        assert self.accelerator is not None
+        env, setup, steps = self.environment, self.model_setup, self.steps
+        steps.schedule.begin_run()
+        self._failed, self._is_set_up = False, True
+        self.accelerator.setup(trainer)
+        module = env.module
+        if env.fits and self.config.pp > 1:
+            refuse_in_stages(module, env.callbacks, self.config.pp)
+        state, self.saver.state_for_meta_model = self.saver.state_for_meta_model, None
+        meta_weights = setup.late_weights(module, state)
+        self.precision_plugin.convert_module(module)
+        env.share_streams()
+        record = setup.shard(module)
+        if meta_weights is not None:
+            if setup.splits:  # before it has weights: of each a rank keeps its rows
+                steps.split = setup.split_over_replicas(module, record)
+            with env.phases.phase("filling the weights", meta_weights.count) as filling:
+                on_every_rank(
+                    lambda: meta_weights.fill_parameters(record, filling.advance),
+                    env.world,
+                    "the model's weights can't be read",
+                )
+        self.model_to_device()
+        if meta_weights is None:
+            steps.split = setup.split_over_replicas(module, record)
+        if steps.split is not None:
+            steps.split.begin()
+            evaluations = trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+            for loop in (*evaluations, trainer.fit_loop.epoch_loop.val_loop):
+                # What it gathers would be of no use to training; Lightning's own FSDP has it off too.
+                loop.inference_mode = False
+        if record is not None:
+            record.reset_calls()
+            record.strategy = weakref.ref(self)
+            for region in record.regions:
+                region.observers.schedule = steps.schedule
+            refuse_callbacks(env.callbacks, steps.shards * self.config.pp)
+        if env.fits:
+            setup.share_out_averages(record, self.saver.average_state)
+        steps.share_metrics_of_run()
+        steps.begin(record)
+        if env.fits:
+            setup.apply_layer_sync(module)
+            with env.phases.phase("making optimizers"):
+                if env.mean_size > 1 and steps.split is None:
+                    steps.wrap_ddp()
+                self.setup_optimizers(trainer)
+            steps.note_hooks()
+        self.setup_precision_plugin()
+        if record is not None:
+            share_overflows(self.precision_plugin, env.world)
+        if env.fits:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        env.share_streams()
+        if record is not None:
+            record.note_versions()
+        if env.fits:
+            steps.watch(record)
 
     def model_to_device(self) -> None:
         """Move the model, which is sharded already, to this rank's device. What other stages hold is there already."""
-        assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
+        self.environment.module.to(self.root_device)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Call ``configure_optimizers``, which sees the classes and shapes of the model as it was written."""
+        self.steps.make_optimizers(functools.partial(super().setup_optimizers, trainer))
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of the training. Setting them checks them, also where a callback exchanges them in its course."""
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        self.steps.check_optimizers(optimizers)
+        ParallelStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The user's precision plugin, which clips by the norm of the whole model's gradient."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else with_global_clipping(plugin, self.steps)
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's training step."""
+        return self.steps.train(super().training_step, *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's validation step."""
+        return self.steps.evaluate("validation", super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's test step."""
+        return self.steps.evaluate("test", super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's prediction step."""
+        return self.steps.evaluate("predict", super().predict_step, *args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Check, before the backward, that all ranks of a replica have one loss and that it reads no partial values."""
+        self.steps.pre_backward(closure_loss)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a backward."""
+        return self.steps.backward(super().backward, closure_loss, *args, **kwargs)
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """A context manager for micro-batches whose gradients are not reduced over the replicas yet."""
+        return self.steps.without_reduction(super().block_backward_sync())
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the optimizer's step; the partial gradients are summed right after the user's closure."""
+        return self.steps.update(super().optimizer_step, optimizer, closure, model, **kwargs)
+
+    def sync_all_gradients(self) -> None:
+        """Sum the partial gradients of all parameters that train, unless that is done already. Collective over tp."""
+        self.steps.sync_all_gradients()
+
+    def global_norm(self, parameters: list[Tensor], norm_type: float = 2.0) -> Tensor:
+        """The norm of the whole model's gradients of these parameters, equal on all ranks. Collective over tp."""
+        return self.steps.global_norm(parameters, norm_type)
+
+    # ---- loops -------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Compare the settings of the training over the ranks, and restore random states. Collective."""
+        self.loops.begin_training()
+        self.saver.begin_training()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Compare the number of batches over the ranks at the start of an epoch. Collective."""
+        self.loops.begin_batch(batch_idx)
+
+    def on_train_end(self) -> None:
+        """Read what was compared in the last step, and wait until the last checkpoint is on the disk. Collective."""
+        self.loops.end_training()
+        self.saver.end_training()
+
+    def on_validation_start(self) -> None:
+        """Compare the number of batches over the ranks of a replica. Collective."""
+        self.loops.begin_validation()
+
+    def on_validation_end(self) -> None:
+        """Compare what the last steps returned over the ranks of a replica. Collective."""
+        self.loops.end_evaluation("validation")
+
+    def on_test_start(self) -> None:
+        """Compare the number of batches over the ranks of a replica. Collective."""
+        self.loops.begin_evaluation("test", self.environment.trainer.num_test_batches)
+
+    def on_test_end(self) -> None:
+        """Compare what the last steps returned over the ranks of a replica. Collective."""
+        self.loops.end_evaluation("test")
+
+    def on_predict_start(self) -> None:
+        """Compare the number of batches; leave prediction writers on the first rank of each replica alone. Collective."""
+        self.loops.begin_evaluation("predict", self.environment.trainer.num_predict_batches)
+        self.loops.mute_writers()
+
+    def on_predict_end(self) -> None:
+        """Put prediction writers back, and compare what the last steps returned. Collective."""
+        self.loops.unmute_writers()
+        self.loops.end_evaluation("predict")
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state dict for a checkpoint: whole on the first rank, or for a folder this rank's parts. Collective."""
+        return self.saver.model_state(super().lightning_module_state_dict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state dict for a checkpoint, in the same form as the model's. Collective."""
+        return self.saver.optimizer_state(super().optimizer_state, optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint: a file on the first rank, or a part of a folder on each. Collective."""
+        self.saver.save(checkpoint, self.searches.begin(filepath), storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint. Behind a search random numbers go on, as on one process. Collective."""
+        place = self.searches.place_of(checkpoint_path)
+        checkpoint = self.saver.load(place, weights_only)
+        if self.searches.owns(checkpoint_path):
+            self.saver.streams = None
+        return checkpoint
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint; with the one of the batch-size finder its search ends."""
+        place = self.searches.place_of(filepath)
+        if self.searches.owns(filepath):
+            self.searches.end()
+        self.saver.remove(place)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of the whole model; a model that is sharded already takes its parts. Collective."""
+        self.saver.load_model(super().load_model_state_dict, checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the moments of the whole model, of which each rank takes its parts, and restore the random states. Collective."""
+        self.saver.load_optimizers(checkpoint)
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
     def _hint(self, exception: BaseException) -> str:
         """What may be behind an error of torch's that can't know it; empty if nothing is known."""
         told = str(exception)
-        if self._stage is not None and "written-to tensor refers to a single memory location" in told:
+        if self.stages.stage is not None and "written-to tensor refers to a single memory location" in told:
             return (
                 f"pp={self.config.pp}: parameters that other stages hold are NaN without memory here, and can't be written to; "
                 "change those for which trainer.strategy.holds(parameter) is true"
             )
         is_torchs = isinstance(exception, RuntimeError | IndexError) and not is_refusal(exception)
-        if self._shards > 1 and self._schedule.has_begun and is_torchs and _SIZES.search(told):
+        if self.steps.shards > 1 and self.steps.schedule.has_begun and is_torchs and _SIZES.search(told):
             return (
                 "lightning_seqpar: if the sizes above are those of one rank's part, this step takes a way that the first batch did "
                 "not take, and for which the plan was not made: it gives a block a tensor that it was not given then, or reads a "
@@ -723,68 +676,31 @@ class SeqParallelStrategy(TuningStrategy):
         return ""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report an error to the process that started the ranks, so that the others end too.
-
-        One that every rank raises before it trains is told by rank 0 alone, and so is a refusal of all ranks in a later step.
-        """
+        """Report an error to the process that started the ranks, so that the others end too."""
         self._failed = True
         add_note = getattr(exception, "add_note", None)  # from Python 3.11 on
         if add_note is not None and (hint := self._hint(exception)):
             add_note(hint)
         super().on_exception(exception)
-        self._unmute_writers()
-        # The end by a signal is no Exception: nobody waits for the other ranks to say the same.
-        may_be_shared = isinstance(exception, Exception) and (not self._schedule.has_begun or is_refusal(exception))
-        # Nor is this one, but ranks may all leave at the same place, which is no failure.
-        may_be_shared |= isinstance(exception, SystemExit) and exit_status(exception) < 128
-        lost = is_lost_peer(exception)
-        if not lost or not dist.is_initialized():
-            shorten_traceback(exception)
-        if isinstance(self.launcher, SeqParallelLauncher) and not self.launcher.has_begun:
-            record_for_torchrun(exception)  # a sentence of every rank, of which rank 0 alone prints it
-        elif isinstance(self.launcher, SeqParallelLauncher) and not self._ending.together:
-            world = dist.group.WORLD if dist.is_initialized() else None
-            refusals = Refusals.of_world(world) if world is not None and not lost else None
-            if refusals is not None and not may_be_shared:
-                refusals.note(exception)  # a rank that refuses to go on because of it does not wait for this one
-                refusals = None
-            missing = None if world is None else lambda: find_missing(exception, world, self._groups, self._trainer)
-            self.launcher.tell(exception, refusals, missing)
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether this rank has the parameter, or a part of it: stages of a pipeline (``pp``) have those of their own blocks alone.
-
-        Parameters of other stages stay in the model as NaN without memory, have no gradients, and can't be written to.
-        """
-        record = record_of(self._module)
-        layout = None if record is None else record.layout.of(parameter)
-        return record is None or record.stage is None or layout is None or record.stage.holds(layout.name)
+        self.loops.unmute_writers()
+        launcher = self.environment.launcher
+        if launcher is not None and not self.environment.ending.together:
+            world, trainer = dist.group.WORLD if dist.is_initialized() else None, self.environment.trainer
+            launcher.tell(exception, None if world is None else lambda: find_missing(exception, world, trainer))
 
     def teardown(self) -> None:
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
         self._is_set_up = False
-        self._interruption = None  # it holds the frames of the run that it ended
-        if self.lightning_module is not None and self.lightning_module._trainer is not None:  # else nothing has begun
-            self._leave_loops()
-        self._ending.leave()
-        if self._split is not None:
-            self._split.settle()
-        self.model, self._ddp_model, self._split = self.lightning_module, None, None
-        if self._sync is not None:
-            self._sync.remove()
-            self._sync = None
-        self._stop_watching()
-        if self._weights is not None:
-            self._weights.end()
-            self._weights = None
-        for change in reversed(self._unsharded_changes):
-            change.undo()
-        self._unsharded_changes = []
-        if self._reverts is not None and self.lightning_module is not None:
-            self._reverts(self.lightning_module)
-        self._reverts = None
         module = self.lightning_module
-        if (stage := self._stage) is not None:
+        if module is not None and module._trainer is not None:  # else nothing has begun
+            self.stages.leave_loops()
+        self.environment.ending.leave()
+        self.searches.end()
+        self.steps.end()
+        self.model = module
+        self.model_setup.undo()
+        self.saver.end()
+        if module is not None and (stage := self.stages.stage) is not None:
             stage.leave_out(torch.device("cpu"))
         unmovable = is_split if self._failed or self.root_device.type == "cpu" else lambda parameter: False
         if module is not None and any(parameter.is_meta or unmovable(parameter) for parameter in module.parameters()):
@@ -795,27 +711,8 @@ class SeqParallelStrategy(TuningStrategy):
         self._lightning_module = module
 
 
-def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan], coverage: Coverage) -> str:
-    """A line on where the plans are from, and how much of the parameters is sharded."""
-    stage, layout = record.stage, record.layout
-    held = layout.local_numel([name for name in layout if stage is None or stage.holds(name)])
-    whose = "per rank" if stage is None else f"on a rank of stage {stage.number}"
-    return (
-        f"{', '.join(dict.fromkeys(plan.source for plan in plans))}: {coverage}; "
-        f"{held:,} of {layout.global_numel():,} parameters {whose}"
-    )
-
-
 def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> ParallelConfig:
-    """The configuration of a strategy.
-
-    Args:
-        config: what was given as ``config=``.
-        given: the keywords; beside ``config`` they must have their defaults, which command lines pass along.
-
-    Raises:
-        ValueError: for a keyword with another value beside ``config``.
-    """
+    """The configuration of a strategy."""
     keywords: dict[str, Any] = {
         name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         for name, value in given.items()
@@ -869,7 +766,7 @@ def summoned(module: nn.Module, *names: str) -> Generator[None, None, None]:
         return
     strategy = record.strategy()
     if isinstance(strategy, SeqParallelStrategy):
-        strategy.settle_rows()
+        strategy.steps.settle_rows()
         strategy.sync_all_gradients()
     if record.versions:
         record.check_versions()
@@ -877,19 +774,3 @@ def summoned(module: nn.Module, *names: str) -> Generator[None, None, None]:
         yield
     if record.versions:
         record.note_versions()
-
-
-def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The dense tensors that a tensor consists of: itself, or the indices and values of a sparse one.
-
-    Raises:
-        ValueError: for a layout that can't be sent.
-    """
-    if tensor.layout == torch.strided:
-        return [tensor]
-    if tensor.layout == torch.sparse_coo and tensor.is_coalesced():
-        return [tensor.detach().indices(), tensor.detach().values()]
-    raise ValueError(
-        f"a parameter or buffer of shape {list(tensor.shape)} and layout {tensor.layout} can't be sent to the other ranks; "
-        "register it dense, or coalesced as torch.sparse_coo"
-    )

@@ -20,54 +20,9 @@ _MOST = 8
 """How many ranks, rows or groups are shown before the rest is left out."""
 
 
-def draw(topology: ProcessTopology, ranks_per_node: int) -> list[str]:
-    """Lines that show the grid of ranks: a column for each place along the innermost axis, a row for all other coordinates.
-
-    Axes of size 1 are left out.
-
-    Example, ``dp`` 2 × ``tp`` 4 on two nodes of four::
-
-               tp 0  tp 1  tp 2  tp 3
-        dp 0      0     1     2     3   node 0
-        dp 1      4     5     6     7   node 1
-    """
-    axes = topology.larger_axes
-    if not axes:
-        return []
-    inner, columns = axes[-1]
-    outer = [axis for axis, _ in axes[:-1]]
-    rows = topology.get_axis_comm_lists(inner)
-    labels = [" ".join(f"{axis} {topology.get_coord(row[0])[axis]}" for axis in outer) for row in rows]
-    shown = _ends(range(columns))
-    width = max(len(f"{inner} {columns - 1}"), len(str(topology.world_size - 1))) + 2
-    left = max(len(label) for label in labels)
-    several_nodes = topology.world_size // ranks_per_node > 1
-    lines = [" " * left + "".join(_cell(None if at is None else f"{inner} {at}", width) for at in shown)]
-    for at in _ends(range(len(rows))):
-        if at is None:
-            lines.append(" " * left + _cell(None, width))
-            continue
-        row = rows[at]
-        line = f"{labels[at]:<{left}}" + "".join(_cell(None if i is None else str(row[i]), width) for i in shown)
-        nodes_of_row = sorted({rank // ranks_per_node for rank in row})
-        plural = "s" if len(nodes_of_row) > 1 else ""
-        lines.append(line + (f"   node{plural} {_listed(nodes_of_row)}" if several_nodes else ""))
-    return lines
-
-
-def _cell(text: str | None, width: int) -> str:
-    """A right-aligned cell of the grid; three dots where something is left out."""
-    return f"{'...' if text is None else text:>{width}}"
-
-
 def _ends(items: Sequence[int]) -> list[int | None]:
     """All items if they are few; else the first ones, None for those that are left out, and the last."""
     return list(items) if len(items) <= _MOST else [*items[: _MOST - 2], None, items[-1]]
-
-
-def _listed(items: Sequence[object]) -> str:
-    """Items separated by commas, of which those after the first few are left out."""
-    return ", ".join(str(item) for item in items[:_MOST]) + (", ..." if len(items) > _MOST else "")
 
 
 def groups_of(topology: ProcessTopology) -> list[str]:
@@ -205,7 +160,6 @@ def summarize(
     on, off = switches(config, tp, dp, coverage)
     memory = _memory(config, tp)
     rows = [
-        ("grid", draw(topology, ranks_per_node)),
         ("groups", groups_of(topology)),
         ("plan", plan),
         ("memory", [memory] * bool(memory)),

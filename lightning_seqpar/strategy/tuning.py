@@ -10,15 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.memory import is_oom_error
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.distributed.rng import share_streams
-from lightning_seqpar.parallel.grad_sync import GradSync
-from lightning_seqpar.parallel.sharded_model import record_of
-from lightning_seqpar.strategy.saving import SavingStrategy
+from lightning_seqpar.strategy.environment import Environment
+from lightning_seqpar.strategy.steps import Steps
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 PATIENCE = timedelta(seconds=60)
@@ -125,88 +120,65 @@ def _fit(own: Mapping[str, int], other: Mapping[str, int]) -> bool:
     return all(own[name] == other[name] for name in own.keys() & other.keys())
 
 
-class TuningStrategy(SavingStrategy):
-    """The part of the strategy that lets Lightning's batch-size finder search.
+class Searches:
+    """Lets Lightning's batch-size finder search.
 
     Args:
-        config: the configuration.
-        plugins: the other arguments of :class:`SavingStrategy`.
+        environment: the processes of the run.
+        steps: runs steps and updates.
     """
 
-    def __init__(self, config: ParallelConfig, **plugins: Any) -> None:
-        super().__init__(config, **plugins)
+    def __init__(self, environment: Environment, steps: Steps) -> None:
+        self._env, self._steps = environment, steps
         self._search: BatchSizeSearch | None = None
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint; with the one of the batch-size finder a search begins. Collective."""
-        if self._groups is not None and Path(filepath).name.startswith(".scale_batch_size_"):
-            patience = min(PATIENCE, self.config.timeout / 2)
-            self._search = BatchSizeSearch(self.groups, str(filepath), self.broadcast(str(filepath)), patience)
-            filepath = self._search.place
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint. Behind a search random numbers go on, as on one process. Collective."""
-        search = self._search
-        if search is None or str(checkpoint_path) != search.own:
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        checkpoint = super().load_checkpoint(search.place, weights_only)
-        self._streams = None
-        return checkpoint
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint; with the one of the batch-size finder its search ends."""
-        search = self._search
-        if search is not None and str(filepath) == search.own:
-            filepath, self._search = search.place, None
-        super().remove_checkpoint(filepath)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank of the world; in a search, where loaders are made behind a trial, first for its end on all."""
-        if self._search is not None and name is not None and name.endswith("_dataloader()"):
-            error = self._search.meet()
-            self._search.sees_batches = name.startswith("train") or self._trainer.state.fn != TrainerFn.FITTING
-            if error is not None and is_oom_error(error):
-                self._forget_step()
-        super().barrier(name)
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Divide the samples among the replicas; a search is told the size of the batches."""
-        made = super().process_dataloader(dataloader)
-        if self._search is not None and self._search.sees_batches:
-            self._search.size = getattr(dataloader, "batch_size", None)
-        return made
-
     @property
-    def _is_tried(self) -> bool:
+    def is_trial(self) -> bool:
         """Whether a search runs: one rank may have run out of memory where others end, and :meth:`BatchSizeSearch.meet` tells."""
         return self._search is not None
 
-    def _on_loop_start(self) -> None:
-        super()._on_loop_start()
+    def begin(self, filepath: Any) -> Any:
+        """Begin a search, if a checkpoint that is about to be written is the finder's. Collective.
+
+        Returns:
+            The path at which all ranks write it.
+        """
+        if self._env.has_groups and Path(filepath).name.startswith(".scale_batch_size_"):
+            patience = min(PATIENCE, self._env.config.timeout / 2)
+            place = self._env.broadcast(str(filepath))
+            self._search = BatchSizeSearch(self._env.groups, str(filepath), place, patience)
+        return self.place_of(filepath)
+
+    def place_of(self, filepath: Any) -> Any:
+        """The path of a checkpoint, of which the finder draws a name on each rank, as the first rank named it."""
+        return filepath if self._search is None or not self.owns(filepath) else self._search.place
+
+    def owns(self, filepath: Any) -> bool:
+        """Whether a checkpoint is the one with which the search began."""
+        return self._search is not None and str(filepath) == self._search.own
+
+    def end(self) -> None:
+        """End the search."""
+        self._search = None
+
+    def meet(self, *, training: bool) -> None:
+        """Wait for the end of a trial on all ranks; loaders are made behind it.
+
+        Args:
+            training: whether they are those of a training.
+        """
+        if self._search is not None:
+            error = self._search.meet()
+            self._search.sees_batches = training or not self._env.fits
+            if error is not None and is_oom_error(error):
+                self._steps.forget_step()
+
+    def note_loader(self, dataloader: object) -> None:
+        """Note the size of the batches."""
+        if self._search is not None and self._search.sees_batches:
+            self._search.size = getattr(dataloader, "batch_size", None)
+
+    def note_loop(self) -> None:
+        """Note that a loop has begun."""
         if self._search is not None:
             self._search.has_tried = True
-
-    def _forget_step(self) -> None:
-        """Take away what a step left that every rank aborted: activations, gradients, random streams. Collective."""
-        module, record = self._module, record_of(self._module)
-        if record is not None:
-            record.reset_calls()
-        if self._split is not None:
-            self._split.reset()
-        for parameter in module.parameters():
-            parameter.grad = None  # some of them may be summed over ranks already, and others not
-        if self._sync is not None and record is not None:
-            self._sync.remove()
-            self._sync = GradSync(record.layout, self.groups)
-        if isinstance(self.model, DistributedDataParallel):  # it would wait for the rest of the gradients
-            self.model._remove_autograd_hooks()
-            self._wrap_ddp(module, init_sync=False)
-        share_streams(
-            self.groups[self.groups.replica_axes], self.groups.source(self.groups.replica_axes), self.root_device
-        )
-
-    def teardown(self) -> None:
-        """End the run, and with it a search that an error has ended."""
-        self._search = None
-        super().teardown()

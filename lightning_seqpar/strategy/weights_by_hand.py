@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_seqpar.distributed.autograd import innermost_dispatch_mode, leave_dispatch_mode, storage_id
 from lightning_seqpar.layout.replica_rows import is_split, local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
-from lightning_seqpar.strategy.tracebacks import NOT_THE_USERS
+from lightning_seqpar.strategy.refusals import NOT_THE_USERS
 
 _OTHER_HOOKS = (
     "batch_transfer",
@@ -346,11 +346,7 @@ class _Watched(TorchDispatchMode):
         self._known = None
 
     def refuse_lost(self) -> None:
-        """Refuse ``parameter.data = ...`` where replicas split parameters: torch shows the assigned tensor, and keeps its own rows.
-
-        Raises:
-            ValueError: naming the parameter.
-        """
+        """Refuse ``parameter.data = ...`` where replicas split parameters: torch shows the new tensor, and keeps its rows."""
         for name, shown in self._rows.items():
             if storage_id(self._watch.record.layout.parameter(name)) != shown:
                 raise ValueError(
@@ -473,12 +469,7 @@ class _Watched(TorchDispatchMode):
     # ---- what is refused -------------------------------------------------------------------------------------------
 
     def _check_write(self, targets: Iterable[Tensor], found: _Local | None) -> None:
-        """Refuse what the user's code writes into a parameter or a gradient, if it is made of one part, or decided by one.
-
-        Args:
-            targets: what is written to.
-            found: what is written; None for anything, behind a number that was read.
-        """
+        """Refuse what the user's code writes into a parameter or a gradient, if it is made of one part, or decided by one."""
         home = next((home[0] for home in map(self._home_of, targets) if home is not None), None)
         if home is None or (frame := _users_frame(sys._getframe(1), self._watch.record.model)) is None:
             return
@@ -593,13 +584,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _users_frame(start: FrameType, model: nn.Module, *, libraries: bool = True) -> FrameType | None:
-    """The user's innermost frame, if that works on weights by hand; None in a module's forward, a backward or an optimizer.
-
-    Args:
-        start: the innermost frame.
-        model: whose own methods are hooks and steps.
-        libraries: whether what Lightning's helpers do for the user's code counts as the user's.
-    """
+    """The user's innermost frame, if that works on weights by hand; None in a module's forward, a backward or an optimizer."""
     user = None
     for frame in _frames(start):
         module = _module(frame)
@@ -608,14 +593,13 @@ def _users_frame(start: FrameType, model: nn.Module, *, libraries: bool = True) 
             continue
         if package == "lightning_seqpar" or module.startswith(_RUNS):
             return user
-        if module == "torch.optim.optimizer" or module in ("torch.autograd", "torch.autograd.graph"):
+        if module in ("torch.optim.optimizer", "torch.autograd", "torch.autograd.graph"):
             return None
-        if module == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl":
-            if not isinstance(frame.f_locals.get("self"), LightningModule):
-                return None
-        elif package == "lightning" and not libraries and user is None:
+        if (module == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl") or (
+            package == "lightning" and not libraries and user is None
+        ):
             return None
-        elif package not in _TRANSPARENT and user is None:
+        if package not in _TRANSPARENT and user is None:
             user = frame
     return user
 

@@ -388,7 +388,7 @@ def starts(kinds: list[str], folder: str) -> list[tuple[list[str], list[str]]]:
 )
 @sees(
     "a plan's rules are in no file",
-    "SeqParallelStrategy._log_summary",
+    "ModelSetup._log_summary",
     'write_plan(plans, summarize(*about)) if plans else ""',
     '""',
 )

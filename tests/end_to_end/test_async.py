@@ -118,9 +118,9 @@ def failing(folder: str, every: int) -> tuple[str, str, int, list[str]]:
 )
 @sees(
     "training ends before its last checkpoint is written",
-    "SavingStrategy.on_train_end",
-    "        self._trains = False\n        self._background.wait()\n",
-    "        self._trains = False\n",
+    "Saver.end_training",
+    "        self.trains = False\n        self._background.wait()\n",
+    "        self.trains = False\n",
     case="at the end",
 )
 @pytest.mark.parametrize(("every", "at"), [(1, 3), (3, 6)], ids=["at the next checkpoint", "at the end"])
@@ -146,7 +146,7 @@ def kept(folder: str) -> None:
 
 @sees(
     "a name that is being written is free",
-    "SavingStrategy.on_train_start",
+    "Saver.begin_training",
     "                self._reserve_names(callback)\n",
     "                pass\n",
 )

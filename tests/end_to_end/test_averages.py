@@ -96,7 +96,7 @@ def at(name: str, topology: str, folder: str) -> Any:
 
 @sees(
     "habits: averages of weights start apart",
-    "SeqParallelStrategy._share_out_averages",
+    "ModelSetup.share_out_averages",
     "            self._make_replicas_equal(average)\n",
     "",
     case="apart-dp2xtp2",
@@ -104,7 +104,7 @@ def at(name: str, topology: str, folder: str) -> Any:
 @sees(
     "habits: a second run averages copies of shards",
     "SeqParallelStrategy.setup_environment",
-    "            unshard(self._module)\n",
+    "            unshard(module)\n",
     "            pass\n",
     case="twice-tp2",
 )

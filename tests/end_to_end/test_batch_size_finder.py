@@ -216,23 +216,23 @@ RUNS = [
 
 @sees(
     "each rank looks for a checkpoint of its own behind a search",
-    "TuningStrategy.load_checkpoint",
-    "super().load_checkpoint(search.place, weights_only)",
-    "super().load_checkpoint(search.own, weights_only)",
+    "SeqParallelStrategy.load_checkpoint",
+    "self.saver.load(place, weights_only)",
+    "self.saver.load(checkpoint_path, weights_only)",
     case="dp2-tp2-a callback, in the backward",
 )
 @sees(
     "random states are set back behind a search",
-    "TuningStrategy.load_checkpoint",
-    "self._streams = None",
+    "SeqParallelStrategy.load_checkpoint",
+    "self.saver.streams = None",
     "pass",
     case="tp2-no limit, shuffled",
 )
 @sees(
     "DDP waits for the gradients of a step that ran out of memory",
-    "TuningStrategy._forget_step",
-    "isinstance(self.model, DistributedDataParallel)",
-    "False",
+    "Steps.forget_step",
+    "if self._env.ddp is not None:",
+    "if False:",
     case="dp2-tp2-a callback, in the backward",
 )
 @sees(
@@ -244,7 +244,7 @@ RUNS = [
 )
 @sees(
     "Lightning refuses its batch-size finder",
-    "TopologyStrategy.is_distributed",
+    "SeqParallelStrategy.is_distributed",
     "return self._is_set_up",
     "return True",
     case="dp2-tp2-in the backward",

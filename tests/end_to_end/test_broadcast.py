@@ -124,12 +124,6 @@ def worker_failing():
     '                    message = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]\n',
     '                    told = [("end", None, get_streams(_CPU))]\n',
 )
-@sees(
-    "who refuses to go on waits for the rank because of which it does",
-    "SeqParallelStrategy.on_exception",
-    "                refusals.note(exception)",
-    "                pass",
-)
 def test_a_reader_that_fails_ends_the_replica_with_its_reason():
     with pytest.raises(RankFailedError) as failed:
         run_distributed(worker_failing, 2)

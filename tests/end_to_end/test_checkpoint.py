@@ -33,15 +33,15 @@ def shapes(value: Any) -> Any:
 
 @sees(
     "checkpoint of shards",
-    "SavingStrategy.lightning_module_state_dict",
-    "        return full_state_dict(record, self.root_device)",
+    "Saver.model_state",
+    "        return full_state_dict(record, self._env.device)",
     "        with record.allow_state_dict():\n            return super().lightning_module_state_dict()",
     case="4-2-GPT",
 )
 @sees(
     "moments of shards in the checkpoint",
-    "SavingStrategy.optimizer_state",
-    ("        return full_optimizer_state(plain_optimizer(optimizer), record.layout, record.groups, self.root_device)"),
+    "Saver.optimizer_state",
+    ("        return full_optimizer_state(plain_optimizer(optimizer), record.layout, record.groups, self._env.device)"),
     "        return super().optimizer_state(optimizer)",
     case="4-2-GPT",
 )

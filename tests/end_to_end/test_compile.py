@@ -211,7 +211,7 @@ def without_blocks() -> None:
 
 @sees(
     "compiled: without tp the blocks stay compiled",
-    "SeqParallelStrategy.teardown",
+    "ModelSetup.undo",
     "            change.undo()\n",
     "            pass\n",
 )

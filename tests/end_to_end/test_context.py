@@ -155,9 +155,9 @@ CASES = [
 )
 @sees(
     "cp: gradients averaged over dp alone",
-    "SteppingStrategy._wrap_ddp",
-    "process_group=self.groups[self.groups.mean_axes], **options",
-    'process_group=self.groups["dp"], **options',
+    "Steps.wrap_ddp",
+    "process_group=self._env.groups[self._env.groups.mean_axes]",
+    'process_group=self._env.groups["dp"]',
     case="dp2-cp2-True",
 )
 @sees(

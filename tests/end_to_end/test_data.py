@@ -341,16 +341,14 @@ def averages() -> list[float]:
     return module.averages
 
 
-@sees(
-    "an average over gloo beside another backend", "TopologyStrategy.reduce", 'reduce_op="sum")', "reduce_op=reduce_op)"
-)
+@sees("an average over gloo beside another backend", "Environment.reduce", 'reduce_op="sum")', "reduce_op=reduce_op)")
 def test_averages_over_backends_that_are_named_by_device():
     assert run_distributed(averages, 2) == [[0.5, 0.5, 1.0]] * 2
 
 
 @sees(
     "metrics over the world",
-    "TopologyStrategy.reduce",
+    "Environment.reduce",
     'self.groups["dp"] if group is None else group',
     "self._world if group is None else group",
 )
@@ -432,7 +430,7 @@ def predict_logits() -> tuple[list[type], int]:
 
 @sees(
     "a writer on one rank gets logits in parts",
-    "SteppingStrategy._run_step",
+    "Steps.run_step",
     "out = map_tensors(_whole, out)",
     "out = map_tensors(lambda x: x, out)",
 )

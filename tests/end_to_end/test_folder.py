@@ -270,8 +270,8 @@ class Same(Dataset[Any]):
 
 @sees(
     "random streams begin anew",
-    "SavingStrategy.load_optimizer_state_dict",
-    "            unpack_streams(self._streams, self.root_device)\n        if not",
+    "Saver.load_optimizers",
+    "            unpack_streams(self.streams, self._env.device)\n        if not",
     "            pass\n        if not",
     case="epoch's end-sharded",
 )

@@ -515,8 +515,8 @@ def refusals() -> dict[str, Any]:
 
 @sees(
     "fsdp: reduction in every micro-batch",
-    "SteppingStrategy.block_backward_sync",
-    "        self._split.reduce_next(False)\n",
+    "Steps.without_reduction",
+    "        self.split.reduce_next(False)\n",
     "",
 )
 @sees(

@@ -490,30 +490,30 @@ def test_compiled_modules_beside_the_plan_are_left_alone():
 @sees(
     "optimizer made before the swap",
     "SeqParallelStrategy.setup",
-    "        record = self._parallelize(module)\n",
+    "        record = setup.shard(module)\n",
     (
-        "        self.setup_optimizers(trainer) if fitting else None\n        record ="
+        "        self.setup_optimizers(trainer) if env.fits else None\n        record ="
         " self._parallelize(module)\n        self.setup_optimizers = lambda trainer: None\n"
     ),
     case="a copy in configure_optimizers",
 )
 @sees(
     "losses of a replica not compared",
-    "SteppingStrategy._before_backward",
-    "                    check_loss(loss, self.groups)\n",
+    "Steps._before_backward",
+    "                    check_loss(loss, self._env.groups)\n",
     "",
     case="L2 in the loss",
 )
 @sees(
     "batches of a replica not compared",
-    "SteppingStrategy._step",
-    "            check_batch(args[0], self.groups, self.root_device, loop)\n",
+    "Steps._step",
+    "            check_batch(args[0], self._env.groups, self._env.device, loop)\n",
     "",
     case="validation data by rank",
 )
 @sees(
     "readers of partial parameters not looked at",
-    "SteppingStrategy._before_backward",
+    "Steps._before_backward",
     "                    check_readers(loss, record)\n",
     "",
     case="a weight in the loss",
@@ -555,15 +555,15 @@ def test_compiled_modules_beside_the_plan_are_left_alone():
 )
 @sees(
     "an optimizer that comes later not looked at",
-    "SteppingStrategy.optimizers",
-    "self._optimizer_guard.refuse_mixing(plain, self._shards if plain else 1)",
+    "Steps.check_optimizers",
+    "self._optimizer_guard.refuse_mixing(plain, self.shards if plain else 1)",
     "self._optimizer_guard.refuse_mixing(plain, 1)",
     case="unknown optimizer",
 )
 @sees(
     "an optimizer that nobody told of steps on shards",
-    "SeqParallelStrategy.setup",
-    "            self._watch_all_steps()\n",
+    "Steps.watch",
+    "        self._all_steps = register_optimizer_step_pre_hook(self._refuse_unknown)\n",
     "",
     case="an unknown optimizer that mixes elements steps",
 )
@@ -583,14 +583,14 @@ def test_compiled_modules_beside_the_plan_are_left_alone():
 )
 @sees(
     "clipping in hooks goes unseen between due steps",
-    "SteppingStrategy._note_hooks",
+    "Steps.note_hooks",
     "or any(is_overridden(hook, module) for hook in own)",
     "or False",
     case="torch's clipping, late",
 )
 @sees(
     "clipping in callbacks goes unseen between due steps",
-    "SteppingStrategy._note_hooks",
+    "Steps.note_hooks",
     "or any(_may_change_gradients(each) for each in callbacks)",
     "or False",
     case="torch's clipping in a callback, late",
@@ -651,7 +651,7 @@ def start_apart() -> tuple[bool, bool]:
     )
 
 
-@sees("replicas start apart", "SeqParallelStrategy._parallelize", "        self._make_replicas_equal(module)\n", "")
+@sees("replicas start apart", "ModelSetup.shard", "        self._make_replicas_equal(module)\n", "")
 def test_replicas_that_start_apart_are_made_equal_from_the_first_rank():
     for world in (2, 4):
         assert run_distributed(start_apart, world) == [(True, True)] * world
@@ -683,7 +683,7 @@ def inner_norm_matches() -> None:
 
 @sees(
     "grad_norm of gradients that no optimizer is given",
-    "SteppingStrategy.sync_all_gradients",
+    "Steps.sync_all_gradients",
     "        self.sync_others()\n",
     "",
     case="2",
@@ -710,7 +710,7 @@ def fit_unchecked_then_by_others() -> None:
 
 @sees(
     "a model that was not checked is used by a strategy that checks",
-    "SeqParallelStrategy._parallelize",
+    "ModelSetup.shard",
     "if name not in _REACHES_NO_MODULE",
     'if name not in (*_REACHES_NO_MODULE, "self_check")',
 )
@@ -756,7 +756,7 @@ def worker_reshuffled():
 
 @sees(
     "batches compared by the run's steps alone",
-    "SteppingStrategy._step",
+    "Steps._step",
     "if args and due:",
     "if args and schedule.is_due(loop):",
 )
@@ -833,7 +833,7 @@ def train_replicas() -> dict[str, str]:
 
 @sees(
     "gradients of replicas not compared",
-    "SteppingStrategy.check_step",
+    "Steps.check_step",
     "            self._comparisons.add(self._check_reduced(optimizer))\n",
     "",
 )
@@ -887,8 +887,8 @@ def switch_between() -> dict[str, str]:
 
 @sees(
     "a gradient frozen before the replicas have summed it",
-    "SteppingStrategy._follow_training_parameters",
-    "        if within and (",
+    "Steps._follow_training_parameters",
+    "        if not begins and (",
     "        if False and (",
 )
 def test_switches_between_accumulated_batches_are_refused_where_replicas_would_drift_apart():
@@ -980,7 +980,7 @@ def train_late(folder: str, sp: bool, since: int, **kwargs: Any) -> tuple[str, i
 
 @sees(
     "losses do not ride along",
-    "SteppingStrategy._before_backward",
+    "Steps._before_backward",
     "                self._sync.losses.note(loss)\n",
     "                pass\n",
     case="rides-19",
@@ -1000,7 +1000,7 @@ def train_unsaved_and_whole(folder: str) -> list[tuple[str, int]]:
 
 @sees(
     "losses of earlier steps are not read",
-    "SteppingStrategy.training_step",
+    "Steps.train",
     "            self._sync.begin_step()\n",
     "            self._sync.attach()\n",
 )
@@ -1024,8 +1024,8 @@ def predict() -> list[str]:
 
 @sees(
     "outputs behind the last due step pass",
-    "LoopStrategy._end_evaluation",
-    "        self._outputs.check(self.groups, loop)\n",
+    "Loops.end_evaluation",
+    "        self._steps.outputs.check(self._env.groups, loop)\n",
     "",
 )
 def test_predictions_made_of_parts_are_refused_at_every_step():

@@ -103,13 +103,13 @@ def step_of_error(at: int, scales: bool = False) -> tuple[int, str]:
 
 @sees(
     "gradients compared and never read",
-    "SteppingStrategy._read_comparisons",
+    "Steps._read_comparisons",
     "            comparison()\n",
     "            del comparison\n",
 )
 @sees(
     "a comparison of the last step not read",
-    "SteppingStrategy.settle",
+    "Steps.settle",
     "        self._read_comparisons(everything=True)\n",
     "",
 )
@@ -161,7 +161,7 @@ class DropsLate(models.GPT):
 @sees("streams not switched once a step drew nothing", "WatchSchedule.expects_draws", "or self._has_drawn or", "or")
 @sees(
     "streams switched in steps that draw nothing",
-    "SteppingStrategy._run_step",
+    "Steps.run_step",
     "expects = schedule.expects_draws(loop)",
     "expects = True",
 )

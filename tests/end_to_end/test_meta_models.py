@@ -101,10 +101,10 @@ def fit_unseeded() -> Tensor:
 
 @sees(
     "each rank draws late weights from its own seed",
-    "SeqParallelStrategy._late_weights",
+    "ModelSetup.late_weights",
     (
         "        dist.broadcast_object_list(shared,"
-        " src=dist.get_process_group_ranks(self._world)[0], group=self._world)\n"
+        " src=dist.get_process_group_ranks(self._env.world)[0], group=self._env.world)\n"
     ),
     "",
 )

@@ -132,9 +132,9 @@ def cases(models: Iterable[str], first: str = "") -> list[Any]:
 )
 @sees(
     "DDP over the world group",
-    "SteppingStrategy._wrap_ddp",
-    "process_group=self.groups[self.groups.mean_axes], **options",
-    "process_group=self.groups[self.groups.holder_axes], **options",
+    "Steps.wrap_ddp",
+    "process_group=self._env.groups[self._env.groups.mean_axes]",
+    "process_group=self._env.groups[self._env.groups.holder_axes]",
     case="gpt-tied-dp2xtp2-sp",
 )
 @sees(

@@ -136,7 +136,7 @@ def fit_all(sizes: dict[str, Any]) -> list[Found]:
 )
 @sees(
     "pp: a window's last backwards do not run",
-    "StagedStrategy._run_when_due",
+    "Stages.run_when_due",
     "is_last else backward, is_last=is_last)",
     "is_last else backward, is_last=False)",
     case="pp2",
@@ -168,7 +168,7 @@ def losses_given(sizes: dict[str, Any] | None) -> list[float]:
 
 @sees(
     "callbacks are given no loss on stages that compute none",
-    "StagedStrategy._tell_loss_of_window",
+    "Stages._tell_loss_of_window",
     '        loop.__dict__["run"] = with_loss\n',
     "",
     case="pp2",
@@ -288,8 +288,8 @@ class Tests(L.LightningModule):
 
 @sees(
     "pp: what a training leaves under way comes to the next",
-    "LoopStrategy.on_train_end",
-    "        self._finish_micro_batches()\n",
+    "Loops.end_training",
+    "        self._steps.stages.finish_micro_batches()\n",
     "",
     case="pp2",
 )
@@ -322,7 +322,7 @@ def keep(tied: bool) -> list[torch.Tensor]:
 
 @sees(
     "pp: a kept gradient of tied weights is summed once more",
-    "StagedStrategy._run_when_due",
+    "Stages.run_when_due",
     "            stage.refuse_kept()\n",
     "            pass\n",
 )

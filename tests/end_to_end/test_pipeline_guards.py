@@ -234,7 +234,7 @@ def get_stuck(raises: bool) -> None:
 
 @sees(
     "pp: every micro-batch waits for all stages",
-    "LoopStrategy.on_train_start",
+    "Stages.enter_loops",
     "            self._let_stages_run_ahead()\n",
     "            pass\n",
     case="stalls",

@@ -198,14 +198,14 @@ def numbers(row: dict[str, str]) -> dict[str, float]:
 )
 @sees(
     "turns: micro-batches wait where a validation begins",
-    "StagedStrategy._finish_micro_batches",
-    "if self._window is not None and self._window.micro_batches:",
-    "if False and self._window is not None:",
+    "Stages.finish_micro_batches",
+    "if self.window is not None and self.window.micro_batches:",
+    "if False and self.window is not None:",
     case="turns",
 )
 @sees(
     "pp: what is under way waits for the end of an evaluation",
-    "StagedStrategy._finish_in_front_of_hooks",
+    "Stages._finish_in_front_of_hooks",
     '((loop.epoch_loop.val_loop, "run"), (loop, "on_advance_end"))',
     '((loop, "on_advance_end"),)',
     case="pp2-within",

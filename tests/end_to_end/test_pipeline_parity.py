@@ -63,14 +63,14 @@ def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int)
 )
 @sees(
     "turns: gradients as large as without accumulation",
-    "StagedStrategy._run_backward",
+    "Stages._run_backward",
     "gradient = self._gradient_of(one).to(loss.dtype)",
     "gradient = torch.ones_like(loss)",
     case="turns",
 )
 @sees(
     "turns: replicas keep gradients of their own",
-    "StagedStrategy._run_window",
+    "Stages._run_window",
     "if ddp is not None and reduces:",
     "if ddp is not None and not reduces:",
     case="turns-four",
@@ -150,7 +150,7 @@ def overflow(name: str, sizes: dict[str, Any]) -> list[tuple[bool, float]]:
 @sees(
     "pp: a stage skips a step alone",
     "SeqParallelStrategy.setup",
-    "share_overflows(self.precision_plugin, self._world)",
+    "share_overflows(self.precision_plugin, env.world)",
     "share_overflows(self.precision_plugin, self.groups[self.groups.holder_axes])",
 )
 @pytest.mark.parametrize(

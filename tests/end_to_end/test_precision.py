@@ -133,14 +133,14 @@ def overflow(
 @sees(
     "overflows of a rank not shared",
     "SeqParallelStrategy.setup",
-    "            share_overflows(self.precision_plugin, self._world)\n",
+    "            share_overflows(self.precision_plugin, env.world)\n",
     "            pass\n",
     case="2-tp-2-ddp-model.blocks.0.mlp.up.weight-1",
 )
 @sees(
     "overflows shared within a replica alone",
     "SeqParallelStrategy.setup",
-    "share_overflows(self.precision_plugin, self._world)",
+    "share_overflows(self.precision_plugin, env.world)",
     'share_overflows(self.precision_plugin, self.groups["tp"])',
     case="4-tp-2-fsdp-model.blocks.1.attn.proj.weight-2",
 )

@@ -695,8 +695,8 @@ def refuse_later() -> list[str]:
 )
 @sees(
     "buffers that ranks hold apart not seen",
-    "SteppingStrategy._before_backward",
-    "                check_buffers(record, self.groups, self.root_device)\n",
+    "Steps._before_backward",
+    "                check_buffers(record, self._env.groups, self._env.device)\n",
     "",
 )
 def test_what_would_count_twice_is_refused_when_it_comes():

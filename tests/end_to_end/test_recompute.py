@@ -213,7 +213,7 @@ def count(tp: int, recompute: str) -> dict[str, Any]:
 @sees("recompute: nothing runs again", "recomputed", '    if recompute == "none":\n', "    if True:\n", case="1")
 @sees(
     "recompute: without tp the modules are not given back",
-    "SeqParallelStrategy.teardown",
+    "ModelSetup.undo",
     "            change.undo()\n",
     "            pass\n",
     case="1",

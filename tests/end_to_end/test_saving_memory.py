@@ -30,7 +30,7 @@ def saved(form: str, folder: str) -> tuple[float, float]:
     saves = []
     for _ in range(1 if form == "async" else 3):  # whose copies are kept for the next one
         with Peak() as save:
-            strategy._trains = form == "async"  # as within a run, which ends when all is on the disk
+            strategy.saver.trains = form == "async"  # as within a run, which ends when all is on the disk
             trainer.save_checkpoint(f"{folder}/a.ckpt")
             strategy.on_train_end()
         saves.append(save.grown)  # other threads' memory adds to some of them

@@ -406,7 +406,7 @@ def run_all(names: list[str], sizes: dict[str, Any]) -> dict[str, Any]:
 )
 @sees(
     "pp: what an abandoned window leaves comes to the next",
-    "StagedStrategy._finish_in_front_of_hooks",
+    "Stages._finish_in_front_of_hooks",
     '((loop.epoch_loop.val_loop, "run"), (loop, "on_advance_end"))',
     '((loop.epoch_loop.val_loop, "run"),)',
     case="2-{'pp': 2}",
@@ -461,14 +461,14 @@ def raise_one(name: str) -> None:
 
 @sees(
     "pp: parameters that stages hold may go apart",
-    "StagedStrategy._end_window",
-    "            check_parameters_of_stages(record, self.groups, self.root_device)\n",
+    "Stages._end_window",
+    "            check_parameters_of_stages(record, self._env.groups, self._env.device)\n",
     "",
     case="an_average_of_what_one_stage_has",
 )
 @sees(
     "pp: hooks on tied weights see parts",
-    "StagedStrategy._end_window",
+    "Stages._end_window",
     "            refuse_hooks_on_shared(record)\n",
     "",
     case="a_hook_on_tied_weights",
@@ -504,8 +504,8 @@ def leave(sizes: dict[str, Any] | None, batch: int) -> dict[str, Tensor]:
 
 @sees(
     "fsdp keeps gradients of a window that was left",
-    "SteppingStrategy.training_step",
-    "            self._split.begin_window()\n",
+    "Steps.train",
+    "            self.split.begin_window()\n",
     "            pass\n",
     case="fsdp",
 )
@@ -537,8 +537,8 @@ def hook_over_replicas() -> None:
 
 @sees(
     "turns: DDP's backward runs hooks once more",
-    "StagedStrategy._run_window",
-    "            refuse_hooks_of_reduced(record_of(self._module), self._reduced)\n",
+    "Stages._run_window",
+    "            refuse_hooks_of_reduced(record_of(self._env.module), self.reduced)\n",
     "",
 )
 def test_hooks_that_ddp_would_run_twice_are_told():

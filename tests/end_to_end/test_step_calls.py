@@ -74,13 +74,13 @@ def calls() -> dict[str, list[dict[int, Counter[str]]]]:
 
 @sees(
     "a graph is walked in every step",
-    "SteppingStrategy._before_backward",
-    '            if self._schedule.is_due("training"):\n                if is_loss:',
+    "Steps._before_backward",
+    '            if self.schedule.is_due("training"):\n                if is_loss:',
     "            if True:\n                if is_loss:",
 )
 @sees(
     "gradients are compared in every step",
-    "SteppingStrategy.check_step",
+    "Steps.check_step",
     "if self._gradients_may_change or due:",
     "if True:",
 )
@@ -92,7 +92,7 @@ def test_no_check_runs_where_none_is_due(calls):
 
 @sees(
     "the host does more beside the blocks",
-    "SteppingStrategy.check_step",
+    "Steps.check_step",
     "(due or count != self._counts.get(id(optimizer)))",
     "(due or count)",
 )

@@ -357,20 +357,20 @@ def manners() -> dict[str, Any]:
 @sees("a replaced forward of a batch norm is not seen", "make_synced", 'if "forward" in vars(module) or', "if")
 @sees(
     "ranks that sync batch norms and ranks that do not",
-    "SeqParallelStrategy._parallelize",
+    "ModelSetup.shard",
     '"sync_batchnorm": self._syncs_batch_norms}',
     '"sync_batchnorm": True}',
 )
 @sees(
     "a second run keeps the synced batch norms of the first",
-    "SeqParallelStrategy._parallelize",
+    "ModelSetup.shard",
     "            self._syncs_batch_norms,\n",
     "",
 )
 @sees(
     "a plugin of the user's is not taken back",
-    "SeqParallelStrategy.teardown",
-    "self._reverts(self.lightning_module)",
+    "ModelSetup.undo",
+    "self._reverts(self._env.strategy.lightning_module)",
     "pass",
 )
 def test_plugins_and_refusals():

@@ -58,28 +58,28 @@ def runs(request, folder):
 
 @sees(
     "habits: an average of weights stays whole",
-    "SeqParallelStrategy._share_out_averages",
+    "ModelSetup.share_out_averages",
     "                shard_average(average, record)\n",
     "",
     case="tp2-averages_of_weights",
 )
 @sees(
     "habits: an average of weights is saved in shards",
-    "SeqParallelStrategy._share_out_averages",
-    "                save_whole(average, functools.partial(self._average_state_dict, record))\n",
+    "ModelSetup.share_out_averages",
+    "                save_whole(average, functools.partial(to_whole, record))\n",
     "",
     case="tp2-averages_of_weights",
 )
 @sees(
     "habits: an average in a folder stays unread",
-    "SavingStrategy._with_averages",
+    "Saver._with_averages",
     "        if self._opened is None:\n",
     "        if True:\n",
     case="tp2-averages_of_weights",
 )
 @sees(
     "habits: a callback saves shards",
-    "SavingStrategy.save_checkpoint",
+    "Saver.save",
     "            refuse_saved_shards(checkpoint, record)\n",
     "            pass\n",
     case="tp2-saves_own_average",
@@ -93,8 +93,8 @@ def runs(request, folder):
 )
 @sees(
     "habits: a rate is found by one replica's losses",
-    "LoopStrategy.on_train_start",
-    "            share_losses_of_finders(self._trainer.callbacks)  # type: ignore[attr-defined]\n",
+    "Loops.begin_training",
+    "            share_losses_of_finders(env.callbacks)\n",
     "            pass\n",
     case="dp2xtp2-rate_found",
 )
@@ -107,22 +107,22 @@ def runs(request, folder):
 )
 @sees(
     "habits: rows that are logged end with torch's words",
-    "SteppingStrategy._run_step",
+    "Steps.run_step",
     '("DTensor", "sharding strategy")',
     '("DTensor",)',
     case="fsdp2xtp2-penalised",
 )
 @sees(
     "pp: stages clip by their own norms",
-    "SteppingStrategy.check_step",
+    "Steps.check_step",
     "            self._comparisons.add(self._scales.check())\n",
     "",
     case="pp2-clips_by_torch",
 )
 @sees(
     "pp: a buffer that one stage writes passes while training",
-    "StagedStrategy._end_window",
-    "            check_buffers_of_stages(record, self.groups, self.root_device)\n",
+    "Stages._end_window",
+    "            check_buffers_of_stages(record, self._env.groups, self._env.device)\n",
     "            pass\n",
     case="pp2-norms_synced",
 )

@@ -23,14 +23,14 @@ from tests.mutants import sees
 
 @sees(
     "gathered entries have no gradient",
-    "TopologyStrategy.all_gather",
+    "Environment.all_gather",
     "with nullcontext() if sync_grads else torch.no_grad():",
     "with torch.no_grad():",
     case="4-2-sync",
 )
 @sees(
     "entries are gathered over the world",
-    "TopologyStrategy.all_gather",
+    "Environment.all_gather",
     'over = self.groups["dp"] if',
     "over = self._world if",
     case="2-2-sync",

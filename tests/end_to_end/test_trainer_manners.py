@@ -253,7 +253,7 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
 )
 @sees(
     "habits: updates before a rate is found pass for others",
-    "SteppingStrategy.training_step",
+    "Steps.train",
     "record.versions.clear()",
     "pass",
     case="2-2",
@@ -479,7 +479,7 @@ MANNERS: dict[str, Callable[[int, str], Any]] = {
 }
 
 
-@sees("habits: a clock of one rank is not everybody's", "LoopStrategy._agree_on_time", "all=False", "all=True")
+@sees("habits: a clock of one rank is not everybody's", "Loops._agree_on_time", "all=False", "all=True")
 @sees("habits: frozen parameters are not proved", "detached_copy", "    if not frozen:\n", "    if False:\n")
 @sees("habits: what was proved frozen may thaw", "ShardedModel.check_frozen", "sorted(self.stay_frozen)", "()")
 @sees(
@@ -511,7 +511,7 @@ MANNERS: dict[str, Callable[[int, str], Any]] = {
 )
 @sees(
     "habits: emptied optimizer states are another model's",
-    "SavingStrategy._load_optimizers",
+    "Saver._load_optimizers",
     "if not states:",
     "if False:",
 )

@@ -374,14 +374,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 )
 @sees(
     "weights by hand: hooks are not watched",
-    "SeqParallelStrategy.setup",
-    "            self._weights.begin(trainer)\n",
+    "Steps.watch",
+    "            self._weights.begin(self._env.trainer)\n",
     "",
     case="tp2",
 )
 @sees(
     "weights by hand: steps are not watched",
-    "SteppingStrategy._looking_at_weights",
+    "Steps._looking_at_weights",
     "if self._weights is None or not looks:",
     "if True:",
     case="tp2",
@@ -433,7 +433,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 )
 @sees(
     "a norm taken before the backward ends the sums of the step",
-    "SteppingStrategy.sync_gradients",
+    "Steps.sync_gradients",
     " and self._has_backward",
     "",
     case="tp2",

@@ -8,11 +8,8 @@ makes docs/trainer.md of it. A row is a function under ``@habit``.
 from __future__ import annotations
 
 import csv
-import sys
 import traceback
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +31,9 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import (
-    CometLogger,
     CSVLogger,
-    LitLogger,
-    MLFlowLogger,
     TensorBoardLogger,
-    WandbLogger,
 )
-from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -450,6 +442,7 @@ class Logs(Learner):
 @habit(
     "`CSVLogger`",
     "`CSVLogger(folder)`, `self.log(..., on_step=True, on_epoch=True, sync_dist=True)`",
+    remark="loggers of services (`WandbLogger`, `MLFlowLogger`, ...) are given the same, on rank 0 alone",
 )
 def logged_as_table(place: Place) -> Yield:
     logger = CSVLogger(place.folder)
@@ -482,98 +475,6 @@ def logged_for_tensorboard(place: Place) -> Yield:
         tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in sorted(events.Tags()["scalars"])
     }
     return {**out, "logged": logged}
-
-
-class Service:
-    """What stands for the run or client of a logging service: it keeps what it is sent. Any other call does nothing."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def log(self, metrics: Any) -> None:  # Weights & Biases
-        self.sent.append({key: float(value) for key, value in metrics.items()})
-
-    def log_batch(self, run_id: str, metrics: Any = (), **more: Any) -> None:  # MLflow
-        self.sent += [[one.key, float(one.value), one.step] for one in metrics]
-
-    def __internal_api__log_metrics__(self, metrics: Any, step: int, epoch: Any, **more: Any) -> None:  # Comet
-        self.sent.append([{key: float(value) for key, value in metrics.items()}, step])
-
-    def __getitem__(self, key: str) -> Any:  # LitLogger
-        def append(value: float, step: int) -> None:
-            self.sent.append([key, float(value), step])
-
-        return types.SimpleNamespace(append=append)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
-
-
-def with_service(kind: type[Logger], **attributes: Any) -> Callable[[Service], Any]:
-    """A service's logger of Lightning's, whose experiment is the stand-in: its package is not installed."""
-
-    class Stubbed(kind):  # type: ignore[misc, valid-type]
-        def __init__(self, service: Service) -> None:
-            Logger.__init__(self)
-            self.service, self._prefix = service, ""
-            vars(self).update(attributes)
-
-        @property
-        @rank_zero_experiment
-        def experiment(self) -> Service:
-            return self.service
-
-        name = version = save_dir = property(lambda self: "stubbed")
-
-        def _require_experiment(self) -> Service:
-            return self.service
-
-        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
-        def log_graph(self, *args: Any, **kwargs: Any) -> None: ...
-        def finalize(self, status: str) -> None: ...
-        def after_save_checkpoint(self, checkpoint_callback: Any) -> None: ...
-
-    return Stubbed
-
-
-SERVICES: dict[str, Callable[[Service], Any]] = {
-    "W&B": with_service(WandbLogger, _wandb_init={}),
-    "MLflow": with_service(MLFlowLogger, _log_batch_kwargs={}, _run_id="0", _initialized=True),
-    "Comet": with_service(CometLogger),
-    "LitLogger": with_service(LitLogger),
-}
-
-
-@contextmanager
-def entities_of_mlflow() -> Iterator[None]:
-    """What MLFlowLogger imports where it logs."""
-    package, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
-    entities.Metric = lambda **fields: types.SimpleNamespace(**fields)  # type: ignore[attr-defined]
-    added = {"mlflow": package, "mlflow.entities": entities}
-    sys.modules.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del sys.modules[name]
-
-
-@habit(
-    "`WandbLogger`, `MLFlowLogger`, `CometLogger`, `LitLogger`",
-    "`Trainer(logger=WandbLogger(...))`",
-    remark="the services' own clients are stubbed; values are sent once, by rank 0 (Lightning has no Neptune any more)",
-)
-def logged_to_services(place: Place) -> Yield:
-    out = {}
-    with entities_of_mlflow():
-        for name, kind in SERVICES.items():
-            service = Service()
-            found = place.train(Logs(), logger=kind(service), log_every_n_steps=1, max_epochs=1, count=16, val=8)
-            strategy = found["trainer"].strategy
-            others = [] if strategy.global_rank == 0 else service.sent
-            out[name] = {**found, "logged": strategy.broadcast(service.sent), "from other ranks": others}
-            assert out[name]["logged"]
-    return out
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
@@ -972,54 +873,6 @@ class Optimized(Learner):
         return self.made(self)
 
 
-class Lamb(torch.optim.Optimizer):
-    """As in ``torch_optimizer`` and ``timm``: Adam's update, scaled by the ratio of the norms of weight and update."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["first"], state["second"] = torch.zeros_like(p), torch.zeros_like(p)
-                state["first"].mul_(0.9).add_(p.grad, alpha=0.1)
-                state["second"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
-                update = state["first"] / (state["second"].sqrt() + 1e-6)
-                p.sub_(update, alpha=float(group["lr"] * p.norm() / update.norm().clamp_min(1e-12)))
-        return loss
-
-
-class Sam(torch.optim.Optimizer):
-    """As in ``davda54/sam``: a step up along the gradient, by the norm of all, then one of the base."""
-
-    def __init__(self, params: Any, rho: float = 0.05) -> None:
-        super().__init__(params, {"rho": rho})
-        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        closure = torch.enable_grad()(closure)
-        loss = closure()
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
-        ups = [p.grad * (0.05 / norm) for p in parameters]
-        for p, up in zip(parameters, ups, strict=True):
-            p.add_(up)
-        closure()
-        for p, up in zip(parameters, ups, strict=True):
-            p.sub_(up)
-        self.base.step()
-        return loss
-
-
 MIXES = r"is not known to update each element by itself, and shards would change its result; use one of torch\.optim's SGD, Adam"
 
 
@@ -1048,20 +901,6 @@ optimizer_habit(
     "`torch.optim.Muon(...)`",
     lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2]),
     "it orthogonalises whole matrices; use AdamW",
-)
-optimizer_habit(
-    "LAMB",
-    "`Lamb(...)` of `timm` or `torch_optimizer`",
-    lambda m: Lamb(m.parameters()),
-    "norms of whole parameters; use AdamW with warm-up",
-    in_stages=r"is not known to update each parameter by itself",
-)
-optimizer_habit(
-    "SAM",
-    "`SAM(...)` around a base optimizer",
-    lambda m: Sam(m.parameters()),
-    "a norm over all parameters; an average of weights (`EMAWeightAveraging`) looks for flat minima too",
-    in_stages=r"is not known to update each parameter by itself",
 )
 optimizer_habit(
     "L-BFGS",

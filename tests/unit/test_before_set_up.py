@@ -40,13 +40,13 @@ def connected(**fields: Any) -> tuple[Any, Any]:
 
 @sees(
     "habits: batches before set-up are counted over the ranks",
-    "TopologyStrategy.distributed_sampler_kwargs",
+    "Environment.sampler_kwargs",
     'topology.get_dim("dp")',
     "topology.world_size",
 )
 @sees(
     "batches are counted over one replica before set-up",
-    "TopologyStrategy.process_dataloader",
+    "Loaders.divide",
     "return self._counted(dataloader)",
     "return dataloader",
     case="2-4",

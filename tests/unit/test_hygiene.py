@@ -127,7 +127,7 @@ def test_no_module_level_state_and_no_group_fallback(path):
         if isinstance(node, ast.FunctionDef):
             arguments = [*node.args.posonlyargs, *node.args.args]
             defaults = [None] * (len(arguments) - len(node.args.defaults)) + list(node.args.defaults)
-            signatures = path.name in ("environment.py", "trainer_view.py")  # Lightning's own
+            signatures = path.name in ("strategy.py", "trainer_view.py")  # Lightning's own
             inherited = node.name in ("reduce", "all_gather") and signatures
             for argument, default in zip(arguments, defaults, strict=True):
                 assert not (argument.arg == "group" and default is not None) or inherited, (

@@ -187,7 +187,7 @@ def test_hydra_composes_experiments(tmp_path):
 
 @sees(
     "a sweep starts ranks",
-    "TopologyStrategy._configure_launcher",
+    "SeqParallelStrategy._configure_launcher",
     "                refuse_sweep(self.num_nodes * self.num_processes)\n",
     "                pass\n",
 )

@@ -1,0 +1,429 @@
+"""The set-up of a model: a plan is found and proved, and the model is sharded by it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_seqpar.config import VERSION, ParallelConfig
+from lightning_seqpar.distributed.autograd import storage_id
+from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_model
+from lightning_seqpar.init.deferred import DeferredInit
+from lightning_seqpar.init.meta_weights import LateWeights
+from lightning_seqpar.parallel.apply import parallelize, unshard
+from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, compile_plain_blocks
+from lightning_seqpar.parallel.context import split_context
+from lightning_seqpar.parallel.fsdp_units import block_lists, fully_shard_options, units_among
+from lightning_seqpar.parallel.fully_sharded import FullySharded
+from lightning_seqpar.parallel.module_changes import ModuleChange
+from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of, whole_model
+from lightning_seqpar.parallel.synced_norms import sync_batch_norms
+from lightning_seqpar.parallel.tiled_mlps import MLPTiles
+from lightning_seqpar.parallel.unsharded import change_unsharded
+from lightning_seqpar.pipeline.cut import Cut
+from lightning_seqpar.pipeline.stage import Stage
+from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.strategy.averages import (
+    averages_of,
+    save_whole,
+    shard_average,
+)
+from lightning_seqpar.strategy.environment import Environment
+from lightning_seqpar.strategy.refusals import is_verbose
+from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize, summarize_briefly
+from lightning_seqpar.verify.coverage import Coverage, cover
+from lightning_seqpar.verify.guards.config import (
+    syncs_batch_norms,
+)
+from lightning_seqpar.verify.guards.heads import context_method
+from lightning_seqpar.verify.plan_file import write_plan
+from lightning_seqpar.verify.prover import Proved, Prover
+
+_REACHES_NO_MODULE = (
+    "dp",  # "auto" and a number make one topology, which is compared
+    "ddp",  # each fit wraps the model anew
+    "check_every",  # each fit has a schedule of its own
+    "broadcast_batch",  # who reads the data
+    "checkpoint",  # how files are written
+    "elementwise_optimizers",  # each fit makes its optimizers anew
+)
+"""Fields of the configuration that change nothing in a sharded module, each with its reason."""
+
+
+class ModelSetup:
+    """Shards a model before it runs, and takes back afterwards what it changed of one that is not sharded.
+
+    Args:
+        environment: the processes of the run.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self._env = environment
+        self._summarized = False
+        self._recorder: DeferredInit | None = None
+        self._unsharded_changes: list[ModuleChange] = []  # of a model that is not sharded
+        self._reverts: Callable[[LightningModule], Any] | None = None  # takes back what a plugin has changed
+
+    @contextmanager
+    def recording(self, *, empty: bool) -> Generator[None, None, None]:
+        """A context manager in which the initialisation of tensors on the meta device is recorded.
+
+        Args:
+            empty: make all tensors on the meta device.
+        """
+        self._recorder = self._recorder or DeferredInit()
+        with torch.device("meta") if empty else nullcontext(), self._recorder:
+            yield
+
+    def undo(self) -> None:
+        """Take back the changes of a model that is not sharded, and those of a plugin."""
+        for change in reversed(self._unsharded_changes):
+            change.undo()
+        self._unsharded_changes = []
+        if self._reverts is not None and self._env.strategy.lightning_module is not None:
+            self._reverts(self._env.strategy.lightning_module)
+        self._reverts = None
+
+    def share_out_averages(
+        self, record: ShardedModel | None, to_whole: Callable[[ShardedModel, Mapping[str, Any]], dict[str, Any]]
+    ) -> None:
+        """Cut the averages of weights as the model is cut, from the first rank's. Collective over the world.
+
+        Args:
+            record: of the sharded model.
+            to_whole: makes what a checkpoint takes of an average's own tensors. Collective.
+        """
+        for average in averages_of(self._env.callbacks):
+            self._make_replicas_equal(average)
+            if record is not None:
+                shard_average(average, record)
+                save_whole(average, functools.partial(to_whole, record))
+
+    def shard(self, module: LightningModule) -> ShardedModel | None:
+        """Find and prove a plan, and shard the model by it, unless an earlier run did.
+
+        Returns:
+            The record of the sharded model; None at tp 1.
+        """
+        tp = self._env.groups.size("tp")
+        earlier = record_of(module)
+        config = self._env.config
+        made_by = (
+            self._env.groups.topology,
+            {
+                name: repr(getattr(config, name))
+                for name in ParallelConfig.model_fields
+                if name not in _REACHES_NO_MODULE
+            },
+            self._syncs_batch_norms,
+            tp > 1 or not self._changes_unsharded or self._env.fits,
+        )
+        if earlier is not None:
+            if earlier.made_by == made_by:
+                return earlier
+            unshard(module)  # it was sharded for another topology or by another plan
+        with self._env.phases.phase("comparing the ranks' models"):
+            facts = {**describe_model(module), "sync_batchnorm": self._syncs_batch_norms}
+            check_agreement(facts, self._env.world, self._env.device)
+        self._make_replicas_equal(module)
+        if tp == 1 and (config.cp > 1 or config.pp > 1):
+            return self._split_unsharded(module, made_by)
+        if tp == 1:
+            return self._leave_whole(module, made_by)
+        phases = self._env.phases
+        prover = Prover(module, self._env.trainer, self._env.config, self._env.groups, self._env.device, phases)
+        proved = prover.prove()
+        plans = proved.plans
+        plan_text = "; ".join(f"{plan.source}: {plan.to_yaml()}" for plan in plans)
+        check_agreement({"the plan": plan_text}, self._env.world, self._env.device)
+        hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
+        cut = prover.find_cut(plans) if config.pp > 1 else None
+        if cut is not None:
+            proved.lines += prover.check_stages(plans, cut)
+        with phases.phase("cutting the model"):
+            record = parallelize(
+                *(module, plans, self._env.groups),
+                sp=config.sp,
+                regather=config.regather,
+                loss_chunk=config.loss_chunk,
+                recompute=config.recompute,
+                tiles=self._tiles,
+                cp_method=config.cp_method,
+                compiler=BlockGraphs(config.compile_options) if config.compile else None,
+            )
+        record.made_by = made_by
+        if cut is not None:
+            self._cut(record, cut)
+        try:
+            record.changes += sync_batch_norms(module, self._env.groups, every=self._syncs_batch_norms)
+        except ValueError:
+            unshard(module)
+            raise
+        if proved.frozen:
+            record.why_frozen = proved.frozen
+            record.stay_frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
+            rank_zero_warn(f"lightning_seqpar: the plan is proved only while what is frozen stays so: {proved.frozen}")
+        coverage = cover(record, plans, proved.known, sp=config.sp)
+        compiled = [] if record.graphs is None else [describe_compiled(record)]
+        lines = [
+            _describe_plan(record, plans, coverage),
+            *describe_stages(record),
+            *coverage.reasons,
+            *proved.lines,
+            *compiled,
+        ]
+        self._log_summary(lines, coverage, plans)
+        for warning in coverage.warnings:
+            rank_zero_warn(warning)
+        vocabulary = {match.name for match in record.matches if match.rule.style == "vocab"}  # their outputs look whole
+        if seen := [name for name in hooked if record.is_inside(name) and name not in vocabulary]:
+            rank_zero_warn(
+                f"lightning_seqpar: forward hooks of yours sit on {', '.join(seen[:3])}{' ...' if len(seen) > 3 else ''}; "
+                "they will see this rank's part of the activations"
+            )
+        return record
+
+    def _leave_whole(self, module: LightningModule, made_by: object) -> ShardedModel | None:
+        """Prepare a model for data parallelism alone; returns a record of it if the replicas share its parameters out."""
+        changes = self._recompute_unsharded(module)
+        if self._env.config.compile:
+            changes += compile_plain_blocks(module, BlockGraphs(self._env.config.compile_options))
+        compiled = [f"compile: {len(changes)} blocks"] if self._env.config.compile else []
+        how = "sharded" if self.splits else "plain"
+        nothing = f"none: tp is 1, so nothing is sharded over tp and sp is idle; this is {how} data parallelism"
+        if self.splits or self._env.fits:
+            try:
+                changes += sync_batch_norms(module, self._env.groups, every=self._syncs_batch_norms)
+            except ValueError:
+                for change in reversed(changes):
+                    change.undo()
+                raise
+        self._log_summary([nothing, *compiled])
+        if not self.splits:
+            self._unsharded_changes = changes
+            return None
+        record = whole_model(module, self._env.groups)
+        record.made_by, record.changes = made_by, changes
+        return record
+
+    def _cut(self, record: ShardedModel, cut: Cut) -> None:
+        """Keep one stage of a model."""
+        record.layout.note_stages(cut.shared)
+        record.stage = Stage(record.model, cut, self._env.groups, self._env.device)
+
+    def _split_unsharded(self, module: LightningModule, made_by: object) -> ShardedModel:
+        """Split a model that tp does not shard along the sequence (cp), into stages (pp), or both, once that is proved."""
+        config = self._env.config
+        prover = Prover(module, self._env.trainer, config, self._env.groups, self._env.device, self._env.phases)
+        needs_proof = config.cp > 1 or self._needs_proof
+        proved = prover.prove_unsharded() if needs_proof else Proved(prover.find_unsharded())
+        plans = proved.plans
+        check_agreement({"the plan": "; ".join(plan.to_yaml() for plan in plans)}, self._env.world, self._env.device)
+        cut = prover.find_cut(plans) if config.pp > 1 else None
+        if cut is not None:
+            proved.lines += prover.check_stages(plans, cut)
+        record = (
+            split_context(module, plans, self._env.groups, config.cp_method)
+            if config.cp > 1
+            else whole_model(module, self._env.groups)
+        )
+        record.made_by = made_by
+        record.changes = self._change_unsharded(module, plans)
+        if config.compile:
+            record.changes += compile_plain_blocks(module, BlockGraphs(config.compile_options))
+        if cut is not None:
+            self._cut(record, cut)
+        try:
+            record.changes += sync_batch_norms(module, self._env.groups, every=self._syncs_batch_norms)
+        except ValueError:
+            unshard(module)
+            raise
+        lines = describe_stages(record)
+        if blocks := record.context_blocks:
+            lines.append(
+                f"each rank of cp holds a part of the sequence in {len(blocks)} blocks ({blocks[0]} to {blocks[-1]})"
+            )
+        self._log_summary([*lines, *proved.lines], plans=plans)
+        return record
+
+    @property
+    def _tiles(self) -> MLPTiles | None:
+        """How MLPs run in tiles; None where they run whole."""
+        return None if self._env.config.tile_mlp is None else MLPTiles(self._env.config.tile_mlp)
+
+    @property
+    def _syncs_batch_norms(self) -> bool:
+        """Whether batch norms take their statistics over all replicas."""
+        return syncs_batch_norms(self._env.strategy._layer_sync)
+
+    def apply_layer_sync(self, module: LightningModule) -> None:
+        """Let a plugin of the user's change the model before it is trained, as Lightning's own DDP does.
+
+        Raises:
+            ValueError: if it makes another module of the model itself.
+        """
+        sync = self._env.strategy._layer_sync
+        if sync is None or self._syncs_batch_norms:
+            return
+        if sync.apply(module) is not module:
+            raise ValueError(
+                f"plugins=[{type(sync).__name__}()]: its apply() returned another module than the model; exchange "
+                "modules inside the model, and return the model"
+            )
+        self._reverts = sync.revert
+
+    @property
+    def splits(self) -> bool:
+        """Whether the replicas share out what one of them would hold."""
+        return self._env.config.data_parallel == "fsdp" and self._env.mean_size > 1
+
+    def split_over_replicas(self, module: LightningModule, record: ShardedModel | None) -> FullySharded | None:
+        """Let each replica hold some rows of every parameter, where that is asked for; an earlier run may have done so."""
+        if not self.splits:
+            return None
+        assert record is not None
+        split = record.replicas
+        if split is None:
+            for tensor in (*module.parameters(), *module.buffers()):
+                if not tensor.is_meta:
+                    tensor.data = tensor.data.to(self._env.device)
+            blocks = [*(name for region in record.regions for name in region.blocks), *block_lists(module)]
+            units = units_among(self._env.config.fsdp, module, blocks)
+            split = FullySharded(record, units, fully_shard_options(self._env.config.fsdp), self._env.device)
+        assert isinstance(split, FullySharded)
+        for region in record.regions:
+            region.path.row_window = "block" if set(region.blocks) <= {*split.units} else "none"
+        self._env.strategy.model = _RootCall(module, split)
+        return split
+
+    def _recompute_unsharded(self, module: LightningModule) -> list[ModuleChange]:
+        """Let what the configuration names of a model that tp does not shard be recomputed, or run in parts, while it is fitted."""
+        config = self._env.config
+        if not self._changes_unsharded or not self._env.fits:
+            return []
+        prover = Prover(module, self._env.trainer, config, self._env.groups, self._env.device, self._env.phases)
+        return self._change_unsharded(
+            module, prover.prove_unsharded().plans if self._needs_proof else prover.find_unsharded()
+        )
+
+    @property
+    def _needs_proof(self) -> bool:
+        """Whether what is changed of a model that tp does not shard must be proved."""
+        return self._env.config.tile_mlp is not None or self._env.config.loss_chunk is not None
+
+    @property
+    def _changes_unsharded(self) -> bool:
+        """Whether a model of which tp shards nothing is changed nonetheless while it is fitted."""
+        config = self._env.config
+        return config.recompute != "none" or config.tile_mlp is not None or config.loss_chunk is not None
+
+    def _change_unsharded(self, module: LightningModule, plans: Sequence[ShardingPlan]) -> list[ModuleChange]:
+        """Let blocks that the plans name be recomputed, their MLPs run in tiles and heads in chunks, if the model is fitted."""
+        if not self._env.fits:
+            return []
+        config = self._env.config
+        how: dict[str, Any] = {"recompute": config.recompute, "tiles": self._tiles, "loss_chunk": config.loss_chunk}
+        return change_unsharded(module, plans, self._env.groups, **how)[1]
+
+    def late_weights(self, module: LightningModule, state: Mapping[str, Tensor] | None) -> LateWeights | None:
+        """Prepare to give a model on the meta device its weights, and give it its buffers. Collective.
+
+        Args:
+            module: the user's.
+            state: the weights in a checkpoint that is restored.
+
+        Returns:
+            What fills the parameters once the model is sharded; None if no tensor is on the meta device.
+        """
+        recorder, self._recorder = self._recorder, None
+        if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            return None
+        late = LateWeights(module, recorder, state)
+        late.check()
+        initialisation = {
+            "how the model of the meta device is initialised (numbers of Python, shapes)": late.recorder.digest()
+        }
+        check_agreement(initialisation, self._env.world, self._env.device)
+        shared = [late.recorder.shared]
+        dist.broadcast_object_list(shared, src=dist.get_process_group_ranks(self._env.world)[0], group=self._env.world)
+        late.recorder.shared = shared[0]
+        late.fill_buffers()
+        return late
+
+    def _log_summary(
+        self, plan: list[str], coverage: Coverage | None = None, plans: Sequence[ShardingPlan] = ()
+    ) -> None:
+        """Log the text at the start of a run, once."""
+        if self._summarized or self._env.strategy.global_rank:
+            return
+        self._summarized = True
+        config = self._env.config
+        if config.cp > 1:
+            config = config.model_copy(update={"cp_method": context_method(self._env.module, config)})
+        about = (self._env.groups.topology, config, self._env.num_processes, VERSION, plan, coverage)
+        if is_verbose():
+            rank_zero_info(summarize(*about))
+        else:
+            rank_zero_info(summarize_briefly(*about, write_plan(plans, summarize(*about)) if plans else ""))
+
+    def _make_replicas_equal(self, module: nn.Module) -> None:
+        """Send the first rank's weights and buffers to all ranks, while the model is still whole on each. Collective."""
+        group = self._env.groups[tuple(sorted(self._env.groups.topology.axes))]
+        # One on the meta device is filled later, from a record or files that are the same on all ranks.
+        whole = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()}.values()
+        tensors = [part for tensor in whole for part in _dense_parts(tensor)]
+        total = sum(tensor.nbytes for tensor in tensors)
+        with torch.no_grad(), self._env.phases.phase("sending the first rank's weights to all", total) as sending:
+            for tensor in tensors:
+                staged = tensor.detach().to(self._env.device).contiguous()
+                # As bytes, since backends do not support every dtype.
+                dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=group)
+                if storage_id(staged) != storage_id(tensor):
+                    tensor.data.copy_(staged)
+                sending.advance(tensor.nbytes)
+
+
+def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan], coverage: Coverage) -> str:
+    """A line on where the plans are from, and how much of the parameters is sharded."""
+    stage, layout = record.stage, record.layout
+    held = layout.local_numel([name for name in layout if stage is None or stage.holds(name)])
+    whose = "per rank" if stage is None else f"on a rank of stage {stage.number}"
+    return (
+        f"{', '.join(dict.fromkeys(plan.source for plan in plans))}: {coverage}; "
+        f"{held:,} of {layout.global_numel():,} parameters {whose}"
+    )
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors that a tensor consists of: itself, or the indices and values of a sparse one."""
+    if tensor.layout == torch.strided:
+        return [tensor]
+    if tensor.layout == torch.sparse_coo and tensor.is_coalesced():
+        return [tensor.detach().indices(), tensor.detach().values()]
+    raise ValueError(
+        f"a parameter or buffer of shape {list(tensor.shape)} and layout {tensor.layout} can't be sent to the other ranks; "
+        "register it dense, or coalesced as torch.sparse_coo"
+    )
+
+
+class _RootCall(nn.Module):
+    """Calls the model, so that ``fully_shard`` gathers what is in no block before a step of the user's and sees what it returns.
+
+    Lightning sends a step through the ``forward`` of what wraps the model, and this is such a wrapper.
+    """
+
+    def __init__(self, module: nn.Module, split: FullySharded) -> None:
+        super().__init__()
+        self.module, self._split = module, split
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's step."""
+        return self._split.step(*args, **kwargs)
