@@ -234,27 +234,26 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         "",
         ", ".join(f"**{counts[kind]} {word}**" for kind, word in _WORDS.items()) + ".",
         "",
-        "| package | model | outcome | arithmetic | largest difference | sharded | sp | seconds |",
-        "|---|---|---|---|---:|---:|---|---:|",
+        "| package | model | arithmetic | largest difference | sharded | sp | seconds |",
+        "|---|---|---|---:|---:|---|---:|",
     ]
     for name, result in found.items():
         package, _, model = name.partition("/")
         if result["outcome"] in ("parity", "wrong"):
             cells = [
                 result["arithmetic"],
-                f"{result['worst']:.1e}",
+                f"{result['worst']:.1e}" + (" (wrong)" if result["outcome"] == "wrong" else ""),
                 _share_of(result["summary"]),
                 _sp_of(result["summary"]),
                 f"{result['seconds']}",
             ]
-        else:
-            cells = [""] * 5
-        lines.append(f"| {package} | {model} | {result['outcome']} | {' | '.join(cells)} |")
+            lines.append(f"| {package} | {model} | {' | '.join(cells)} |")
     refused = {name: result for name, result in found.items() if result["outcome"] not in ("parity",)}
     if refused:
         lines += ["", "## Refusals, with their sentence", ""]
         for name, result in refused.items():
             sentence, _, rules = " ".join(result.get("sentence", "").split()).partition(" The rules were:")
+            sentence = re.sub(r" Rules of yours are kept, .*?\(docs/your_model\.md\)", "", sentence)  # the same in all of them
             sentence += " (the rules follow)" if rules else ""
             lines.append(f"- **{name}** ({result.get('type', result['outcome'])}): {sentence}")
     lines += ["", "Versions: " + ", ".join(packages(list(found))) + ".", ""]
