@@ -27,7 +27,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from torch import nn
 
 from lightning_seqpar import CheckpointConfig, ParallelConfig, PlanSpec, ProcessTopology, ShardingPlan
@@ -625,99 +625,6 @@ def test_a_grid(topology, data):
         f"{axis}_{index:0{max(2, len(str(topology.get_dim(axis) - 1)))}d}" for axis, index in coord.items()
     )
     assert topology.prev_stage(topology.next_stage(rank)) == rank
-
-
-QUESTIONS: dict[str, Callable[[ProcessTopology, Any, Any], Any]] = {
-    "get_rank": lambda grid, one, other: grid.get_rank(**{**dict.fromkeys(grid.axes, 0), grid.axes[0]: one}),
-    "get_rank of some": lambda grid, one, other: (
-        grid.get_rank(**{str(other)[:9]: one}) if isinstance(other, str) else None
-    ),
-    "get_coord": lambda grid, one, other: grid.get_coord(one),
-    "get_dim": lambda grid, one, other: grid.get_dim(one),
-    "get_axis_comm_lists": lambda grid, one, other: grid.get_axis_comm_lists(one, other),
-    "get_comm_list": lambda grid, one, other: grid.get_comm_list(one, other),
-    "get_axis_list": lambda grid, one, other: grid.get_axis_list(one, other),
-    "get_axis_list of one": lambda grid, one, other: grid.get_axis_list(grid.axes[-1], one),
-    "filter_match": lambda grid, one, other: grid.filter_match(**{grid.axes[0]: one}),
-    "get_rank_repr": lambda grid, one, other: grid.get_rank_repr(one),
-    "get_rank_repr without": lambda grid, one, other: grid.get_rank_repr(0, omit_axes=one),
-    "stage_to_global": lambda grid, one, other: grid.stage_to_global(one, other),
-    "stage_to_global elsewhere": lambda grid, one, other: grid.stage_to_global(0, 0, **{grid.axes[0]: one}),
-    "next_stage": lambda grid, one, other: grid.next_stage(one),
-    "embedding_ranks": lambda grid, one, other: grid.embedding_ranks(0, one),
-    "position_embedding_ranks": lambda grid, one, other: grid.position_embedding_ranks(one, other),
-    "get_embedding_comm_lists": lambda grid, one, other: grid.get_embedding_comm_lists(one),
-    "is_last_stage": lambda grid, one, other: grid.is_last_stage(one, 0, other),
-    "stage_layers": lambda grid, one, other: grid.stage_layers(0, one, other),
-    "get_crossing_lists": lambda grid, one, other: grid.get_crossing_lists(grid.axes[0], one),
-    "ProcessTopology": lambda grid, one, other: ProcessTopology(one, other),
-    "axes": lambda grid, one, other: ProcessTopology(one, grid.dims),
-    "dims": lambda grid, one, other: ProcessTopology(grid.axes, one),
-    "an axis": lambda grid, one, other: ProcessTopology([one, other], [1, 2]),
-    "a size": lambda grid, one, other: ProcessTopology(["a", "b"], [one, 1]),
-    "from_config": lambda grid, one, other: ProcessTopology.from_config(ParallelConfig(tp=2, cp=3), one),
-    "from_config of anything": lambda grid, one, other: ProcessTopology.from_config(one, 8),
-    "from_config of a large world": lambda grid, one, other: ProcessTopology.from_config(
-        ParallelConfig(tp=7), 2**31 - 1
-    ),
-}
-SMALL_GRIDS = st.sampled_from(
-    [
-        ProcessTopology(["pp", "dp", "tp"], [2, 3, 2]),
-        ProcessTopology(["a", "b"], [2, 2]),
-        ProcessTopology(["x" * 500, "pp"], [2, 2**600]),
-    ]
-)
-ANSWERS = st.one_of(
-    VALUES,
-    st.integers(-1, 7),
-    st.sampled_from(["tp", "dp", "pp", "a", "tpp"]),
-    st.sampled_from([Of(name) for name in ODD]),
-)
-
-
-def forms_of_one(value: Any) -> tuple[str, ...]:
-    """How a sentence may begin to show a value that was asked for: as it is, without quotes, or as plain numbers."""
-    known = [shown(value), value if isinstance(value, str) else shown(value)]
-    if isinstance(value, np.generic | np.ndarray | torch.Tensor):
-        known.append(shown(value.tolist()))
-    return tuple(form[:6] for form in known)
-
-
-@random_cases
-@given(question=st.sampled_from(list(QUESTIONS)), topology=SMALL_GRIDS, one=ANSWERS, other=ANSWERS)
-@example("get_coord", ProcessTopology(["a"], [2]), 1.0, None)
-@example("get_rank", ProcessTopology(["a"], [2]), 0.5, None)
-@example("get_rank", ProcessTopology(["self"], [2]), 1, None)
-@example("filter_match", ProcessTopology(["self"], [2]), 1, None)
-@example("get_rank_repr without", ProcessTopology(["a"], [2]), Of("a list of what raises"), None)
-@example("dims", ProcessTopology(["a"], [2]), [Of("a negative number of 5000 digits")], None)
-@example("dims", ProcessTopology(["a"], [2]), [Of("numbers of torch's")], None)
-@example("dims", ProcessTopology(["a"], [2]), Of("an endless range"), None)
-@example("get_crossing_lists", ProcessTopology(["a"], [2]), 0, None)
-@example("from_config of a large world", ProcessTopology(["a"], [2]), 0, None)
-def test_questions_to_a_grid(question, topology, one, other):
-    """Numbers come back, or what is asked for is shown."""
-    one, other = made(one), made(other)
-    if topology.world_size > 100 and question not in (
-        "get_rank",
-        "get_coord",
-        "get_dim",
-        "stage_to_global",
-        "next_stage",
-    ):
-        return  # it answers with lists of all those ranks
-    asked = [
-        part
-        for value in (one, other)
-        for part in (value, *([*value][:9] if isinstance(value, list | BaseModel) else ()))
-    ]
-    shows = ("axes=[(", *(form for part in asked for form in forms_of_one(part)))  # a config is a list of pairs, too
-    answer = refused(
-        lambda: QUESTIONS[question](topology, one, other), shows=shows if "of" not in question.split() else ()
-    )
-    if question in ("get_rank", "stage_to_global", "next_stage") and answer is not None:
-        assert type(answer) is int
 
 
 # ---- what is too much -----------------------------------------------------------------------------------------------
