@@ -70,11 +70,7 @@ def in_backward() -> bool:
 
 
 def will_run(node: Any) -> bool:
-    """Whether the backward that runs will run a node; ``torch.autograd.grad`` runs only a part of the graph.
-
-    Raises:
-        RuntimeError: for the node that accumulates into a leaf whose gradient ``torch.autograd.grad`` was asked for.
-    """
+    """Whether the backward that runs will run a node; ``torch.autograd.grad`` runs only a part of the graph."""
     return torch._C._will_engine_execute_node(node)
 
 

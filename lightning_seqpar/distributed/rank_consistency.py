@@ -32,11 +32,6 @@ def check_agreement(own: Mapping[str, Any], group: ProcessGroup, device: torch.d
     Where they agree, this is one reduction of two numbers, however many ranks there are. Only where they differ do the
     ranks exchange the texts, to say which of them differ in what.
 
-    Args:
-        own: the description of this rank, by name; values that are not texts are compared as JSON.
-        group: the ranks that are compared.
-        device: where tensors go if the group has no backend for the CPU.
-
     Raises:
         ValueError: on every rank alike, naming the entries that differ and which ranks have which value.
     """

@@ -37,18 +37,13 @@ class GraphRefusedError(ValueError):
 
 
 class BlockGraphs:
-    """Compiles blocks, and knows what became of them.
-
-    Attributes:
-        traced: by the name of a block's class, how many graphs were made of it. Blocks of one kind share a graph for training and
-            another one for evaluation; lengths of sequences that vary make one more.
-        node_types: the classes of the autograd nodes that stand for these graphs.
-    """
+    """Compiles blocks, and knows what became of them."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
+        # By the name of a block's class, how many graphs: one for training, one for evaluation, one more for varying lengths.
         self.traced: Counter[str] = Counter()
-        self.node_types: set[type] = set()
+        self.node_types: set[type] = set()  # classes of the autograd nodes that stand for these graphs
         self._classes: dict[type, Any] = {}
         self._dtype = torch.get_default_dtype()
 

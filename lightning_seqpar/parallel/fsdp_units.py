@@ -109,11 +109,7 @@ def block_lists(model: nn.Module) -> Iterator[str]:
 
 
 def units_among(given: Mapping[str, Any], model: nn.Module, blocks: Iterable[str]) -> list[str]:
-    """Names of the modules that are each gathered and reduced on their own.
-
-    Raises:
-        ValueError: for a pattern that no module has.
-    """
+    """Names of the modules that are each gathered and reduced on their own."""
     if (patterns := given.get("units")) is None:
         return list(blocks)
     names = [name for name, _ in model.named_modules() if name]
@@ -158,17 +154,13 @@ def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class ReplicaSplit:
-    """How ``fully_shard`` shares out a model over replicas, in numbers: those of the first rank, which holds most rows.
+    """How ``fully_shard`` shares out a model over replicas, in numbers: those of the first rank, which holds most rows."""
 
-    Attributes:
-        replicas: how many ranks share a parameter; 1 where none is shared.
-        units: names of the modules that are gathered and reduced each on their own; the rest of the model is one more.
-        options: keywords of ``fully_shard``.
-    """
-
-    replicas: int = 1
-    units: Sequence[str] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    replicas: int = 1  # that share a parameter
+    units: Sequence[
+        str
+    ] = ()  # modules that are gathered and reduced each on their own; the rest of the model is one more
+    options: Mapping[str, Any] = field(default_factory=dict)  # keywords of ``fully_shard``
 
     @classmethod
     def of(cls, model: nn.Module, given: Mapping[str, Any], blocks: Iterable[str], replicas: int) -> ReplicaSplit:

@@ -108,12 +108,6 @@ def _with_places(tree: Any, places: Sequence[_Place]) -> Any:
 class FullySharded:
     """A model of which each data-parallel rank holds some rows of every parameter.
 
-    Args:
-        record: the record of the model, whose layouts are bound to the new parameter objects.
-        blocks: names of the modules that are to be gathered and reduced each on its own.
-        options: keywords of ``fully_shard``: ``reshard_after_forward``, ``mp_policy``, ``offload_policy``.
-        device: where the model computes.
-
     Attributes:
         units: names of the blocks that are gathered and reduced each on its own.
         whole: parameters that every replica holds whole (``fully_shard`` can't split one without dims), by name. Their

@@ -23,9 +23,6 @@ def attentions(plan: PlannedModel) -> list[str]:
     An attention holds columns that are dealt out by heads (``units``: queries, keys, values) and the row that their result
     goes to: the nearest module around both. Where only the block is around both, it is the nearest module around all such
     columns. ``nn.MultiheadAttention`` is one by itself.
-
-    Returns:
-        Nothing of a block that holds the projections of its attention itself: there no module is the attention.
     """
     found = [
         name for name in plan.named("replace") if isinstance(plan.modules[name], nn.MultiheadAttention)

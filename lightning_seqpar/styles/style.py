@@ -156,11 +156,7 @@ class Match:
 
 
 class UnevenUnitsError(ValueError):
-    """What is dealt out to tp ranks does not divide by their number.
-
-    Attributes:
-        rule: by which every rank computes that part whole, behind the plan's others; none if there is no such rule.
-    """
+    """What is dealt out to tp ranks does not divide by their number."""
 
     def __init__(self, text: str, rule: dict[str, Any] | None = None) -> None:
         super().__init__(text)
