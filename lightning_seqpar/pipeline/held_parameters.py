@@ -115,7 +115,7 @@ class HeldParameters:
 
     def sum_shared(self) -> None:
         """Sum the gradients of parameters that several stages hold (tied embeddings), over those. Collective over the pipeline."""
-        shared = self._shared_parameters()
+        shared = [(n, p) for n, p in self._model.named_parameters() if len(self._cut.shared(n)) > 1 and p.requires_grad]
         if not shared:
             return
         has_one = self.on_any([parameter.grad is not None for _, parameter in shared])
@@ -126,19 +126,6 @@ class HeldParameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self._sum_over(holders, local_rows(parameter.grad))
-
-    def _shared_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Those that train and that several stages hold, by name."""
-        return [(n, p) for n, p in self._model.named_parameters() if len(self._cut.shared(n)) > 1 and p.requires_grad]
-
-    def refuse_kept(self) -> None:
-        """Where a window begins, gradients that several stages hold must be zero: what is kept would be summed once more."""
-        for name, parameter in self._shared_parameters():
-            if self.holds(name) and parameter.grad is not None and bool(local_rows(parameter.grad).any()):
-                raise RuntimeError(
-                    f"{name}: its gradient was kept from the step before (optimizer_zero_grad), and several stages of the pipeline "
-                    "hold it, so that it would be summed once more. Accumulate by Trainer(accumulate_grad_batches=...), or use pp=1"
-                )
 
     def _sum_over(self, stages: Sequence[int], x: Tensor) -> None:
         """Sum a tensor over stages of which this is one, in place: in the order of the stages, so that all have the same bits."""

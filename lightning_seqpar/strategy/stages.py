@@ -93,9 +93,6 @@ class StagedStrategy(TopologyStrategy):
     def _run_when_due(self, loss: Tensor, backward: Callable[[], Any], stage: Stage) -> None:
         """Run the backwards that are due on a stage behind a micro-batch's forward; at the window's end all of them."""
         is_last = not self._trainer.fit_loop._should_accumulate()
-        begins = self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
-        if begins and is_overridden("optimizer_zero_grad", self._module):
-            stage.refuse_kept()
         if self._window is not None:
             self._window.micro_batches[-1].backward = backward
             if is_last:

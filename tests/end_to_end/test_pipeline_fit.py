@@ -16,7 +16,7 @@ from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.strategy import stage_logs
-from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
 from tests.helpers.fit import class_named
 from tests.helpers.habit_runs import StepLosses
@@ -299,36 +299,3 @@ def test_what_a_training_leaves_in_the_middle_of_a_window_does_not_come_to_the_n
     for found, own in run_distributed(end_and_go_on, world, sizes):
         assert found == pytest.approx(loss, rel=1e-6)
         assert max((own[n] - x).abs().max() for n, x in weights.items()) <= 1e-9
-
-
-class Keeps(models.GPT):
-    """Zeroes gradients before every other update alone."""
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if batch_idx % 2 == 0:
-            optimizer.zero_grad()
-
-
-def keep(tied: bool) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    module = Keeps(tied)
-    sizes = {"pp": 2} if torch.distributed.is_initialized() else None
-    trainer_of(sizes, accumulate_grad_batches=1, gradient_clip_val=None).fit(
-        module, models.loader(4, length=9, count=16)
-    )
-    unshard(module)
-    return [parameter.detach().clone() for parameter in module.parameters()]
-
-
-@sees(
-    "pp: a kept gradient of tied weights is summed once more",
-    "StagedStrategy._run_when_due",
-    "            stage.refuse_kept()\n",
-    "            pass\n",
-)
-def test_gradients_that_are_kept_are_right_or_told():
-    expected = keep(False)
-    for found in run_distributed(keep, 2, False):
-        assert max((a - b).abs().max() for a, b in zip(expected, found, strict=True)) <= 1e-9
-    with pytest.raises(RankFailedError, match=r"model\.tokens\.weight: its gradient was kept from the step before"):
-        run_distributed(keep, 2, True)
