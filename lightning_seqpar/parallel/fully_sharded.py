@@ -403,9 +403,8 @@ class FullySharded:
                 sent[0, at], sent[1, at] = parameter.grad, 1
         dist.all_reduce(sent, group=group)
         lacking = [parameter for parameter in due if parameter.grad is None]
-        anywhere = (
-            sent[1].tolist() if lacking else []
-        )  # a rank that has all gradients does not wait for the others' answer
+        # A rank that has all gradients does not wait for the others' answer.
+        anywhere = sent[1].tolist() if lacking else []
         averages = sent[0] / self._record.groups.size(self._record.groups.mean_axes)
         for at, parameter in enumerate(due):
             if parameter.grad is not None:

@@ -24,9 +24,8 @@ def attentions(plan: PlannedModel) -> list[str]:
     goes to: the nearest module around both. Where only the block is around both, it is the nearest module around all such
     columns. ``nn.MultiheadAttention`` is one by itself.
     """
-    found = [
-        name for name in plan.named("replace") if isinstance(plan.modules[name], nn.MultiheadAttention)
-    ]  # an encoder is replaced too
+    replaced = plan.named("replace")  # an encoder is, too
+    found = [name for name in replaced if isinstance(plan.modules[name], nn.MultiheadAttention)]
     rows = list(plan.named("row"))
     for block in (block for stack in plan.stacks for block in stack.blocks):
         heads = [

@@ -164,9 +164,7 @@ class Stack:
     dim: int  # of the sequence
     sp: bool = True  # activations between the blocks are shards along the sequence
     arg: Argument = 0  # of a block, that carries the activation
-    exits: list[str] = field(
-        default_factory=list
-    )  # where the region ends; at the last block's output if there are none
+    exits: list[str] = field(default_factory=list)  # where the region ends; none: at the last block's output
 
     @property
     def shown(self) -> str:
