@@ -23,8 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.distributed.autograd import children, in_backward, unseen_by_compiler
-from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.parallel.fsdp_units import block_lists
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
 
 NAME_KEY = "_seqpar_block"
@@ -160,9 +158,7 @@ def _shortened(error: TorchDynamoException) -> str:
 
 def compile_plain_blocks(model: nn.Module, compiler: BlockGraphs) -> list[ModuleChange]:
     """Compile the repeated blocks of a model that is not sharded."""
-    names = list(block_lists(model))
-    outer = [name for name in names if not any(inside(name, other) for other in names if other != name)]
-    blocks = {name: model.get_submodule(name) for name in outer}
+    blocks = dict(_repeated_blocks(model))
     if not blocks:
         raise ValueError(
             "compile=True with tp=1: nothing is sharded, and no list of repeated blocks was found to compile; use compile=False "
@@ -172,3 +168,16 @@ def compile_plain_blocks(model: nn.Module, compiler: BlockGraphs) -> list[Module
     for name, block in blocks.items():
         compiler.compile(block, name, len(blocks))
     return changes_since(before)
+
+
+def _repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost repeated blocks of a model that no plan names: modules of one class with parameters, in one list."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{one}.") for one in found):
+            continue
+        parts = dict(module.named_children())
+        if len(parts) > 1 and len({type(part) for part in parts.values()}) == 1 and [*module.parameters()]:
+            for key, part in parts.items():
+                found.append(f"{name}.{key}" if name else key)
+                yield found[-1], part
