@@ -89,9 +89,7 @@ def describe_start(config: ParallelConfig, version: str) -> dict[str, Any]:
 def describe_model(model: nn.Module) -> dict[str, str]:
     """Describe a model: its modules, parameters and buffers, by name.
 
-    A parameter or buffer is described by its shape and dtype, and by whether it is frozen. A module is described by its
-    class, by what its ``repr`` shows, and by its attributes that are numbers or switches (a head count, an epsilon). Left
-    out are attributes that may rightly differ between ranks (a rank, a device, training or not), and those of the outermost
+    Left out are attributes that may rightly differ between ranks (a rank, a device, training or not), and those of the outermost
     module, where users keep state of their own.
     """
     entries = {

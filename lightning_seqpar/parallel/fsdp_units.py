@@ -25,15 +25,10 @@ OPTIONS = ("reshard_after_forward", "mp_policy", "offload_policy", "units")
 
 
 def fully_shard_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of ``fully_shard`` for the field ``fsdp``.
+    """The keywords of ``fully_shard`` for the field ``fsdp``, but for ``units``, which :func:`units_among` reads.
 
-    Args:
-        given: ``units``: patterns of the modules that are each gathered and reduced on their own, in place of the blocks; an
-            empty list gathers everything for the whole of a step. It is checked here and read by :func:`units_among`.
-            ``reshard_after_forward``: whether blocks are gathered once more in the backward (ZeRO-3, the default) or stay
-            gathered (ZeRO-2). ``mp_policy``: a mapping of ``param_dtype``, ``reduce_dtype``, ``output_dtype`` (names such as
-            ``bfloat16``) and ``cast_forward_inputs``. ``offload_policy``: true to keep parameters, gradients and moments on the
-            CPU.
+    ``reshard_after_forward``: true (ZeRO-3) or false (ZeRO-2). ``mp_policy``: ``param_dtype``, ``reduce_dtype``, ``output_dtype``
+    (by name) and ``cast_forward_inputs``. ``offload_policy``: true keeps parameters, gradients and moments on the CPU.
 
     Raises:
         ValueError: for another option or value.

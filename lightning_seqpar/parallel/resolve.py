@@ -38,9 +38,6 @@ class ResolvedPlan(PlannedModel):
         size: number of tensor-parallel ranks.
         sp: whether activations between blocks are shards along the sequence, where a blocks rule does not say otherwise.
         loss_chunk: tokens of which a head that is sharded by vocabulary makes logits at once.
-
-    Raises:
-        ValueError: for a plan that can't be carried out right.
     """
 
     def __init__(

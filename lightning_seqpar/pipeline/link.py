@@ -69,11 +69,7 @@ def from_stage(stage: int, x: Tensor | None, group: dist.ProcessGroup, device: t
 
 
 def count_channels(pp: int, virtual_pp: int) -> int:
-    """How many groups of a pipeline's ranks carry messages between neighbours: one for each direction and kind.
-
-    Activations and gradients overtake each other. So do those on the way from the last stage back to the first, where two ranks
-    are neighbours both ways.
-    """
+    """How many groups carry messages between neighbours: one for each direction and kind, since kinds overtake each other."""
     if pp == 1:
         return 0
     return 2 if virtual_pp == 1 else 4
