@@ -23,13 +23,7 @@ from lightning_seqpar.distributed.padding import pad, shard_length, with_memory
 
 
 class PendingAllReduce:
-    """A sum over the group under way; :meth:`wait` returns it, in a new tensor.
-
-    Args:
-        x: the tensor to sum, of any shape.
-        group: the ranks that sum.
-        async_op: whether the caller goes on computing before it waits.
-    """
+    """A sum of tensors of any shape over the group under way; :meth:`wait` returns it, in a new tensor."""
 
     def __init__(self, x: Tensor, group: ProcessGroup, async_op: bool) -> None:
         x = with_memory(x.detach())
@@ -53,9 +47,7 @@ class PendingGather:
     Args:
         x: this rank's shard, ``[b, ceil(s/tp), h]`` for ``dim=1``; all ranks' have one shape.
         dim: the dim along which shards follow each other.
-        group: the ranks that gather.
         length: the true length ``s`` of ``dim``, to which the result is trimmed; None for all that was gathered.
-        async_op: whether the caller goes on computing before it waits.
     """
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, length: int | None, async_op: bool) -> None:
@@ -92,8 +84,6 @@ class PendingReduceScatter:
     Args:
         x: this rank's addend, ``[b, s, h]`` for ``dim=1``; zeros are added behind ``s`` until it divides by the group.
         dim: the dim along which the sum is divided.
-        group: the ranks that sum.
-        async_op: whether the caller goes on computing before it waits.
     """
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool) -> None:

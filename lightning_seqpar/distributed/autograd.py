@@ -70,11 +70,7 @@ def in_backward() -> bool:
 
 
 def will_run(node: Any) -> bool:
-    """Whether the backward that runs will run a node; ``torch.autograd.grad`` runs only a part of the graph.
-
-    Raises:
-        RuntimeError: for the node that accumulates into a leaf whose gradient ``torch.autograd.grad`` was asked for.
-    """
+    """Whether the backward that runs will run a node; ``torch.autograd.grad`` runs only a part of the graph."""
     return torch._C._will_engine_execute_node(node)
 
 
@@ -85,10 +81,7 @@ def sequence_nr(node: Any) -> int:
 
 
 def set_sequence_nr(x: Tensor, number: int) -> None:
-    """Give the node that made ``x`` another sequence number, so that the engine runs it earlier or later.
-
-    Does nothing in versions of torch that cannot.
-    """
+    """Give the node that made ``x`` another sequence number, so that the engine runs it earlier or later, where torch can."""
     node: Any = x.grad_fn
     if hasattr(node, "_set_sequence_nr"):
         node._set_sequence_nr(number)
@@ -153,11 +146,7 @@ def backward_classes(functions: Iterable[type[torch.autograd.Function]]) -> froz
 
 
 def node_classes(*operations: str) -> frozenset[type]:
-    """The classes of the nodes that operations of torch's own make; ``type(node)`` is one of them.
-
-    torch generates a class for each derivative formula and shows all of them in one module, but has no object that leads
-    from an operation to its classes. Their names do: ``add`` makes ``AddBackward0`` and ``AddBackward1``.
-    """
+    """The classes of the nodes that operations of torch's own make, by their names: ``Add`` for ``AddBackward0`` and others."""
     found = {name.rstrip("0123456789").removesuffix("Backward"): set[type]() for name in vars(torch._C._functions)}
     for name, one in vars(torch._C._functions).items():
         if isinstance(one, type):
@@ -206,18 +195,12 @@ def saved_tensor_hooks_allowed() -> bool:
 
 
 def is_of_checkpoint(hooks: tuple[Any, Any] | None) -> bool:
-    """Whether a pair of hooks on saved tensors is an activation checkpoint's: that of its forward, or of its recomputation.
-
-    They count what is saved, and compare: nothing may be left out that the other run saves.
-    """
+    """Whether hooks on saved tensors are an activation checkpoint's, whose two runs must save the same."""
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def push_saved_tensor_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-    """Add an innermost pair of hooks on saved tensors, until :func:`pop_saved_tensor_hooks`.
-
-    It is no context manager, for callers that begin and end it in two hooks of a module, with the user's code in between.
-    """
+    """Add an innermost pair of hooks on saved tensors, until :func:`pop_saved_tensor_hooks` in another hook of a module."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
@@ -287,10 +270,7 @@ class GivenAway:
 
 
 def selective_checkpoint_caches() -> list[Tensor]:
-    """What torch's selective activation checkpoints hold now for a backward, in caches that no saved-tensor hook sees.
-
-    The graph alone refers to these caches, so they are looked for among all objects of the process, which takes a while.
-    """
+    """What torch's selective checkpoints cache for a backward, found among all objects of the process, which takes a while."""
     found: list[Tensor] = []
     for one in gc.get_objects():
         if issubclass(type(one), _CachedTorchDispatchMode):

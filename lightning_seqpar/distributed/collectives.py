@@ -110,22 +110,26 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Forward ``y_r = shard_r(x)``, ``[b, s, h]`` → ``[b, s/tp, h]``; input-grad ``dx = gather_r(dy_r)``."""
+    """Forward ``y_r = shard_r(x)``, ``[b, s, h]`` → ``[b, s/tp, h]``, by ``cut``; input-grad ``dx = gather_r(dy_r)``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, cut: Callable[..., Tensor]) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]
-        return _scatter(x, dim, group)
+        return cut(x, dim, group)
 
     @staticmethod
     @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (
-            gather_replicated_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length),
-            None,
-            None,
-        )
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        whole = gather_replicated_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length)
+        return whole, None, None, None
+
+
+def _cut_by(cut: Callable[..., Tensor], x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's shard by ``cut``; differentiable where gradients are on."""
+    function: Any = _Scatter
+    result: Tensor = function.apply(x, dim, group, cut) if torch.is_grad_enabled() else cut(x, dim, group)
+    return result
 
 
 class _GatherReplicated(torch.autograd.Function):
@@ -140,29 +144,7 @@ class _GatherReplicated(torch.autograd.Function):
     @staticmethod
     @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _applied(_SplitGrad, split, grad, ctx.dim, ctx.group), None, None, None
-
-
-class _SplitGrad(torch.autograd.Function):
-    """Forward ``y_r = shard_r(x)`` with zero padding, as a gradient must have; input-grad ``dx = gather_r(dy_r)``.
-
-    The backward of :class:`_GatherReplicated`, which is differentiated for gradients of gradients.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]
-        return split(x, dim, group)
-
-    @staticmethod
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (
-            gather_replicated_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length),
-            None,
-            None,
-        )
+        return _cut_by(split, grad, ctx.dim, ctx.group), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -231,7 +213,7 @@ def scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup
     Forward: slice, ``y_r = shard_r(x)``; padding repeats the last position. Backward: all-gather, trimmed to ``s``,
     ``dx = gather_r(dy_r)``. Dim: ``dim``.
     """
-    return _applied(_Scatter, _scatter, x, dim, group)
+    return _cut_by(_scatter, x, dim, group)
 
 
 def gather_replicated_from_sequence_parallel_region(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 from typing import Any
@@ -214,17 +213,6 @@ def announce_exchange(role: ExchangeRole) -> None:
             mode.announce(role)
 
 
-@dataclass(frozen=True)
-class _StepFigures:
-    """What :class:`StepMeter` measured of one training batch."""
-
-    saved_bytes: int
-    calls: dict[str, int]
-    bytes: dict[str, int]
-    backend_calls: dict[str, int]
-    backend_bytes: dict[str, int]
-
-
 class StepMeter(Callback):
     """Measures one training batch of an epoch on each rank: bytes kept for the backward, and collectives.
 
@@ -242,7 +230,7 @@ class StepMeter(Callback):
         self._saved_bytes = 0
         self._saved: SavedBytes | None = None
         self._traffic: Traffic | None = None
-        self._figures: _StepFigures | None = None
+        self._figures: tuple[int, Traffic] | None = None  # what was measured: kept bytes, and collectives
 
     @property
     def measured(self) -> bool:
@@ -252,30 +240,30 @@ class StepMeter(Callback):
     @property
     def saved_bytes(self) -> int:
         """Bytes that autograd kept for the backward on this rank, as :class:`SavedBytes` counts them."""
-        return self._read().saved_bytes
+        return self._read()[0]
 
     @property
     def calls(self) -> dict[str, int]:
         """Number of collectives by name, as :class:`Traffic` counts them."""
-        return self._read().calls
+        return dict(self._read()[1].calls)
 
     @property
     def bytes(self) -> dict[str, int]:
         """Bytes of the tensors given to those collectives, by name."""
-        return self._read().bytes
+        return dict(self._read()[1].bytes)
 
     @property
     def backend_calls(self) -> dict[str, int]:
         """Number of operations that the process groups really got, by torch's name of them."""
-        return self._read().backend_calls
+        return dict(self._read()[1].backend_calls)
 
     @property
     def backend_bytes(self) -> dict[str, int]:
         """Bytes that the process groups were really given to send, by the same names."""
-        return self._read().backend_bytes
+        return dict(self._read()[1].backend_bytes)
 
-    def _read(self) -> _StepFigures:
-        """The figures; raises RuntimeError, which says what to do, if there are none."""
+    def _read(self) -> tuple[int, Traffic]:
+        """What was measured; raises RuntimeError, which says what to do, if there are none."""
         if self._figures is not None:
             return self._figures
         if self._ended == 0:
@@ -311,13 +299,7 @@ class StepMeter(Callback):
         self._highest = max(self._highest, batch_idx)
         traffic = self._stop()
         if traffic is not None:
-            self._figures = _StepFigures(
-                self._saved_bytes,
-                dict(traffic.calls),
-                dict(traffic.bytes),
-                dict(traffic.backend_calls),
-                dict(traffic.backend_bytes),
-            )
+            self._figures = self._saved_bytes, traffic
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop counting where the batch began but was skipped (a hook of the module may return -1 to end the epoch)."""

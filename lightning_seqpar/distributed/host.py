@@ -75,11 +75,7 @@ def send_numbers(numbers: Sequence[float], dtype: torch.dtype, device: torch.dev
 
 
 def require_inside(values: Tensor, inside: Tensor, message: str) -> None:
-    """Require that indices lie inside of what they index.
-
-    Raises:
-        IndexError: on the CPU. Elsewhere, as in torch, the device asserts it, and the host does not wait for that.
-    """
+    """Raise IndexError for indices outside of what they index; on a GPU the device asserts it, and the host does not wait."""
     if values.device.type != "cpu" or isinstance(values, FakeTensor):
         torch._assert_async(inside.all(), message.format("(of some position)"))
     elif not bool(inside.all()):
@@ -96,11 +92,7 @@ def default_backend(device: torch.device) -> str:
 
 
 def host_device(group: ProcessGroup, otherwise: torch.device) -> torch.device:
-    """Where numbers that the host has, and reads again, are sent between the ranks of a group.
-
-    Returns:
-        The CPU if the group has a backend for it (gloo), where the exchange does not wait for the device's work.
-    """
+    """Where numbers that the host has, and reads again, are sent: the CPU if the group has a backend for it."""
     taken = {device.type for device in group._device_types} if dist.is_initialized() else set()
     return torch.device("cpu") if "cpu" in taken else otherwise
 

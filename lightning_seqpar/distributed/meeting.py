@@ -25,11 +25,7 @@ class Meeting:
         self._name = f"meeting {self._store.add(f'meetings of rank {self._rank}', 1)}"
 
     def await_others(self, what: str, remedy: str) -> None:
-        """Wait for the other ranks.
-
-        Raises:
-            RuntimeError: on a rank whose others do not come.
-        """
+        """Wait for the other ranks."""
         if self._left == 0:
             return
         self._left -= 1

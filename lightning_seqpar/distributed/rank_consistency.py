@@ -32,11 +32,6 @@ def check_agreement(own: Mapping[str, Any], group: ProcessGroup, device: torch.d
     Where they agree, this is one reduction of two numbers, however many ranks there are. Only where they differ do the
     ranks exchange the texts, to say which of them differ in what.
 
-    Args:
-        own: the description of this rank, by name; values that are not texts are compared as JSON.
-        group: the ranks that are compared.
-        device: where tensors go if the group has no backend for the CPU.
-
     Raises:
         ValueError: on every rank alike, naming the entries that differ and which ranks have which value.
     """
@@ -94,9 +89,7 @@ def describe_start(config: ParallelConfig, version: str) -> dict[str, Any]:
 def describe_model(model: nn.Module) -> dict[str, str]:
     """Describe a model: its modules, parameters and buffers, by name.
 
-    A parameter or buffer is described by its shape and dtype, and by whether it is frozen. A module is described by its
-    class, by what its ``repr`` shows, and by its attributes that are numbers or switches (a head count, an epsilon). Left
-    out are attributes that may rightly differ between ranks (a rank, a device, training or not), and those of the outermost
+    Left out are attributes that may rightly differ between ranks (a rank, a device, training or not), and those of the outermost
     module, where users keep state of their own.
     """
     entries = {

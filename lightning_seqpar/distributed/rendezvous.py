@@ -20,10 +20,7 @@ def serve_store(address: str, port: int, timeout: timedelta, *, one_node: bool) 
     """Let the ranks' store listen at the address that they look for it, and not at others. Call it on the first rank.
 
     torch shares one server of a port within a process (``multi_tenant``), so what connects to that port later finds this one.
-
-    Returns:
-        The store, which keeps the server until it is dropped; None if the address is none of this node's alone (one behind which a
-        proxy stands, or a loopback address where other nodes are to come), or the port is taken.
+    None if the port is taken, or the address is none of this node's alone (a proxy's, or loopback where other nodes are to come).
     """
     place = _place_of(address, port, one_node=one_node)
     if place is None:

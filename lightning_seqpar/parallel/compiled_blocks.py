@@ -37,18 +37,13 @@ class GraphRefusedError(ValueError):
 
 
 class BlockGraphs:
-    """Compiles blocks, and knows what became of them.
-
-    Attributes:
-        traced: by the name of a block's class, how many graphs were made of it. Blocks of one kind share a graph for training and
-            another one for evaluation; lengths of sequences that vary make one more.
-        node_types: the classes of the autograd nodes that stand for these graphs.
-    """
+    """Compiles blocks, and knows what became of them."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
+        # By the name of a block's class, how many graphs: one for training, one for evaluation, one more for varying lengths.
         self.traced: Counter[str] = Counter()
-        self.node_types: set[type] = set()
+        self.node_types: set[type] = set()  # classes of the autograd nodes that stand for these graphs
         self._classes: dict[type, Any] = {}
         self._dtype = torch.get_default_dtype()
 
@@ -163,7 +158,7 @@ def _shortened(error: TorchDynamoException) -> str:
 
 def compile_plain_blocks(model: nn.Module, compiler: BlockGraphs) -> list[ModuleChange]:
     """Compile the repeated blocks of a model that is not sharded."""
-    blocks = dict(repeated_blocks(model))
+    blocks = dict(_repeated_blocks(model))
     if not blocks:
         raise ValueError(
             "compile=True with tp=1: nothing is sharded, and no list of repeated blocks was found to compile; use compile=False "
@@ -175,7 +170,7 @@ def compile_plain_blocks(model: nn.Module, compiler: BlockGraphs) -> list[Module
     return changes_since(before)
 
 
-def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The outermost repeated blocks of a model that no plan names: modules of one class with parameters, in one list."""
     found: list[str] = []
     for name, module in model.named_modules():

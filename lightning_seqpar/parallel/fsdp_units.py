@@ -25,15 +25,10 @@ OPTIONS = ("reshard_after_forward", "mp_policy", "offload_policy", "units")
 
 
 def fully_shard_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of ``fully_shard`` for the field ``fsdp``.
+    """The keywords of ``fully_shard`` for the field ``fsdp``, but for ``units``, which :func:`units_among` reads.
 
-    Args:
-        given: ``units``: patterns of the modules that are each gathered and reduced on their own, in place of the blocks; an
-            empty list gathers everything for the whole of a step. It is checked here and read by :func:`units_among`.
-            ``reshard_after_forward``: whether blocks are gathered once more in the backward (ZeRO-3, the default) or stay
-            gathered (ZeRO-2). ``mp_policy``: a mapping of ``param_dtype``, ``reduce_dtype``, ``output_dtype`` (names such as
-            ``bfloat16``) and ``cast_forward_inputs``. ``offload_policy``: true to keep parameters, gradients and moments on the
-            CPU.
+    ``reshard_after_forward``: true (ZeRO-3) or false (ZeRO-2). ``mp_policy``: ``param_dtype``, ``reduce_dtype``, ``output_dtype``
+    (by name) and ``cast_forward_inputs``. ``offload_policy``: true keeps parameters, gradients and moments on the CPU.
 
     Raises:
         ValueError: for another option or value.
@@ -109,11 +104,7 @@ def block_lists(model: nn.Module) -> Iterator[str]:
 
 
 def units_among(given: Mapping[str, Any], model: nn.Module, blocks: Iterable[str]) -> list[str]:
-    """Names of the modules that are each gathered and reduced on their own.
-
-    Raises:
-        ValueError: for a pattern that no module has.
-    """
+    """Names of the modules that are each gathered and reduced on their own."""
     if (patterns := given.get("units")) is None:
         return list(blocks)
     names = [name for name, _ in model.named_modules() if name]
@@ -158,17 +149,13 @@ def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class ReplicaSplit:
-    """How ``fully_shard`` shares out a model over replicas, in numbers: those of the first rank, which holds most rows.
+    """How ``fully_shard`` shares out a model over replicas, in numbers: those of the first rank, which holds most rows."""
 
-    Attributes:
-        replicas: how many ranks share a parameter; 1 where none is shared.
-        units: names of the modules that are gathered and reduced each on their own; the rest of the model is one more.
-        options: keywords of ``fully_shard``.
-    """
-
-    replicas: int = 1
-    units: Sequence[str] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    replicas: int = 1  # that share a parameter
+    units: Sequence[
+        str
+    ] = ()  # modules that are gathered and reduced each on their own; the rest of the model is one more
+    options: Mapping[str, Any] = field(default_factory=dict)  # keywords of ``fully_shard``
 
     @classmethod
     def of(cls, model: nn.Module, given: Mapping[str, Any], blocks: Iterable[str], replicas: int) -> ReplicaSplit:

@@ -108,12 +108,6 @@ def _with_places(tree: Any, places: Sequence[_Place]) -> Any:
 class FullySharded:
     """A model of which each data-parallel rank holds some rows of every parameter.
 
-    Args:
-        record: the record of the model, whose layouts are bound to the new parameter objects.
-        blocks: names of the modules that are to be gathered and reduced each on its own.
-        options: keywords of ``fully_shard``: ``reshard_after_forward``, ``mp_policy``, ``offload_policy``.
-        device: where the model computes.
-
     Attributes:
         units: names of the blocks that are gathered and reduced each on its own.
         whole: parameters that every replica holds whole (``fully_shard`` can't split one without dims), by name. Their
@@ -409,9 +403,8 @@ class FullySharded:
                 sent[0, at], sent[1, at] = parameter.grad, 1
         dist.all_reduce(sent, group=group)
         lacking = [parameter for parameter in due if parameter.grad is None]
-        anywhere = (
-            sent[1].tolist() if lacking else []
-        )  # a rank that has all gradients does not wait for the others' answer
+        # A rank that has all gradients does not wait for the others' answer.
+        anywhere = sent[1].tolist() if lacking else []
         averages = sent[0] / self._record.groups.size(self._record.groups.mean_axes)
         for at, parameter in enumerate(due):
             if parameter.grad is not None:

@@ -14,7 +14,7 @@ from lightning_seqpar.layout.replica_rows import is_split, local_rows
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 Comparison = Callable[[], None]
-"""A comparison of the ranks that is under way: calling it reads what was found, and raises RuntimeError if they differ."""
+"""A comparison of the ranks under way: a call, a step later without a wait, raises RuntimeError on all if they differ."""
 
 
 def _passes() -> None:
@@ -58,11 +58,7 @@ class Spread:
 
 
 def check_reduced(parameters: Iterable[Tensor], module: nn.Module, groups: ParallelGroups) -> Comparison:
-    """Gradients must be equal on all replicas when the optimizer reads them; collective over dp.
-
-    Returns:
-        What raises RuntimeError on every rank, if one differs. Calling it a step later costs no wait for the device.
-    """
+    """Gradients must be equal on all replicas when the optimizer reads them; collective over dp."""
     held = [p for p in parameters if p.requires_grad and not is_split(p)]
     if not held or groups.size(groups.mean_axes) == 1:
         return _passes
@@ -97,12 +93,7 @@ def _why_apart(parameter: Tensor, unused: Sequence[Tensor], module: nn.Module) -
 
 
 def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: ParallelGroups) -> Comparison:
-    """Gradients of parameters that every rank holds whole must be equal across tp when the optimizer reads them.
-
-    Returns:
-        What raises RuntimeError on every rank, naming the parameter that differs most. Calling it a step later costs no wait
-        for the device.
-    """
+    """Gradients of parameters that every rank holds whole must be equal across tp when the optimizer reads them."""
     names, grads = [], []
     for parameter in parameters:
         found = layout.of(parameter)
@@ -166,11 +157,7 @@ class StageScales:
         self._before = [(p, _norm(local_rows(p.grad))) for p in parameters if p.grad is not None]
 
     def check(self) -> Comparison:
-        """Compare the stages, behind that code. Collective over the pipeline.
-
-        Returns:
-            What raises RuntimeError on every rank. Calling it a step later costs no wait for the device.
-        """
+        """Compare the stages, behind that code. Collective over the pipeline."""
         found = [(norm, _norm(local_rows(p.grad)).to(norm.device)) for p, norm in self._before if p.grad is not None]
         dtypes = {p.grad.dtype for p, _ in self._before if p.grad is not None}
         device = found[0][0].device if found else torch.device("cpu")

@@ -55,15 +55,7 @@ class _Partial:
 
 
 class GradSync:
-    """Sums the partial gradients of a parallelised model; every rank of a replica calls :meth:`flush` at the same points.
-
-    Args:
-        layout: the model's layouts; the parameters with ``sum_over`` are the list.
-        groups: the process groups.
-
-    Attributes:
-        losses: compared with each sum.
-    """
+    """Sums the partial gradients of a parallelised model; every rank of a replica calls :meth:`flush` at the same points."""
 
     def __init__(self, layout: ModelLayout, groups: ParallelGroups) -> None:
         self._layout, self._groups = layout, groups
@@ -79,12 +71,7 @@ class GradSync:
         return [partial.layout.name for partial in self._partials]
 
     def attach(self) -> None:
-        """Hook every partial parameter that requires a gradient and has no hook yet (it may thaw later).
-
-        Raises:
-            ValueError: if the user hooked one too: that hook would see a part of the gradient.
-            RuntimeError: if one was changed by a step that the strategy did not see.
-        """
+        """Hook every partial parameter that requires a gradient and has no hook yet (it may thaw later)."""
         for partial in self._partials:
             parameter, name = partial.parameter, partial.layout.name
             if partial.hook is None and parameter.requires_grad:
@@ -199,9 +186,6 @@ class GradSync:
         Ranks agree on which hooks fired. Where no rank's hook fired, the gradient stays as it is; where only some did, the
         others contribute zeros. A rank all of whose hooks fired knows the outcome and does not wait for the agreement; one
         that lacks a gradient does, since only the others know whether it is zero or none.
-
-        Raises:
-            RuntimeError: on every rank, if a gradient arrived past its hook, or the losses of an earlier step differed.
         """
         self.losses.settle()
         due_ids = {id(parameter) for parameter in parameters}
@@ -340,14 +324,7 @@ class _SharedPart:
 
 
 def step_traffic(layout: ModelLayout, tp: int, dp: int = 1, split: ReplicaSplit | None = None) -> tuple[int, int]:
-    """All-reduces of one optimizer step, and the bytes that a rank gives to them: sums by type, arrival flags, the loss.
-
-    Args:
-        layout: the model's layouts.
-        tp: number of ranks of tp.
-        dp: number of replicas.
-        split: how parameters are shared out over the replicas, if they are.
-    """
+    """All-reduces of one optimizer step, and the bytes that a rank gives to them: sums by type, arrival flags, the loss."""
     partial = [name for name, item in layout.items() if item.is_partial and layout.parameter(name).requires_grad]
     sums: dict[torch.dtype, int] = {}
     for name in partial:

@@ -46,23 +46,10 @@ class _WrongDrawError(ValueError):
     """A graph has a draw that the block's stream is wrong for."""
 
 
-def _state_of_input(value: Any, layout: ModelLayout) -> str:
-    known = layout.of(value) if isinstance(value, Tensor) else None
-    return "cut" if known is not None and known.is_sharded else ""
-
-
 def _parts(node: fx.Node, graph: fx.GraphModule) -> list[fx.GraphModule]:
     """The graphs that a node runs: an activation checkpoint's, or the forward and the backward of an autograd function."""
     held = [getattr(graph, str(one.target), None) for one in node.all_input_nodes if one.op == "get_attr"]
     return [one for one in held if isinstance(one, fx.GraphModule)]
-
-
-def _is_function(node: fx.Node) -> bool:
-    return "autograd_function_apply" in str(node.target)
-
-
-def _inputs(graph: fx.GraphModule) -> int:
-    return sum(node.op == "placeholder" for node in graph.graph.nodes)
 
 
 def _collectives(graph: fx.GraphModule) -> list[str]:
@@ -105,7 +92,8 @@ class GraphDraws:
         # The mode that the examples were made in; while a backend runs, another one is current.
         examples = [value for node in graph.graph.nodes if isinstance(value := _value(node), FakeTensor)]
         self._mode = examples[0].fake_mode if examples else None
-        self._given = [_state_of_input(value, layout) for value in inputs]
+        known = [layout.of(value) if isinstance(value, Tensor) else None for value in inputs]
+        self._given = ["cut" if one is not None and one.is_sharded else "" for one in known]
 
     def refusal(self) -> str | None:
         """The first draw that the block's stream is wrong for, in words; None if there is none."""
@@ -125,8 +113,9 @@ class GraphDraws:
             state[node] = next(inputs, "") if node.op == "placeholder" else self._state(node, state, graph)
             if node.op not in ("call_function", "call_method") or _parts(node, graph):
                 continue
-            if not any(text in str(node.target) for text in _QUIET) and _draws(node, self._mode):
-                self._check(node, state[node])
+            draws = not any(text in str(node.target) for text in _QUIET) and _draws(node, self._mode)
+            if draws and (why := self._refuse(node, state[node])) is not None:
+                raise _WrongDrawError(why)
         return next((state[node] for node in graph.graph.nodes if node.op == "output"), "")
 
     def _state(self, node: fx.Node, state: Mapping[fx.Node, str], graph: fx.GraphModule) -> str:
@@ -136,8 +125,9 @@ class GraphDraws:
             inner = [state[one] for one in node.all_input_nodes if one.op != "get_attr"]
             # Of a function with its own backward the first graph is the forward, which may be given its context first.
             forward, used = parts[0], [text for part in parts for text in _collectives(part)]
-            behind = self._follow(forward, [""] * (_inputs(forward) - len(inner)) + inner)
-            if not used or not _is_function(node):
+            given = sum(one.op == "placeholder" for one in forward.graph.nodes)
+            behind = self._follow(forward, [""] * (given - len(inner)) + inner)
+            if not used or "autograd_function_apply" not in str(node.target):
                 return behind
             first = _collectives(forward)
             return (
@@ -152,10 +142,6 @@ class GraphDraws:
         if "cut" in inputs or "features" in inputs:
             return "features"
         return "whole" if "whole" in inputs else ""
-
-    def _check(self, node: fx.Node, state: str) -> None:
-        if (why := self._refuse(node, state)) is not None:
-            raise _WrongDrawError(why)
 
     def _refuse(self, node: fx.Node, state: str) -> str | None:
         what = getattr(node.target, "__name__", str(node.target))
@@ -186,7 +172,5 @@ class GraphDraws:
         if not isinstance(value, Tensor) or value.ndim != lowered.ndim:
             return False
         length = value.shape[lowered.dim]
-        length = (
-            length if isinstance(length, int) else length.node.hint
-        )  # asking a symbol would bind the graph to one length
+        length = length if isinstance(length, int) else length.node.hint  # asking a symbol would bind the graph to it
         return bool(length == shard_length(lowered.length, lowered.size))

@@ -23,13 +23,9 @@ def attentions(plan: PlannedModel) -> list[str]:
     An attention holds columns that are dealt out by heads (``units``: queries, keys, values) and the row that their result
     goes to: the nearest module around both. Where only the block is around both, it is the nearest module around all such
     columns. ``nn.MultiheadAttention`` is one by itself.
-
-    Returns:
-        Nothing of a block that holds the projections of its attention itself: there no module is the attention.
     """
-    found = [
-        name for name in plan.named("replace") if isinstance(plan.modules[name], nn.MultiheadAttention)
-    ]  # an encoder is replaced too
+    replaced = plan.named("replace")  # an encoder is, too
+    found = [name for name in replaced if isinstance(plan.modules[name], nn.MultiheadAttention)]
     rows = list(plan.named("row"))
     for block in (block for stack in plan.stacks for block in stack.blocks):
         heads = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -16,7 +15,7 @@ from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.styles.registry import STYLES
-from lightning_seqpar.styles.style import PlannedModel, UnevenUnitsError
+from lightning_seqpar.styles.style import PlannedModel
 
 _NOT_POINTWISE = (
     nn.modules.batchnorm._NormBase,
@@ -39,9 +38,6 @@ class ResolvedPlan(PlannedModel):
         size: number of tensor-parallel ranks.
         sp: whether activations between blocks are shards along the sequence, where a blocks rule does not say otherwise.
         loss_chunk: tokens of which a head that is sharded by vocabulary makes logits at once.
-
-    Raises:
-        ValueError: for a plan that can't be carried out right.
     """
 
     def __init__(
@@ -56,15 +52,8 @@ class ResolvedPlan(PlannedModel):
         super().__init__(model, matches, list(STYLES), size, sp, loss_chunk)
         self._aliases = self._other_names_of_vocabularies()
         self._check_tensors()
-        try:
-            for match in self.decided:
-                match.rule.check(match.name, self)
-        except UnevenUnitsError as error:
-            if rules := self._that_help(error, plans):
-                shown = ", ".join(ShardingPlan.from_rules(rules).to_yaml().splitlines()[1:]).replace("- ", "")
-                whole = f"{'rules' if len(rules) > 1 else 'a rule'} behind the others: {shown}"
-                raise ValueError(f"{error}, or have every rank compute whole what does not, by {whole}") from None
-            raise
+        for match in self.decided:
+            match.rule.check(match.name, self)
         self._check_loss_chunk()
         if (
             all(isinstance(self.modules[n], nn.TransformerEncoder) for n in self.linears)
@@ -75,22 +64,6 @@ class ResolvedPlan(PlannedModel):
         if self.sp:
             self._check_pointwise()
         self._check_ties()
-
-    def _that_help(self, error: UnevenUnitsError, plans: Sequence[ShardingPlan]) -> list[dict[str, Any]]:
-        """Rules ``whole`` behind these plans with which they can be carried out; none if there are no such rules."""
-        rules: list[dict[str, Any]] = []
-        while error.rule is not None and error.rule not in rules:
-            rules.append(error.rule)
-            more = ShardingPlan.from_rules(rules)
-            try:
-                _Trial(self.model, [*plans, more], self.size, self.sp, self.loss_chunk)
-            except UnevenUnitsError as following:
-                error = following
-            except ValueError:
-                return []
-            else:
-                return rules
-        return []
 
     # ---- checks of the model as a whole, before anything changes ---------------------------------------------------
 
@@ -220,10 +193,3 @@ def _around(parameter: str) -> Iterator[str]:
     path = parameter.split(".")
     for at in range(len(path)):
         yield ".".join(path[:at])
-
-
-class _Trial(ResolvedPlan):
-    """A plan that is read to see whether it can be carried out, which proposes nothing itself."""
-
-    def _that_help(self, error: UnevenUnitsError, plans: Sequence[ShardingPlan]) -> list[dict[str, Any]]:
-        return []

@@ -86,9 +86,7 @@ class ShardedModel:
     strategy: Callable[[], Any] = lambda: None
     made_by: object = None
     is_copy: bool = False  # no trainer trains it
-    on_shards: frozenset[str] = (
-        frozenset()
-    )  # parameters that are read inside a sequence region: partial for that reason
+    on_shards: frozenset[str] = frozenset()  # partial parameters that are read inside a sequence region
     recomputed: tuple[str, ...] = ()  # modules that run again in the backward
     tiled: tuple[str, ...] = ()  # MLPs that run some tokens at a time
     stay_frozen: frozenset[str] = frozenset()  # the plan was proved with them frozen alone

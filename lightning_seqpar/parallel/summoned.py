@@ -22,9 +22,6 @@ def summon(record: ShardedModel, patterns: Sequence[str] = ()) -> Generator[None
     """A context in which parameters and their gradients are whole on every rank, and behind which each rank has its part of them.
 
     Nothing can be run on the model meanwhile. Collective over tp, and over dp where replicas split parameters.
-
-    Raises:
-        ValueError: for a pattern that matches nothing, within such a context, or in a pipeline.
     """
     if record.stage is not None:
         raise ValueError("summoned(model) with pp: a stage has no weights of the others' blocks; use pp=1")

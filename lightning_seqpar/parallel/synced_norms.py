@@ -14,11 +14,6 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 def sync_batch_norms(model: nn.Module, groups: ParallelGroups, *, every: bool) -> list[ModuleChange]:
     """Let the batch norms of a model take the statistics of all replicas' batches.
 
-    Args:
-        model: the model, sharded over tp already where it is.
-        groups: the process groups.
-        every: all batch norms; otherwise those of the class ``nn.SyncBatchNorm``, which ask for it themselves.
-
     Raises:
         ValueError: naming a batch norm that can't be synced; the model is untouched then.
     """

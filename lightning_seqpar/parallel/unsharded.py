@@ -41,14 +41,6 @@ def change_unsharded(
 ) -> tuple[list[str], list[ModuleChange]]:
     """Change a model of which tp shards nothing.
 
-    Args:
-        model: the model.
-        plans: name its blocks, columns and rows.
-        groups: the process groups; this rank holds the whole vocabulary.
-        recompute: what runs again in the backward.
-        tiles: how MLPs run, some tokens at a time.
-        loss_chunk: of how many tokens heads over a vocabulary make logits at a time.
-
     Returns:
         The names of the modules that are recomputed, and what became of all modules, to take it back.
 

@@ -44,11 +44,7 @@ class HeldParameters:
         return self.number == self.count - 1
 
     def leave_out(self, device: torch.device) -> None:
-        """Let parameters that only other stages hold be NaN without memory; they stay in the model, and get no gradient.
-
-        Args:
-            device: where they are then. What has no memory is made whole where a module is moved: call it before.
-        """
+        """Let parameters that only other stages hold be NaN without memory; they stay in the model, and get no gradient."""
         for name, parameter in self._model.named_parameters():
             if self.holds(name):
                 continue

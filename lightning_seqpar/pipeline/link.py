@@ -69,11 +69,7 @@ def from_stage(stage: int, x: Tensor | None, group: dist.ProcessGroup, device: t
 
 
 def count_channels(pp: int, virtual_pp: int) -> int:
-    """How many groups of a pipeline's ranks carry messages between neighbours: one for each direction and kind.
-
-    Activations and gradients overtake each other. So do those on the way from the last stage back to the first, where two ranks
-    are neighbours both ways.
-    """
+    """How many groups carry messages between neighbours: one for each direction and kind, since kinds overtake each other."""
     if pp == 1:
         return 0
     return 2 if virtual_pp == 1 else 4
@@ -82,13 +78,8 @@ def count_channels(pp: int, virtual_pp: int) -> int:
 class Link:
     """The way to a neighbouring stage and back. Tensors arrive in the order in which they were sent, each with its own shape.
 
-    Args:
-        there: the group that carries what is sent: a process group of the pipeline, used for this and nothing else.
-        back: the group that carries what is received.
-        peer: the neighbour's rank in them, which is the number of its stage.
-        device: of this rank.
-        depth: how many tensors may be under way before :meth:`send` waits for the first. Four times as many as the pipeline has
-            chunks of blocks never make it wait.
+    ``there`` and ``back`` are groups of the pipeline that carry one direction and nothing else; ``depth`` tensors may be under way
+    before :meth:`send` waits, which four times as many as there are chunks never make it do.
     """
 
     def __init__(
@@ -99,11 +90,7 @@ class Link:
         self._sent: deque[tuple[list[Any], list[Tensor]]] = deque()
 
     def send(self, x: Tensor, message: Message, *, wants_gradient: bool = False, beside: Tensor | None = None) -> None:
-        """Send a tensor, and two numbers beside it; it must not be changed before it has arrived.
-
-        Raises:
-            ValueError: for a tensor of another dtype than floats have, or of too many dims.
-        """
+        """Send a tensor, and two numbers beside it; it must not be changed before it has arrived."""
         tensors = [_facts(x, message, wants_gradient, beside), x.detach().contiguous()]
         works = [dist.isend(one, group=self._there, group_dst=self._peer) for one in tensors if one.numel()]
         self._sent.append((works, tensors))
@@ -111,11 +98,7 @@ class Link:
             self._wait_for_first()
 
     def receive(self, what: str, message: Message) -> tuple[Tensor, bool, list[float]]:
-        """The next tensor from the neighbour, whether it waits for its gradient, and the two numbers beside it.
-
-        Raises:
-            RuntimeError: if the neighbour has ended, does not send in time, or sent what belongs to another micro-batch.
-        """
+        """The next tensor from the neighbour, whether it waits for its gradient, and the two numbers beside it."""
         what = f"{what} of micro-batch {message.micro_batch}"
         while message not in self._arrived:
             came, found = self._next(what)

@@ -111,18 +111,7 @@ def _nothing_like(x: Any) -> Any:
 
 
 class Stage(HeldParameters):
-    """One stage of a pipeline: hooks on the blocks of a model, and parameters without memory where other stages hold them.
-
-    Args:
-        model: the whole model.
-        cut: where it is cut.
-        groups: the process groups, of which ``pp`` is the pipeline.
-        device: of this rank.
-        own_streams: whether the stages draw apart; not in copies that are compared with a whole one.
-
-    Attributes:
-        losses: on the last stage those of the micro-batches that were settled last.
-    """
+    """One stage of a pipeline: hooks on the blocks of a model, and parameters without memory where other stages hold them."""
 
     def __init__(
         self, model: nn.Module, cut: Cut, groups: ParallelGroups, device: torch.device, *, own_streams: bool = True
@@ -177,11 +166,6 @@ class Stage(HeldParameters):
 
     def run(self, step: Callable[[], Any], *, chunk: int = 0, micro_batch: int | None = None) -> Any:
         """Run the user's step as far as this stage goes.
-
-        Args:
-            step: the step.
-            chunk: which of this stage's chunks of blocks is run.
-            micro_batch: number of the micro-batch, from 1 on; None for the next one.
 
         Returns:
             What it returned where the last chunk was run; else what stands for the loss.

@@ -49,11 +49,7 @@ are the outermost: what ``reduce`` sums is summed before ``gather`` lets go of w
 
 
 def parse_rule(data: Any) -> Rule:
-    """One rule from plain data.
-
-    Raises:
-        ValueError: for a missing or unknown style, or a wrong option; the message shows the rule.
-    """
+    """One rule from plain data."""
     if isinstance(data, Rule):
         return data
     if not isinstance(data, Mapping) or "style" not in data or "pattern" not in data:

@@ -62,9 +62,7 @@ class SetRule(Rule):
             first = attribute.partition(".")[0]
             if isinstance(getattr(type(module), first, None), property):
                 application.restore.append(functools.partial(setattr, module, first, getattr(module, first)))
-        ratios = {
-            attribute: self._local_ratio(attribute, name, plan) for attribute in self.ratio
-        }  # of the whole counts
+        ratios = {each: self._local_ratio(each, name, plan) for each in self.ratio}  # of the whole counts
         for attribute in self.divide:
             write_attribute(module, attribute, read_attribute(module, attribute) // plan.size)
         for attribute, value in (self.values | ratios).items():

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.config import FrozenModel
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.layout.linear_kind import LinearKind, linear_kind
-from lightning_seqpar.layout.module_names import Argument, in_all_layers, inside, likely_blocks
+from lightning_seqpar.layout.module_names import Argument, inside, likely_blocks
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.region.lowered import LoweredRegion
@@ -155,18 +155,6 @@ class Match:
     of_tensor: bool = False
 
 
-class UnevenUnitsError(ValueError):
-    """What is dealt out to tp ranks does not divide by their number.
-
-    Attributes:
-        rule: by which every rank computes that part whole, behind the plan's others; none if there is no such rule.
-    """
-
-    def __init__(self, text: str, rule: dict[str, Any] | None = None) -> None:
-        super().__init__(text)
-        self.rule = rule
-
-
 @dataclass
 class Stack:
     """One stack of blocks and what belongs to it."""
@@ -176,9 +164,7 @@ class Stack:
     dim: int  # of the sequence
     sp: bool = True  # activations between the blocks are shards along the sequence
     arg: Argument = 0  # of a block, that carries the activation
-    exits: list[str] = field(
-        default_factory=list
-    )  # where the region ends; at the last block's output if there are none
+    exits: list[str] = field(default_factory=list)  # where the region ends; none: at the last block's output
 
     @property
     def shown(self) -> str:
@@ -290,26 +276,9 @@ class PlannedModel:
         self._decide()
 
     def refuse_uneven(self, name: str, count: int) -> NoReturn:
-        """Refuse what does not divide by tp."""
-        text = f"{name}: {count} units (heads or features) do not divide by tp={self.size}; {sizes_that_divide('tp', count)}"
-        raise UnevenUnitsError(text, self._whole_around(name))
-
-    def _whole_around(self, name: str) -> dict[str, Any] | None:
-        """The rule ``whole`` for the part of a block around a linear; none if there is no such part.
-
-        That part is what is entered with whole activations, outermost, and the same arguments are gathered for it.
-        """
-        blocks = {block for stack in self.stacks for block in stack.blocks}
-        rules = {one: match.rule for one, match in self.named("gather").items() if inside(name, one)}
-        args = {one: rule.args for one, rule in rules.items() if isinstance(rule, ArgumentsRule)}
-        around = self.modules.get(name.rpartition(".")[0])
-        if isinstance(around, nn.TransformerEncoderLayer) and name in self.named("replace"):
-            args[name] = (0, 1, 2)
-        part = min(args, key=len, default="")
-        if not part or part in blocks or part in self.named("column", "row", "copy"):
-            return None
-        gathered = {} if args[part] == (0,) else {"args": [*args[part]]}
-        return {"pattern": in_all_layers(part), "style": "whole", **gathered}
+        """Raise ValueError for a number of units that does not divide by tp."""
+        fix = f"{sizes_that_divide('tp', count)}, or compute it whole on every rank (a rule 'whole' for the part around it)"
+        raise ValueError(f"{name}: {count} units (heads or features) do not divide by tp={self.size}; {fix}")
 
     # ---- where a module is -----------------------------------------------------------------------------------------
 

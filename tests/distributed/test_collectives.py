@@ -134,7 +134,7 @@ def check_double_backward(function, x: torch.Tensor, group) -> None:
     "wrong conjugate for the gather",
     "collectives:_Gather.backward",
     "        return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), None, None, None\n",
-    "        return _applied(_SplitGrad, split, grad, ctx.dim, ctx.group), None, None, None\n",
+    "        return _cut_by(split, grad, ctx.dim, ctx.group), None, None, None\n",
     case="2-2",
 )
 @pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 4), (4, 2)])

@@ -191,22 +191,6 @@ def test_with_context_parallelism_a_rank_keeps_and_sends_its_share_of_that(famil
     assert {name: calls[name] for name in over_cp} == over_cp
 
 
-def run_each(options: list[dict[str, Any]], cp: int) -> list[int]:
-    """Bytes kept with each of some options."""
-    return [run("llama", {"cp": cp, **one})[0] for one in options]
-
-
-@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.matrix)])
-@pytest.mark.more
-def test_without_tp_a_rank_keeps_its_share_of_what_one_process_keeps(cp):
-    options = [{}, {"recompute": "full"}, *([{"recompute": "selective"}, {"tile_mlp": 16}] if cp > 2 else [])]
-    alone, saved = (run_distributed(run_each, n, options, n)[0] for n in (1, cp))
-    for option, one, share in zip(options, alone, saved, strict=True):
-        twice = 0 if "recompute" in option else LAYERS * H  # attention's result
-        whole = IDS * (1 - 1 / cp)  # every rank has all targets
-        assert share == pytest.approx(one / cp + TOKENS * BYTES * (twice / cp + whole), rel=0.02), option
-
-
 class SelfAttention(torch.nn.Module):
     def __init__(self, h: int, heads: int) -> None:
         super().__init__()

@@ -91,7 +91,7 @@ def cases(models: Iterable[str], first: str = "") -> list[Any]:
 @sees(
     "wrong conjugate for the exit",
     "collectives:_GatherReplicated.backward",
-    "        return _applied(_SplitGrad, split, grad, ctx.dim, ctx.group), None, None, None",
+    "        return _cut_by(split, grad, ctx.dim, ctx.group), None, None, None",
     "        return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), None, None, None",
     case="gpt-tied-tp2-sp",
 )

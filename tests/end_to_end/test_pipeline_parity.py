@@ -9,10 +9,9 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_seqpar.testing import run_distributed
-from lightning_seqpar.verify.parity import compare
 from tests.helpers import models
 from tests.helpers.fit import fit
-from tests.helpers.pipelines import trainer_of
+from tests.helpers.pipelines import check_cases, trainer_of
 from tests.helpers.slices import rest
 from tests.mutants import sees
 
@@ -34,10 +33,6 @@ FAMILIES = [
     BIASED, *(("Zoo", {"kind": kind}) for kind in ("gqa", "alibi", "parallel_residual")),
     *(("HuggingFace", {"family": family}) for family in ("qwen3", "gpt2", "gpt_neox", "mistral", "phi3")),
 ]  # fmt: skip
-
-
-def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int) -> list[Any]:
-    return [fit(model, args, world=world, strategy=strategy, **HOW) for model, args, strategy in cases]
 
 
 @sees(
@@ -107,12 +102,7 @@ def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int)
 )  # fmt: skip
 @pytest.mark.more
 def test_stages_beside_all_else_are_one_process(world, cases):
-    everywhere = run_distributed(fit_all, world, cases, world, timeout=300)
-    for at, (model, args, strategy) in enumerate(cases):
-        expected = fit(model, args, **HOW)
-        for rank in everywhere:
-            report = compare(expected, rank[at])
-            assert report.ok, f"{model} {strategy}\n{report}"
+    check_cases(world, cases, HOW)
 
 
 class Grows(models.GPT):

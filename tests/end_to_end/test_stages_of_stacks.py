@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from lightning_seqpar import ParallelConfig
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.describe import describe
-from lightning_seqpar.verify.parity import compare
 from tests.helpers import models
 from tests.helpers.families import HuggingFace
-from tests.helpers.fit import class_named, fit
-from tests.helpers.pipelines import trainer_of
+from tests.helpers.fit import class_named
+from tests.helpers.pipelines import check_cases, trainer_of
 from tests.helpers.slices import rest
 from tests.helpers.zoo import EinsumAttention, FeedForward, PreNorm
 from tests.mutants import sees
@@ -60,10 +59,6 @@ WIDE: tuple[str, dict[str, Any]] = ("Widening", {})
 FSDP = {"data_parallel": "fsdp"}
 
 
-def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int) -> list[Any]:
-    return [fit(model, args, world=world, strategy=strategy, **HOW) for model, args, strategy in cases]
-
-
 @sees(
     "stacks: the end of an encoder goes to the next stage alone",
     "trace_cut",
@@ -100,12 +95,7 @@ def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int)
 )  # fmt: skip
 @pytest.mark.more
 def test_stages_of_several_stacks_are_one_process(world, cases):
-    everywhere = run_distributed(fit_all, world, cases, world, timeout=300)
-    for at, (model, args, strategy) in enumerate(cases):
-        expected = fit(model, args, **HOW)
-        for rank in everywhere:
-            report = compare(expected, rank[at])
-            assert report.ok, f"{model} {args} {strategy}\n{report}"
+    check_cases(world, cases, HOW)
 
 
 class Translator(HuggingFace):

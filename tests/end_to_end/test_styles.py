@@ -76,28 +76,6 @@ def test_a_wrong_option_shows_itself(rule, says):
 # ---- vocabulary ------------------------------------------------------------------------------------------------
 
 
-VOCAB = models.plan(extra=[{"pattern": "model.{tokens,head}", "style": "vocab"}])
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(
-    ("world", "tp", "sp"),
-    [
-        (2, 2, True),
-        (4, 2, True),
-        *(pytest.param(*more, marks=pytest.mark.matrix) for more in ((2, 2, False), (4, 4, True))),
-    ],
-)
-def test_a_vocabulary_that_does_not_divide(tied, world, tp, sp):
-    """31 tokens over 2 and 4 ranks, embedding and head, one tensor or two, clipped by the global norm."""
-    kwargs: dict[str, Any] = {"steps": 4, "clip": 0.5}
-    reference = fit("GPT", {"tied": tied}, **kwargs)
-    got = run_distributed(
-        fit, world, "GPT", {"tied": tied}, world=world, strategy={"tp": tp, "sp": sp, "plan": VOCAB}, **kwargs
-    )
-    compare(reference, got[0]).raise_if_failed()
-
-
 def embedded(ids: list[int]) -> tuple[Any, ...]:
     torch.manual_seed(0)
     embedding, head = torch.nn.Embedding(31, 8), torch.nn.Linear(8, 31)

@@ -39,19 +39,22 @@ def check(model: str, args: dict, world: int = 2, tp: int = 2, *, sp: bool = Tru
     "GradSync._make_term",
     "partial.parameter.grad = whole.div_(share) if whole is partial.synced else whole / share",
     "partial.parameter.grad = whole",
-    case="leak-sp",
+    case="leak-2-sp",
 )
 @pytest.mark.parametrize("sp", [True, rest(False)], ids=["sp", "no-sp"])
-@pytest.mark.parametrize("style", ["toggle", "leak", rest("keep")])
-def test_manual_optimization_with_two_optimizers(style, sp):
-    check("ManualTwo", {"style": style}, sp=sp, steps=12)
-
-
-@pytest.mark.parametrize("style", ["toggle", rest("keep")])
-def test_manual_optimization_with_replicas(style):
+@pytest.mark.parametrize(
+    ("style", "world"), [("toggle", 4), ("leak", 2), rest("toggle", 2), rest("keep", 2), rest("keep", 4)]
+)
+def test_manual_optimization_with_two_optimizers(style, world, sp):
     # "toggle" leaves parameters out by turns; DDP must be told, as in stock Lightning.
-    strategy = {"ddp": {"find_unused_parameters": style == "toggle"}}
-    check("ManualTwo", {"style": style}, 4, strategy=strategy, steps=12)
+    check(
+        "ManualTwo",
+        {"style": style},
+        world,
+        sp=sp,
+        steps=12,
+        strategy={"ddp": {"find_unused_parameters": style == "toggle"}},
+    )
 
 
 @sees(
@@ -151,19 +154,6 @@ def test_activation_checkpointing_inside_blocks(reentrant, sp):
 @pytest.mark.parametrize("who", ["offloads", rest("counts")])
 def test_saved_tensor_hooks_of_somebody_else(who, where):
     check("UnderHooks", {"who": who, "where": where}, steps=4)
-
-
-def fit_offloaded(*args, **kwargs):
-    with torch.autograd.graph.save_on_cpu():
-        return fit(*args, **kwargs)
-
-
-@pytest.mark.parametrize("sp", [True, rest(False)])
-def test_a_fit_that_is_offloaded_as_a_whole(sp):
-    args = "Recomputed", {"reentrant": False}
-    expected = fit(*args, steps=4)
-    for trace in run_distributed(fit_offloaded, 2, *args, world=2, strategy={"tp": 2, "sp": sp}, steps=4):
-        compare(expected, trace).raise_if_failed()
 
 
 @pytest.mark.parametrize("sp", [True, rest(False)])

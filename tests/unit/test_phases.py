@@ -71,24 +71,17 @@ def test_other_ranks_say_nothing_and_start_no_thread(options):
     assert not lines
 
 
-@pytest.mark.parametrize("bars", [True, False])
-def test_progress_is_drawn_on_a_terminal_alone(bars, monkeypatch):
-    lines, terminal = Lines(), Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+@pytest.mark.parametrize(("bars", "stream"), [(True, Terminal), (False, Terminal), (True, io.StringIO)])
+def test_progress_is_drawn_on_a_terminal_alone(bars, stream, monkeypatch):
+    lines, error = Lines(), stream()
+    draws = bars and stream is Terminal
+    monkeypatch.setattr(sys, "stderr", error)
     with Phases(shows=True, bars=bars, patience=0, write=lines).phase("filling the weights", 4) as phase:
-        assert (terminal if bars else lines).came.wait(60)
+        assert (error if draws else lines).came.wait(60)
         for _ in range(4):
             phase.advance()
-    assert ("4.00/4.00" in terminal.getvalue()) is bars
-    assert len(lines) == 1 if bars else 2
-
-
-def test_without_a_terminal_there_are_lines(monkeypatch):
-    lines, stream = Lines(), io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    with Phases(shows=True, bars=True, patience=0, write=lines).phase("filling the weights", 4):
-        assert lines.came.wait(60)
-    assert not stream.getvalue()
+    assert ("4.00/4.00" in error.getvalue()) is draws
+    assert len(lines) == (1 if draws else 2)
 
 
 @pytest.mark.parametrize("patience", [0, 3600])

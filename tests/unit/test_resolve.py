@@ -60,9 +60,9 @@ def test_an_exit_that_two_rules_name_ends_the_region_once():
     assert [stack.exits for stack in plan.stacks] == [["model.norm"]]
 
 
-def refusal(model: nn.Module, *rules: dict[str, Any], size: int = 2, base: bool = True) -> str:
+def refusal(model: nn.Module, *rules: dict[str, Any], base: bool = True) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text is what matters
-        resolved(model, *rules, size=size, base=base)
+        resolved(model, *rules, base=base)
     return str(caught.value)
 
 
@@ -72,18 +72,15 @@ def encoder() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "size", "rule"),
+    ("make", "rule"),
     [
-        (lambda: models.GPT(n_head=3, dim=24), 2, {"pattern": "model.blocks.*.attn", "style": "whole"}),
-        (lambda: models.GPT(n_head=3, dim=24), 4, {"pattern": "model.blocks.*.attn", "style": "whole"}),
-        (encoder, 2, {"pattern": "net.layers.*.self_attn", "style": "whole", "args": [0, 1, 2]}),
+        (lambda: models.GPT(n_head=3, dim=24), {"pattern": "model.blocks.*.attn", "style": "whole"}),
+        (encoder, {"pattern": "net.layers.*.self_attn", "style": "whole", "args": [0, 1, 2]}),
     ],
 )
-def test_heads_that_do_not_divide_are_told_with_a_rule_that_helps(make, size, rule):
-    said = refusal(make(), size=size)
-    assert "3 units (heads or features) do not divide by tp=" in said
-    assert yaml.safe_load(said.partition("by a rule behind the others: ")[2]) == rule, said
-    resolved(make(), rule, size=size)
+def test_heads_that_do_not_divide_are_refused_unless_a_rule_leaves_them_whole(make, rule):
+    assert "3 units (heads or features) do not divide by tp=2; use tp=3, or compute it whole" in refusal(make())
+    resolved(make(), rule)
 
 
 @sees(
@@ -123,26 +120,6 @@ def test_the_method_of_context_parallel_attention_is_named():
     assert context_method(model, ParallelConfig(cp=3, cp_method="all_gather")) == "all_gather"
     assert (
         context_method(nn.Linear(2, 2), ParallelConfig(cp=2)) == "auto, ulysses where its heads divide by cp, else ring"
-    )
-
-
-@sees(
-    "a rule is proposed with which heads still do not divide",
-    "ResolvedPlan._that_help",
-    "                error = following\n",
-    "                return rules\n",
-)
-def test_no_rule_is_proposed_with_which_it_still_does_not_divide():
-    assert refusal(models.GPT(), size=3).endswith("do not divide by tp=3; use tp=2 or 4")
-    rows = [
-        {"pattern": "model.blocks.*.mlp.up", "style": "column"},
-        {"pattern": "model.blocks.*.mlp.down", "style": "row"},
-    ]
-    blocks = {"pattern": "model.blocks.*", "style": "blocks"}
-    gathered = {"pattern": "model.blocks.*.mlp.up", "style": "gather"}
-    said = refusal(models.GPT(), blocks, gathered, *rows, size=3, base=False)
-    assert said.endswith("use tp=2, 4, 8, 16, 32 or 64"), (
-        "what is gathered for is a linear itself, whose row would go on"
     )
 
 
