@@ -412,29 +412,11 @@ def _advance(used: list[bool]) -> None:
 
 
 DRAWS = (
-    "bernoulli",
-    "native_dropout",
-    "_fused_dropout",
-    "rand",
-    "rand_like",
-    "randn",
-    "randn_like",
-    "uniform",
-    "normal",
-    "exponential",
-    "randint",
-    "randint_like",
-    "random",
-    "multinomial",
-    "geometric",
-    "cauchy",
-    "log_normal",
+    "bernoulli", "native_dropout", "_fused_dropout", "rand", "rand_like", "randn", "randn_like", "uniform", "normal",
+    "exponential", "randint", "randint_like", "random", "multinomial", "geometric", "cauchy", "log_normal", "binomial",
+    "poisson", "_standard_gamma", "_sample_dirichlet",
     "randperm",
-    "binomial",
-    "poisson",
-    "_standard_gamma",
-    "_sample_dirichlet",
-)
+)  # fmt: skip
 """Names of torch's operations that draw random numbers."""
 
 
@@ -473,11 +455,6 @@ class Drawn(NamedTuple):
     seeded: bool = False
 
 
-def is_draw(func: Any) -> bool:
-    """Whether an operation, as a dispatch mode is given it, draws random numbers."""
-    return func.name().split("::")[-1].split(".")[0].rstrip("_") in DRAWS
-
-
 def drawn_by(func: Any, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Drawn | None:
     """The draw that an operation made; None if it draws nothing.
 
@@ -487,9 +464,9 @@ def drawn_by(func: Any, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         args: its positional arguments.
         kwargs: its keyword arguments.
     """
-    if not is_draw(func):
-        return None
     name = func.name().split("::")[-1].split(".")[0].rstrip("_")
+    if name not in DRAWS:
+        return None
     passed: Any = next((arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, torch.Generator)), None)
     own = [generator_id(generator) for generator in _generators()]
     seeded = passed is not None and generator_id(passed) not in own
