@@ -118,15 +118,6 @@ def test_a_recompute_drops_of_a_whole_activation_what_was_dropped(sp):
         assert again == pytest.approx(kept, rel=1e-9), recompute
 
 
-@pytest.mark.parametrize("sp", [True, rest(False)])
-@pytest.mark.more
-def test_seed_everything_alone_reproduces_a_run(sp):
-    (one, _), (again, _) = (run_distributed(train, 2, 2, sp, steps=4) for _ in range(2))
-    assert one["losses"] == again["losses"]
-    (other, _) = run_distributed(train, 2, 2, sp, steps=4, seed=6)
-    assert one["losses"] != other["losses"]
-
-
 @sees(
     "a checkpoint's dropout kept as bytes",
     "ElementwiseRecompute._dropout",
