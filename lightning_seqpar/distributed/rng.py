@@ -148,13 +148,13 @@ class RankStreams:
     def forget(self) -> None:
         """Start a new step: no recompute of the last one is to come."""
         self.draws = True
-        self._seeded_from: dict[int, _Origin] = {}  # by the seed of an own stream
-        self._alike: set[tuple[int, bytes]] = set()
+        self._seeded_from: dict[tuple[int, ...], _Origin] = {}  # by the seeds of an own stream
+        self._alike: set[tuple[tuple[int, ...], bytes]] = set()
 
     @property
     def own(self) -> bool:
         """Whether a draw would come from the rank's own stream now."""
-        return torch.default_generator.initial_seed() in self._seeded_from
+        return bool(self._seeded_from) and _seeds() in self._seeded_from
 
     def begin(self) -> bool:
         """Switch to this rank's own stream; returns whether that was not the current one already."""
@@ -163,7 +163,7 @@ class RankStreams:
         replicated = _states()
         _reseed(replicated, self._rank)
         fresh = [_position(state) for state in _states()]
-        self._seeded_from[torch.default_generator.initial_seed()] = _Origin(replicated, fresh)
+        self._seeded_from[_seeds()] = _Origin(replicated, fresh)
         return True
 
     def end(self) -> bool:
@@ -173,7 +173,7 @@ class RankStreams:
         """
         if not self.draws or not self.own:
             return False
-        replicated, fresh = self._seeded_from[torch.default_generator.initial_seed()]
+        replicated, fresh = self._seeded_from[_seeds()]
         used = [_position(state) != at for state, at in zip(_states(), fresh, strict=False)]
         _restore(replicated)
         _advance(used)
@@ -188,8 +188,8 @@ class RankStreams:
         return bool(self._alike) and self._place() in self._alike
 
     @staticmethod
-    def _place() -> tuple[int, bytes]:
-        return torch.default_generator.initial_seed(), b"".join(_position(state) for state in _states())
+    def _place() -> tuple[tuple[int, ...], bytes]:
+        return _seeds(), b"".join(_position(state) for state in _states())
 
 
 class _Origin(NamedTuple):
@@ -216,7 +216,7 @@ class StepDraws:
 
     def end(self) -> bool:
         """Whether the step has drawn; if unexpectedly, ranks may have drawn apart, and go on alike from here."""
-        drawn = [not torch.equal(a, b) for a, b in zip(self._before, _states(), strict=False)]
+        drawn = [_differ([a], [b]) for a, b in zip(self._before, _states(), strict=False)]
         if any(drawn) and not self._expected:
             _restore(self._before)
             _advance(drawn)
@@ -248,17 +248,22 @@ def _states() -> list[Tensor]:
     return [generator.get_state() for generator in _generators()]
 
 
+def _seeds() -> tuple[int, ...]:
+    """The seeds of torch's own generators; where draws are made on a device, that of the CPU tells nothing."""
+    return tuple(generator.initial_seed() for generator in _generators())
+
+
 def _position(state: Tensor) -> bytes:
     """How far a generator has gone since it was seeded.
 
     In torch's states these bytes follow the seed; on a CPU the numbers of the Mersenne twister come after them.
     """
-    return state[8:24].numpy().tobytes()
+    return state.numpy()[8:24].tobytes()
 
 
 def _differ(a: list[Tensor], b: list[Tensor]) -> bool:
     """Whether any generator has another state in ``b`` than in ``a``."""
-    return not all(map(torch.equal, a, b))
+    return any(one.numpy().tobytes() != other.numpy().tobytes() for one, other in zip(a, b, strict=False))
 
 
 def _restore(states: list[Tensor]) -> None:
@@ -412,29 +417,11 @@ def _advance(used: list[bool]) -> None:
 
 
 DRAWS = (
-    "bernoulli",
-    "native_dropout",
-    "_fused_dropout",
-    "rand",
-    "rand_like",
-    "randn",
-    "randn_like",
-    "uniform",
-    "normal",
-    "exponential",
-    "randint",
-    "randint_like",
-    "random",
-    "multinomial",
-    "geometric",
-    "cauchy",
-    "log_normal",
+    "bernoulli", "native_dropout", "_fused_dropout", "rand", "rand_like", "randn", "randn_like", "uniform", "normal",
+    "exponential", "randint", "randint_like", "random", "multinomial", "geometric", "cauchy", "log_normal", "binomial",
+    "poisson", "_standard_gamma", "_sample_dirichlet",
     "randperm",
-    "binomial",
-    "poisson",
-    "_standard_gamma",
-    "_sample_dirichlet",
-)
+)  # fmt: skip
 """Names of torch's operations that draw random numbers."""
 
 
@@ -473,11 +460,6 @@ class Drawn(NamedTuple):
     seeded: bool = False
 
 
-def is_draw(func: Any) -> bool:
-    """Whether an operation, as a dispatch mode is given it, draws random numbers."""
-    return func.name().split("::")[-1].split(".")[0].rstrip("_") in DRAWS
-
-
 def drawn_by(func: Any, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Drawn | None:
     """The draw that an operation made; None if it draws nothing.
 
@@ -487,9 +469,9 @@ def drawn_by(func: Any, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         args: its positional arguments.
         kwargs: its keyword arguments.
     """
-    if not is_draw(func):
-        return None
     name = func.name().split("::")[-1].split(".")[0].rstrip("_")
+    if name not in DRAWS:
+        return None
     passed: Any = next((arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, torch.Generator)), None)
     own = [generator_id(generator) for generator in _generators()]
     seeded = passed is not None and generator_id(passed) not in own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import json
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +94,6 @@ def micro_batches(model: Decoder, batch: Tensor, at: int) -> None:
         loss_of(model, part).backward()
 
 
-def detached(model: Decoder, batch: Tensor, at: int) -> None:
-    model.calls[1] = lambda layer, x: layer(x.detach() if at != 2 else x)
-    loss_of(model, batch).backward()
-
-
 def detached_inside(model: Decoder, batch: Tensor, at: int) -> None:
     """Between attention and MLP, where one row follows the other."""
     model.calls[1] = lambda layer, x: (lambda y: y + layer.mlp(layer.mlp_norm(y)))(
@@ -115,11 +108,6 @@ def no_grad_below(model: Decoder, batch: Tensor, at: int) -> None:
             return layer(x)
 
     model.calls[0] = still if at % 2 else lambda layer, x: layer(x)
-    loss_of(model, batch).backward()
-
-
-def skipped(model: Decoder, batch: Tensor, at: int) -> None:
-    model.order = [0, 1, 2] if at % 2 else [0, 2]
     loss_of(model, batch).backward()
 
 
@@ -142,11 +130,6 @@ def recomputed_reentrant(model: Decoder, batch: Tensor, at: int) -> None:
     loss_of(model, batch).backward()
 
 
-def recomputed_in_the_middle(model: Decoder, batch: Tensor, at: int) -> None:
-    model.calls[1] = _recomputed(at % 2 == 0)
-    loss_of(model, batch).backward()
-
-
 def _mlp_recomputed(layer: nn.Module, x: Tensor) -> Tensor:
     x = x + layer.attn(layer.attn_norm(x))
     return x + checkpoint(layer.mlp, layer.mlp_norm(x), use_reentrant=False)
@@ -162,30 +145,6 @@ def recomputed_inside(model: Decoder, batch: Tensor, at: int) -> None:
 def recomputed_twice(model: Decoder, batch: Tensor, at: int) -> None:
     model.calls[1:] = [lambda layer, x: checkpoint(_mlp_recomputed, layer, x, use_reentrant=False)] * 2
     loss_of(model, batch).backward()
-
-
-def recomputed_from_copies(model: Decoder, batch: Tensor, at: int) -> None:
-    model.calls[1:] = [_mlp_recomputed] * 2
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
-        loss = loss_of(model, batch)
-    loss.backward()
-
-
-def offloaded(model: Decoder, batch: Tensor, at: int) -> None:
-    """Around everything, around a block, around a part of a block, inside a checkpoint."""
-    around_all, around_block, around_part = at == 0, at == 1, at == 2
-    model.calls[1] = _within(torch.autograd.graph.save_on_cpu) if around_block else lambda layer, x: layer(x)
-    model.calls[2] = _recomputed(False)
-    if around_part:
-        model.layers[0].mlp.run = _within(torch.autograd.graph.save_on_cpu)
-    if at == 3:
-        model.calls[2] = lambda layer, x: checkpoint(
-            _within(torch.autograd.graph.save_on_cpu), layer, x, use_reentrant=False
-        )
-    with torch.autograd.graph.save_on_cpu() if around_all else nullcontext():
-        loss = loss_of(model, batch)
-    loss.backward()
-    model.layers[0].mlp.run = Within.run
 
 
 def _within(hooks: Callable[[], Any]) -> Callable[[Any, Tensor], Tensor]:
@@ -217,11 +176,6 @@ def retained(model: Decoder, batch: Tensor, at: int) -> None:
     (2 * loss).backward()
 
 
-def under_anomaly_mode(model: Decoder, batch: Tensor, at: int) -> None:
-    with torch.autograd.detect_anomaly():
-        loss_of(model, batch).backward()
-
-
 def two_forwards(model: Decoder, batch: Tensor, at: int) -> None:
     (loss_of(model, batch) + loss_of(model, batch.flip(0))).backward()
 
@@ -240,24 +194,12 @@ def some_then_all(model: Decoder, batch: Tensor, at: int) -> None:
     loss.backward()
 
 
-def some_leaves(model: Decoder, batch: Tensor, at: int) -> None:
-    some = [model.layers[1].attn.q.weight, model.layers[1].mlp.gate.weight]
-    for _ in range(2):
-        loss_of(model, batch).backward(inputs=some)
-
-
 def some_after_all(model: Decoder, batch: Tensor, at: int) -> None:
     """``torch.autograd.grad`` leaves gradients of an earlier backward alone."""
     loss_of(model, batch).backward()
     some = [model.layers[1].attn.q.weight, model.layers[1].mlp.down.weight]
     torch.autograd.grad(loss_of(model, batch.flip(0)), some)
     loss_of(model, batch.flip(0)).backward(inputs=some[:1])
-
-
-def frozen_in_turn(model: Decoder, batch: Tensor, at: int) -> None:
-    for number, weight in enumerate((model.layers[1].attn.k.weight, model.layers[1].mlp.down.weight)):
-        weight.requires_grad_(at % 2 == number)
-    loss_of(model, batch).backward()
 
 
 def halve(weight: Tensor) -> None:
@@ -319,19 +261,6 @@ def hooked(model: Decoder, batch: Tensor, at: int) -> None:
     hooks = [weights[0].register_hook(lambda grad: 3 * grad)]
     hooks.append(weights[1].register_post_accumulate_grad_hook(halve))
     micro_batches(model, batch, at)
-    for hook in hooks:
-        hook.remove()
-
-
-def skipped_under_hooks(model: Decoder, batch: Tensor, at: int) -> None:
-    """Hooks of weights that get no gradient do not fire."""
-    fired = []
-    hooks = [weight.register_hook(lambda grad: 2 * grad) for weight in model.layers[1].parameters()]
-    hooks += [weight.register_post_accumulate_grad_hook(fired.append) for weight in model.layers[1].parameters()]
-    for number, part in enumerate(batch.chunk(2)):
-        model.order = [0, 1, 2] if number == at % 2 else [0, 2]
-        loss_of(model, part).backward()
-    assert len(fired) == 9
     for hook in hooks:
         hook.remove()
 
@@ -441,52 +370,34 @@ def given_up(model: Decoder, batch: Tensor, at: int) -> None:
     loss_of(model, batch).backward()
 
 
-def not_in_the_loss(model: Decoder, batch: Tensor, at: int) -> None:
-    """A forward whose loss is never taken, and one without gradients, between."""
-    loss_of(model, batch.flip(0))
-    with torch.no_grad():
-        loss_of(model, batch)
-    loss_of(model, batch).backward()
-
-
 USES = {
     use.__name__: use
     for use in (
-        plain, micro_batches, detached, detached_inside, no_grad_below, skipped, other_orders, recomputed, recomputed_reentrant,
-        recomputed_in_the_middle, recomputed_inside, recomputed_twice, recomputed_from_copies, offloaded,
-        watched, retained, under_anomaly_mode,
-        two_forwards, some_weights, some_then_all, some_leaves, some_after_all, frozen_in_turn, frozen_between, hooked,
-        hooked_at_nodes, backward_in_a_hook, skipped_under_hooks, hooked_inside, flattened, column_beside, cut_behind_a_column,
-        cut_behind_columns, cut_behind_a_part, read_beside, given_up,
-        not_in_the_loss,
+        plain, micro_batches, detached_inside, no_grad_below, other_orders, recomputed, recomputed_reentrant,
+        recomputed_inside, recomputed_twice, watched, retained, two_forwards, some_weights, some_then_all, some_after_all,
+        frozen_between, hooked, hooked_at_nodes, backward_in_a_hook, hooked_inside, flattened, column_beside,
+        cut_behind_a_column, cut_behind_columns, cut_behind_a_part, read_beside, given_up,
     )
 }  # fmt: skip
 
 
-def make(
-    tp: int, sp: bool, regather: Any = True, overlap_from: int | None = None
-) -> tuple[Decoder, Any, ParallelGroups]:
+def make(tp: int, sp: bool, regather: Any = True) -> tuple[Decoder, Any, ParallelGroups]:
     groups = ParallelGroups(ProcessTopology(["dp", "tp"], [dist.get_world_size() // tp, tp]), dist.get_rank())
     torch.manual_seed(0)
     model = Decoder(3).double()
     plans = resolve_plans("auto", model, lambda: infer_plan(model, (torch.zeros(4, 8, dtype=torch.long),), tp).plan)
     record = parallelize(model, plans, groups, sp=sp, regather=regather)
-    if overlap_from is not None:
-        for region in record.regions:
-            region.path.policy = dataclasses.replace(region.policy, overlap_from=overlap_from)
     return model, record, groups
 
 
 FEW = ("plain", "micro_batches", "detached_inside", "other_orders", "recomputed", "two_forwards")
 
 
-def check_uses(
-    tp: int, sp: bool, names: Sequence[str], regather: Any = True, overlap_from: int | None = None
-) -> dict[str, int]:
+def check_uses(tp: int, sp: bool, names: Sequence[str], regather: Any = True) -> dict[str, int]:
     counts = {}
     for name in names:
         use = USES[name]
-        model, record, groups = make(tp, sp, regather, overlap_from)
+        model, record, groups = make(tp, sp, regather)
         torch.manual_seed(0)
         reference = Decoder(3).double()
         sync = GradSync(record.layout, groups)
@@ -709,17 +620,6 @@ def test_gradients_are_those_of_one_process_where_nothing_waits(sp):
     assert not any(run_distributed(check_uses, 2, 2, sp, list(USES) if sp else FEW, "auto")[0].values())
 
 
-def check_some_wait(sp: bool) -> dict[str, int]:
-    return check_uses(4, sp, FEW, "auto", overlap_from=4 * 8 * 32 * 8)  # the first two rounds' activations
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("sp", [True, False])
-def test_gradients_are_those_of_one_process_where_some_products_wait(sp):
-    late = run_distributed(check_some_wait, 4, sp)[0]["plain"]
-    assert late == (ROUNDS - 2) * (COLUMNS + (5 if sp else 0))
-
-
 def made_late(length: int, sp: bool, regather: Any) -> int:
     model, _, _ = make(2, sp, regather)
     with Late() as late:
@@ -769,8 +669,8 @@ def joined() -> int:
     return len(calls)
 
 
-def test_columns_that_share_an_input_add_to_one_gradient():
-    assert run_distributed(joined, 2)[0] == COLUMNS
+def test_columns_that_share_an_input_add_to_one_gradient(found):
+    assert found["joined"] == COLUMNS
 
 
 def left_over() -> int:
@@ -804,8 +704,8 @@ def left_over() -> int:
     "            self._whole, self._task = None, NO_BACKWARD",
     "            self._task = NO_BACKWARD",
 )
-def test_a_backward_lets_go_of_what_it_made_though_the_graph_is_kept():
-    assert run_distributed(left_over, 2)[0] == 0
+def test_a_backward_lets_go_of_what_it_made_though_the_graph_is_kept(found):
+    assert found["left_over"] == 0
 
 
 def captured(sp: bool) -> list[bool]:
@@ -878,8 +778,8 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
-def test_gradients_of_later_micro_batches_are_added_in_place():
-    assert run_distributed(straight, 2)[0] == [True, True, True]
+def test_gradients_of_later_micro_batches_are_added_in_place(found):
+    assert found["straight"] == [True, True, True]
 
 
 def forgotten() -> int:
@@ -899,8 +799,8 @@ def forgotten() -> int:
     return left
 
 
-def test_a_forward_whose_loss_is_dropped_is_dropped():
-    assert run_distributed(forgotten, 2)[0] == 0
+def test_a_forward_whose_loss_is_dropped_is_dropped(found):
+    assert found["forgotten"] == 0
 
 
 def hooks_left() -> bool:
@@ -921,8 +821,18 @@ def hooks_left() -> bool:
 
 
 @sees("a checkpoint is held by its norms", "keeper", "return weakref.ref(hooks[0]) if", "return hooks[0] if")
-def test_a_checkpoint_goes_with_what_it_kept():
-    assert run_distributed(hooks_left, 2) == [False, False]
+def test_a_checkpoint_goes_with_what_it_kept(found):
+    assert not found["hooks_left"]
+
+
+def run_alone() -> dict[str, Any]:
+    return {one.__name__: one() for one in (left_over, forgotten, hooks_left, joined, straight)}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What the functions above return on the first rank, of one start of the processes."""
+    return run_distributed(run_alone, 2)[0]
 
 
 @pytest.fixture(scope="module")

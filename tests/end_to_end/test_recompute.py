@@ -88,6 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "adapters": ("Adapted", {"family": "llama", "targets": LORA}, UNPROVED, {}),
 }
 """Of each: the model and its arguments, fields of the strategy, and how it is trained."""
+CORE = ("accumulation", "frozen", "two lengths", "pairs", "cache")
 REPLICAS = ("accumulation", "pairs", "adapters")
 
 
@@ -134,14 +135,15 @@ def fit_cases(names: tuple[str, ...], options: dict[str, Any]) -> dict[tuple[str
 @pytest.mark.parametrize(
     ("world", "options", "names"),
     [
-        (2, {"tp": 2}, tuple(name for name in CASES if name != "adapters")),
+        (2, {"tp": 2}, CORE),
+        pytest.param(2, {"tp": 2}, tuple(name for name in CASES if name not in CORE), marks=pytest.mark.more),
         pytest.param(2, {"tp": 2, "sp": False}, ("accumulation", "pairs", "own inside"), marks=pytest.mark.matrix),
         pytest.param(4, {"tp": 2}, REPLICAS, marks=pytest.mark.matrix),
         pytest.param(2, {"tp": 1}, REPLICAS, marks=pytest.mark.matrix),
         pytest.param(2, {"tp": 2, "sp": False}, tuple(CASES), marks=pytest.mark.matrix),
         pytest.param(4, {"tp": 4}, ("accumulation", "frozen", "pairs"), marks=pytest.mark.matrix),
     ],
-    ids=["tp2", "tp2-no-sp", "dp2-tp2", "dp2", "tp2-no-sp-all", "tp4"],
+    ids=["tp2", "tp2-others", "tp2-no-sp", "dp2-tp2", "dp2", "tp2-no-sp-all", "tp4"],
 )
 def test_a_recomputed_run_is_the_run(world, options, names):
     found = run_distributed(fit_cases, world, names, options, timeout=280.0)[0]
