@@ -85,7 +85,6 @@ def rare() -> dict[str, Setup]:
         "a replaced gradient taken for a part": own("Edits", training={"accumulate": 2}),
         "sync of a kept gradient counts it tp times": own("ManualTwo", style="keep", training={"steps": 4}),
         "wrong conjugate for the gather": own("Zoo", kind="latent"),
-        "own gather sums nothing": own("Zoo", kind="all_inline"),
         "shared kv gradients not summed": own("Zoo", {"tp": 4}, world=4, kind="gqa_shared"),
         "a shared kv head counts twice in the norm": own(
             "Zoo", {"tp": 4}, world=4, kind="gqa_shared", training={"clip": 0.1}
