@@ -170,51 +170,47 @@ def sum_over_ranks(x: Tensor, chunks: Chunks) -> Tensor:
     return out
 
 
-class _PositionsToHeads(torch.autograd.Function):
-    """Forward: ``[..., heads, s/cp, d]`` → ``[..., heads/cp, s, d]``, all-to-all; backward: the way back."""
+class _Exchange(torch.autograd.Function):
+    """Forward: an all-to-all, positions to heads or heads to positions; backward: the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chunks: Chunks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, chunks: Chunks, to_heads: bool, joined: bool) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.chunks = chunks
-        size, counts, lead = chunks.size, chunks.counts, x.shape[:-3]
-        heads, width = x.shape[-3] // size, x.shape[-1]
-        sent = x.detach().unflatten(-3, (size, heads)).movedim(-4, 0).contiguous()
-        each = prod(lead) * heads * width
-        received = _all_to_all(sent.flatten(), [each * chunks.local_length] * size, [each * n for n in counts], chunks)
-        pieces = [
-            part.view(*lead, heads, count, width)
-            for part, count in zip(received.split([each * n for n in counts]), counts, strict=True)
-        ]
-        return _in_order(torch.cat(pieces, -2), chunks)
+        ctx.chunks, ctx.to_heads = chunks, to_heads
+        return _to_heads(x.detach(), chunks) if to_heads else _to_positions(x.detach(), chunks, joined)
 
     @staticmethod
     @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return heads_to_positions(grad, ctx.chunks), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        back = heads_to_positions if ctx.to_heads else positions_to_heads
+        return back(grad, ctx.chunks), None, None, None
 
 
-class _HeadsToPositions(torch.autograd.Function):
-    """Forward: ``[..., heads/cp, s, d]`` → ``[..., heads, s/cp, d]``, all-to-all; backward: the way back."""
+def _to_heads(x: Tensor, chunks: Chunks) -> Tensor:
+    """``[..., heads, s/cp, d]`` → ``[..., heads/cp, s, d]``."""
+    size, counts, lead = chunks.size, chunks.counts, x.shape[:-3]
+    heads, width = x.shape[-3] // size, x.shape[-1]
+    sent = x.unflatten(-3, (size, heads)).movedim(-4, 0).contiguous()
+    each = prod(lead) * heads * width
+    received = _all_to_all(sent.flatten(), [each * chunks.local_length] * size, [each * n for n in counts], chunks)
+    pieces = [
+        part.view(*lead, heads, count, width)
+        for part, count in zip(received.split([each * n for n in counts]), counts, strict=True)
+    ]
+    return _in_order(torch.cat(pieces, -2), chunks)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, chunks: Chunks, joined: bool) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.chunks = chunks
-        size, counts, lead = chunks.size, chunks.counts, x.shape[:-3]
-        heads, width, own = x.shape[-3], x.shape[-1], chunks.local_length
-        each = prod(lead) * heads * width
-        pieces = [_of_rank(x.detach(), rank, chunks).flatten() for rank in range(size)]
-        received = _all_to_all(torch.cat(pieces), [each * n for n in counts], [each * own] * size, chunks)
-        parts = received.view(size, *lead, heads, own, width).movedim(0, -4)
-        if joined:
-            return parts.movedim(-2, -4).flatten(-3, -2).transpose(-3, -2)
-        return parts.flatten(-4, -3)
 
-    @staticmethod
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return positions_to_heads(grad, ctx.chunks), None, None
+def _to_positions(x: Tensor, chunks: Chunks, joined: bool) -> Tensor:
+    """``[..., heads/cp, s, d]`` → ``[..., heads, s/cp, d]``."""
+    size, counts, lead = chunks.size, chunks.counts, x.shape[:-3]
+    heads, width, own = x.shape[-3], x.shape[-1], chunks.local_length
+    each = prod(lead) * heads * width
+    pieces = [_of_rank(x, rank, chunks).flatten() for rank in range(size)]
+    received = _all_to_all(torch.cat(pieces), [each * n for n in counts], [each * own] * size, chunks)
+    parts = received.view(size, *lead, heads, own, width).movedim(0, -4)
+    if joined:
+        return parts.movedim(-2, -4).flatten(-3, -2).transpose(-3, -2)
+    return parts.flatten(-4, -3)
 
 
 def _all_to_all(sent: Tensor, out_sizes: list[int], in_sizes: list[int], chunks: Chunks) -> Tensor:
@@ -243,7 +239,7 @@ def positions_to_heads(x: Tensor, chunks: Chunks) -> Tensor:
 
     Forward: all-to-all. Backward: all-to-all (:func:`heads_to_positions`).
     """
-    out: Tensor = _PositionsToHeads.apply(x, chunks)  # type: ignore[no-untyped-call]
+    out: Tensor = _Exchange.apply(x, chunks, True, False)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -257,7 +253,7 @@ def heads_to_positions(x: Tensor, chunks: Chunks, *, joined: bool = False) -> Te
         chunks: how the positions are dealt out.
         joined: whether the heads of a position lie next to each other in memory, so that they can be joined by a view.
     """
-    out: Tensor = _HeadsToPositions.apply(x, chunks, joined)  # type: ignore[no-untyped-call]
+    out: Tensor = _Exchange.apply(x, chunks, False, joined)  # type: ignore[no-untyped-call]
     return out
 
 

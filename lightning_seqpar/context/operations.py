@@ -402,17 +402,23 @@ def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if padding is not None:
         padded = added_mask(padding, q.dtype)[:, None, None, :]
         added = padded if added is None else added + padded
-    shares = None
-    if given["need_weights"]:
-        scores = (q * (q.shape[-1] ** -0.5)) @ k.transpose(-2, -1)
-        shares = F.dropout((scores if added is None else scores + added).softmax(-1), dropout, dropout > 0)
-        out = shares @ v
-        shares = shares.mean(1) if given["average_attn_weights"] else shares
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, added, dropout, causal)
+    out, shares = attend(q, k, v, added, dropout, causal, given["need_weights"])
+    if shares is not None and given["average_attn_weights"]:
+        shares = shares.mean(1)
     out = out.permute(2, 0, 1, 3).reshape(length, count, width)
     out = F.linear(out, given["out_proj_weight"], given["out_proj_bias"])
     return out, shares
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, need_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of ``[b, heads, s, d]``, and its weights ``[b, heads, s, t]`` if they are wanted; ``mask`` is added to scores."""
+    if not need_weights:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal), None
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+    weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout, dropout > 0)
+    return weights @ v, weights
 
 
 def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -216,20 +216,20 @@ class SeqPart(Tensor):
         with without_overrides():
             self.register_hook(refuse)  # type: ignore[no-untyped-call]
 
+    def _made_memory(self) -> _Memory:
+        """What this sequence and its views have in common."""
+        if self._memory is None:
+            self._memory = _Memory([weakref.ref(self)], [])
+        return self._memory
+
     def _share(self, other: SeqPart) -> None:
         """Take note that ``other``, a view of this sequence, has the same memory."""
-        memory = self._memory
-        if memory is None:
-            memory = self._memory = _Memory([weakref.ref(self)], [])
-        memory.views.append(weakref.ref(other))
-        other._memory = memory
+        other._memory = self._made_memory()
+        other._memory.views.append(weakref.ref(other))
 
     def _gave_copy(self, copy: Tensor) -> None:
         """Take note that ``copy`` was given away where torch gives a view: no change in place may be lost."""
-        memory = self._memory
-        if memory is None:
-            memory = self._memory = _Memory([weakref.ref(self)], [])
-        memory.copies.append(GivenAway(copy))
+        self._made_memory().copies.append(GivenAway(copy))
 
     def _changed(self) -> None:
         """Make what a change in place has done to the part known to those that ask the object: whether it has a graph."""

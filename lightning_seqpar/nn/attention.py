@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_seqpar.context.operations import added_mask
+from lightning_seqpar.context.operations import added_mask, attend
 from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.collectives import reduce_from_tensor_parallel_region
 from lightning_seqpar.layout.shard import Shard
@@ -175,27 +174,15 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
             raise ValueError(f"{self.full_name}: is_causal=True is a hint and needs attn_mask beside it")
         causal_hint = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal_hint else self._merge(attn_mask, key_padding_mask, b, s, k.shape[2], q.dtype)
-        weights = None
-        if need_weights:
-            out, weights = self._attend_with_weights(q, k, v, mask, average)
-        else:
-            drop = self.dropout if self.training else 0.0
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, is_causal=causal_hint)
-        out = out.transpose(1, 2).reshape(b, s, -1)
-        return self.out_proj(out if self.batch_first else out.transpose(0, 1)), weights
-
-    def _attend_with_weights(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, average: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Attention written out: the output of this rank's heads, ``[b, heads/tp, s, d]``, and the maps averaged over all heads."""
-        scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
-        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
-        weights = F.dropout(weights, self.dropout, self.training)
-        if not average:
+        if need_weights and not average:
             raise ValueError(
                 f"{self.full_name}: average_attn_weights=False would need every rank's heads; average them"
             )
-        return weights @ v, self._sum_over_ranks(weights.sum(1)) / self.global_heads
+        out, weights = attend(q, k, v, mask, self.dropout if self.training else 0.0, causal_hint, need_weights)
+        if weights is not None:
+            weights = self._sum_over_ranks(weights.sum(1)) / self.global_heads
+        out = out.transpose(1, 2).reshape(b, s, -1)
+        return self.out_proj(out if self.batch_first else out.transpose(0, 1)), weights
 
     def _sum_over_ranks(self, x: Tensor) -> Tensor:
         out = reduce_from_tensor_parallel_region(local_of(x), self.region.group)

@@ -6,7 +6,6 @@ that other references to them (lists, ties, hooks) stay good; only the data shri
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_seqpar.activations.norm_recompute import NormCall, saved_by
-from lightning_seqpar.activations.regather import RegatheredInput, remembered
+from lightning_seqpar.activations.norm_recompute import saved_by
+from lightning_seqpar.activations.regather import RegatheredInput
 from lightning_seqpar.activations.wgrad_overlap import (
     BackwardExchange,
     DeferredWgrad,
@@ -27,8 +26,6 @@ from lightning_seqpar.activations.wgrad_overlap import (
     rows_of,
 )
 from lightning_seqpar.context.seq_part import SeqPart, local_of
-from lightning_seqpar.distributed.async_ops import PendingGather, PendingReduceScatter
-from lightning_seqpar.distributed.collectives import passes_none
 from lightning_seqpar.layout.linear_kind import LinearKind, LinearSettings, features, settings_of
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.layout.stand_in import resolve
@@ -158,65 +155,6 @@ class ShardedLinear(torch.autograd.Function):
         return None if total is None else total.view(ctx.x_shape), None, None, None, None, None, None
 
 
-class GatherLinear(torch.autograd.Function):
-    """A column linear that is its own gather point: it gathers its input along the sequence (arXiv 2205.05198).
-
-    ============  ======================  ======================  =========================
-    tensor        global                  local                   saved for backward
-    ============  ======================  ======================  =========================
-    x             ``[b, s, h]``           ``[b, s/tp, h]``        itself, or the input of the norm that made it
-    weight        ``[f, h]``              ``[f/tp, h]``           itself
-    bias          ``[f]``                 ``[f/tp]``              —
-    y             ``[b, s, f]``           ``[b, s, f/tp]``        —
-    ============  ======================  ======================  =========================
-
-    - Forward: ``y = gather(x) Wᵀ + b``.
-    - Input gradient: ``dx = reduce_scatter(dy W)``, which runs while ``dW`` is computed.
-    - Weight gradient: ``dW = dyᵀ gather(x)``, whose gather runs while ``dy W`` is computed; ``db = Σ dy``.
-
-    ``kept`` of ``forward`` is the tensor to save, and the norm's call if it is the norm's input.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        region: SequenceRegion,
-        length: int,
-        kept: tuple[Tensor, NormCall | None],
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        dtype, dim, group = _autocast_dtype(x), region.dim, region.group
-        keep, ctx.call = kept
-        ctx.save_for_backward(keep if weight.requires_grad else None, weight)
-        ctx.dim, ctx.group, ctx.length, ctx.x_dtype = dim, group, length, x.dtype
-        ctx.bias_dtype = bias.dtype if bias is not None else None
-        shard = x if dtype is None else x.to(dtype)
-        return _product(PendingGather(shard, dim, group, length, async_op=False).wait(), weight, bias, dtype)
-
-    @staticmethod
-    @once
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        shard, weight = saved_by(ctx, ctx.call)
-        gathering, rows = None, rows_of(grad)
-        if shard is not None and is_wanted(ctx, 1):
-            shard = shard if ctx.call is None else ctx.call.output(shard)
-            gathering = PendingGather(shard.to(grad.dtype), ctx.dim, ctx.group, ctx.length, async_op=True)
-        scattering = None
-        if ctx.needs_input_grad[0]:
-            partial = torch.mm(rows, cast(weight, grad.dtype)).view(*grad.shape[:-1], weight.shape[1])
-            scattering = PendingReduceScatter(partial, ctx.dim, ctx.group, async_op=True)
-        grad_w = None
-        if gathering is not None:
-            grad_w = WgradProduct(rows, gathering.wait, weight.dtype).make(kept_grad(ctx, 1))
-        grad_b = rows.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        grad_x = scattering.wait().to(ctx.x_dtype) if scattering is not None else None
-        return grad_x, grad_w, grad_b, None, None, None
-
-
 def sharded_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, region: SequenceRegion, *, transposed: bool = False
 ) -> Tensor:
@@ -298,11 +236,6 @@ class _ParallelLinear(nn.Linear):
         """This rank's part of the weight as ``[out, in]``."""
         return self.weight.t() if self.transposed else self.weight
 
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, shard: Shard, region: SequenceRegion, name: str = "linear") -> Any:
-        """A layer of this class with this rank's part of ``linear``, which stays as it is."""
-        return cls.adopt(copy.deepcopy(linear), shard, region, name)
-
     def _cut(self, rank: int) -> None:
         """Cut the parameters down to the part of ``rank``, and set the local number of features."""
         raise NotImplementedError
@@ -363,12 +296,8 @@ class ColumnParallelLinear(_ParallelLinear):
             return self._note_output(sharded_linear(x, self.weight, self.bias, region, transposed=self.transposed))
         region.open_gather(x, self.full_name)
         try:
-            if region.sp and region.path.policy.remakes(x.nbytes):
-                length = region.path.length_for(x, self.full_name)
-                out: Tensor = GatherLinear.apply(x, self.matrix, self.bias, region, length, remembered(x))  # type: ignore[no-untyped-call]
-            else:
-                whole = local_of(region.path.gather(x, self.full_name))
-                out = sharded_linear(whole, self.weight, self.bias, region, transposed=self.transposed)
+            whole = local_of(region.path.gather(x, self.full_name))
+            out = sharded_linear(whole, self.weight, self.bias, region, transposed=self.transposed)
         finally:
             region.close_gather()
             region.frames.finish(self.full_name)

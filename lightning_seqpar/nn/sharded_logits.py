@@ -221,12 +221,10 @@ class ShardedLogits(Tensor):
                 "only where they are used. Write logits = logits.whole() first (on all ranks), or the same out of place, "
                 "or leave the head whole in the plan (vocab=False)"
             )
-        tree_map_only(ShardedLogits, _check_graph, (args, kwargs))
+        tree_map_only(ShardedLogits, lambda one: _before_gather(func, one), (args, kwargs))
         gathered: list[tuple[_Memory, Tensor]] = []
 
         def read(other: ShardedLogits) -> Tensor:
-            if other._changed is None and not gathered and other._group.size() > 1 and not other._rank:
-                warn_of_gather(func, f"the vocabulary of logits of which each rank of tp={other._group.size()}")
             gathered.append((other._memory, other.whole()))
             return gathered[-1][1]
 
@@ -317,6 +315,13 @@ def _copies(func: Any, logits: Tensor, out: Tensor, args: tuple[Any, ...], kwarg
         return out.dtype != logits.dtype or bool(kwargs.get("copy"))
     items = args[1] if func is Tensor.__getitem__ else None
     return any(isinstance(item, Tensor | list) for item in (items if isinstance(items, tuple) else (items,)))
+
+
+def _before_gather(func: Any, logits: ShardedLogits) -> None:
+    """Check logits that a function has gathered, and name it in a warning."""
+    _check_graph(logits)
+    if logits._changed is None and logits._group.size() > 1 and not logits._rank:
+        warn_of_gather(func, f"the vocabulary of logits of which each rank of tp={logits._group.size()}")
 
 
 def _check_graph(logits: ShardedLogits) -> None:

@@ -118,13 +118,37 @@ class VocabPart:
         """Itself: process groups are not copied."""
         return self
 
-    @property
-    def shown(self) -> str:
-        """For a layer's text: which rank of how many this is."""
-        return f"rank {self.rank} of tp={self.group.size()}"
+
+class _VocabParallel(nn.Module):
+    """What embedding and head share: how they are made from the user's module."""
+
+    _base: type[nn.Module]
+    _vocab_part: VocabPart
+
+    @classmethod
+    def adopt(cls, module: nn.Module, part: VocabPart, *, cut: bool) -> None:
+        """Turn a module into this class in place; a subclass with a forward of its own keeps it, around this one.
+
+        Args:
+            module: the user's.
+            part: which part of the vocabulary this rank has.
+            cut: whether to cut the weight; False if a module that it is tied to did so.
+        """
+        module.__class__ = _parallel_class(cls, type(module), cls._base)
+        layer: Any = module
+        layer._vocab_part = part
+        if cut:
+            shrink(layer.weight, part.shard, part.rank)
+        bias = getattr(layer, "bias", None)
+        if bias is not None and bias.shape[0] == part.shard.length:  # one that two heads share is cut once
+            shrink(bias, part.shard, part.rank)
+
+    def extra_repr(self) -> str:
+        """The whole shape, and which rank of how many this is."""
+        return f"{super().extra_repr()}, rank {self._vocab_part.rank} of tp={self._vocab_part.group.size()}"
 
 
-class VocabParallelEmbedding(nn.Embedding):
+class VocabParallelEmbedding(_VocabParallel, nn.Embedding):
     """An embedding of which every rank holds a part of the vocabulary, made in place.
 
     ============  ==============  =========================
@@ -140,22 +164,7 @@ class VocabParallelEmbedding(nn.Embedding):
     ids in its weight's gradient. Ids and masks are saved, and no activation.
     """
 
-    _vocab_part: VocabPart
-
-    @classmethod
-    def adopt(cls, embedding: nn.Embedding, part: VocabPart, *, cut: bool) -> None:
-        """Turn ``embedding`` into this class in place; a subclass with a forward of its own keeps it, around this one.
-
-        Args:
-            embedding: the user's module.
-            part: which part of the vocabulary this rank has.
-            cut: whether to cut the weight; False if a module that it is tied to did so.
-        """
-        embedding.__class__ = _parallel_class(cls, type(embedding), nn.Embedding)
-        layer: Any = embedding
-        layer._vocab_part = part
-        if cut:
-            shrink(layer.weight, part.shard, part.rank)
+    _base = nn.Embedding
 
     @staticmethod
     def unfit(embedding: nn.Embedding) -> str | None:
@@ -168,10 +177,6 @@ class VocabParallelEmbedding(nn.Embedding):
             if wrong:
                 return f"an nn.Embedding with {option} can't be sharded by vocabulary"
         return unfit_forward(embedding, nn.Embedding)
-
-    def extra_repr(self) -> str:
-        """The whole shape, and which rank of how many this is."""
-        return f"{super().extra_repr()}, {self._vocab_part.shown}"
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids ``[b, s]`` → ``[b, s, h]``; collective over tp.
@@ -199,7 +204,7 @@ class VocabParallelEmbedding(nn.Embedding):
         return reduce_from_tensor_parallel_region(out, group)
 
 
-class VocabParallelHead(nn.Linear):
+class VocabParallelHead(_VocabParallel, nn.Linear):
     """A head of which every rank computes the logits of its part of the vocabulary, made in place.
 
     ============  ==============  =========================
@@ -217,28 +222,7 @@ class VocabParallelHead(nn.Linear):
     tokens at a time.
     """
 
-    _vocab_part: VocabPart
-
-    @classmethod
-    def adopt(cls, head: nn.Linear, part: VocabPart, *, cut: bool) -> None:
-        """Turn ``head`` into this class in place; a subclass with a forward of its own keeps it, around this one.
-
-        Args:
-            head: the user's module.
-            part: which part of the vocabulary this rank has.
-            cut: whether to cut the weight; False if a module that it is tied to did so.
-        """
-        head.__class__ = _parallel_class(cls, type(head), nn.Linear)
-        layer: Any = head
-        layer._vocab_part = part
-        if cut:
-            shrink(layer.weight, part.shard, part.rank)
-        if layer.bias is not None and layer.bias.shape[0] == part.shard.length:  # one that two heads share is cut once
-            shrink(layer.bias, part.shard, part.rank)
-
-    def extra_repr(self) -> str:
-        """The whole shape, and which rank of how many this is."""
-        return f"{super().extra_repr()}, {self._vocab_part.shown}"
+    _base = nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h]`` → :class:`ShardedLogits` of the shape ``[..., v]``."""

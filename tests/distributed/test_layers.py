@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -28,10 +29,10 @@ def build(
     region = SequenceRegion(groups["tp"], dim, sp=sp, regather=regather)
     torch.manual_seed(groups.rank("dp"))
     dense = nn.Sequential(nn.Linear(6, 24, bias=bias), nn.GELU(), nn.Linear(24, 6, bias=bias)).to(dtype)
-    column = ColumnParallelLinear.from_linear(
-        dense[0], Shard.by_segments(0, [12, 12], [4, 4], tp, "column"), region, "column"
+    column = ColumnParallelLinear.adopt(
+        copy.deepcopy(dense[0]), Shard.by_segments(0, [12, 12], [4, 4], tp, "column"), region, "column"
     )
-    row = RowParallelLinear.from_linear(dense[2], Shard(1, 24, column.shard.ranges), region, "row")
+    row = RowParallelLinear.adopt(copy.deepcopy(dense[2]), Shard(1, 24, column.shard.ranges), region, "row")
     column.gathers_input = own_gather
     return groups, region, dense, column, row
 

@@ -117,13 +117,6 @@ def cases(models: Iterable[str], first: str = "") -> list[Any]:
     case="gpt-tied-tp2-sp",
 )
 @sees(
-    "own gather sums nothing",
-    "GatherLinear.backward",
-    "scattering = PendingReduceScatter(partial, ctx.dim, ctx.group, async_op=True)",
-    "scattering = PendingReduceScatter(partial / 2, ctx.dim, ctx.group, async_op=True)",
-    case="encoder-bsh-tp2-sp",
-)
-@sees(
     "whole parameters counted tp times in the norm",
     "global_grad_norm",
     '("tp",) * (shard is not None)',

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_seqpar.activations.wgrad_overlap import READERS
 from lightning_seqpar.distributed.autograd import backward_classes, children, reach
 from lightning_seqpar.nn import vocab
-from lightning_seqpar.nn.linear import GatherLinear, ShardedLinear
+from lightning_seqpar.nn.linear import ShardedLinear
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 
 
@@ -27,7 +27,7 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
     for region in record.regions:
         region.loss_leaks.check(loss)
     compiled = record.graphs.node_types if record.graphs is not None else set()  # of our own blocks, each a node
-    allowed = {*backward_classes((ShardedLinear, GatherLinear, *READERS, *vocab.READERS)), *compiled}
+    allowed = {*backward_classes((ShardedLinear, *READERS, *vocab.READERS)), *compiled}
 
     def made_inside(node: Any) -> bool:
         return any(region.made(node) for region in record.regions)
