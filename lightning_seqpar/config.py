@@ -307,18 +307,14 @@ class ParallelConfig(FrozenModel):
             raise broken(f"{info.field_name}={value}: a size must be 1 or more; leave it out for {default}")
         return value
 
-    @field_validator("check_every")
+    @field_validator("check_every", "loss_chunk", "tile_mlp")
     @classmethod
-    def check_every_is_not_negative(cls, value: int) -> int:
-        if value < 0:
-            raise broken(f"check_every={value}: write 0 for the default schedule or a number of steps")
-        return value
-
-    @field_validator("loss_chunk", "tile_mlp")
-    @classmethod
-    def tokens_are_positive(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and value < 1:
-            raise broken(f"{info.field_name}={value}: write a number of tokens, such as 1024, or leave it out")
+    def counts_are_large_enough(cls, value: int | None, info: ValidationInfo) -> int | None:
+        every = info.field_name == "check_every"
+        if value is not None and value < (0 if every else 1):
+            tokens = "a number of tokens, such as 1024, or leave it out"
+            fix = "0 for the default schedule or a number of steps" if every else tokens
+            raise broken(f"{info.field_name}={value}: write {fix}")
         return value
 
     @field_validator("order", mode="before")

@@ -99,10 +99,6 @@ class FileSource(Source):
 
 def _load_file(path: Path, *, trust: bool) -> dict[str, Any]:
     """Map a file into memory and check that it is a checkpoint; raises ValueError if not."""
-    if path.suffix in (".yaml", ".yml", ".json", ".txt", ".py", ".md", ".safetensors"):
-        raise ValueError(
-            f"{path}: it is no checkpoint; give a .ckpt file, the folder of a sharded checkpoint, or a Hugging Face folder"
-        )
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
     except Exception as error:

@@ -56,16 +56,8 @@ K = TypeVar("K")
 class Part:
     """This rank's part of one whole tensor: a chunk for each range of indices.
 
-    Args:
-        local: the rank's own tensor; it may hold padding of a vocabulary, which is in no chunk. Where the replicas split it,
-            the rank's rows of it are its part.
-        layout: how the whole tensor is divided over tp; None for a tensor that every rank holds whole.
-        rank: the tensor-parallel rank.
-        writes: whether this rank writes its part. Of what several ranks hold alike, one writes.
-
-    Attributes:
-        local: the rank's own tensor.
-        shape: the shape of the whole tensor.
+    ``local``, the rank's own tensor, may hold padding of a vocabulary, which is in no chunk. Where the replicas split it, the
+    rank's rows of it are its part. Of what several ranks hold alike, one ``writes``.
     """
 
     def __init__(self, local: Tensor, layout: ParamLayout | None, rank: int, *, writes: bool) -> None:
@@ -254,9 +246,7 @@ def write_folder(
     group: ProcessGroup,
     later: ProcessGroup | None = None,
 ) -> Callable[[], None]:
-    """Begin a sharded checkpoint. Collective over ``group``.
-
-    It is written under a name beside its own, and renamed when it is complete.
+    """Begins a sharded checkpoint, under a name beside its own. Collective over ``group``.
 
     Args:
         path: the folder; one that is there is replaced.
@@ -267,11 +257,10 @@ def write_folder(
             copied to the CPU at once.
 
     Returns:
-        A function that writes and completes the checkpoint. It is collective over ``later``, or over ``group`` without one,
-        and raises :class:`~lightning_seqpar.checkpoint.atomic_files.SaveError` on every rank if that fails.
+        A function that writes and completes the checkpoint. It is collective over ``later``, or over ``group`` without one.
 
     Raises:
-        SaveError: on every rank, if the folder can't be made.
+        SaveError: on every rank, if the folder can't be made; the function raises it, too.
     """
     state, parts = split_parts(checkpoint)
     packed: list[bytes] = []
@@ -355,15 +344,7 @@ class Opened:
     """A sharded checkpoint that is being restored.
 
     Lightning gets a checkpoint of meta tensors and passes it around. This object knows which tensor of the folder each of
-    them takes the place of.
-
-    Args:
-        path: the folder.
-        weights_only: as for ``torch.load``, for everything that the ranks did not write in parts.
-
-    Attributes:
-        folder: the folder, from which tensors are read.
-        checkpoint: the checkpoint with meta tensors.
+    them takes the place of. ``weights_only`` is torch's, for everything that the ranks did not write in parts.
     """
 
     def __init__(self, path: str | Path, *, weights_only: bool | None = None) -> None:
@@ -390,10 +371,10 @@ class Opened:
         rank: int,
         likes: Mapping[K, Tensor] | None = None,
     ) -> dict[K, Any]:
-        """Read this rank's parts of tensors.
+        """Reads this rank's parts of meta tensors of :attr:`checkpoint`, by any names; anything else is returned as it is.
 
         Args:
-            tensors: meta tensors of :attr:`checkpoint`, by any names; anything else is returned as it is.
+            tensors: the meta tensors.
             layouts: by the same names, how a tensor is divided over tp; a tensor without a layout is read whole.
             rank: the tensor-parallel rank.
             likes: by the same names, the parameters that they are for; of one that the replicas split, a rank reads its rows.

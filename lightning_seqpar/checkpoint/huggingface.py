@@ -36,9 +36,7 @@ def _with_dot(prefix: str | None) -> str:
 class HuggingFaceSource(Source):
     """A folder that ``save_pretrained`` wrote, as a checkpoint of weights whose tensors are read one at a time.
 
-    Args:
-        path: the folder.
-        prefix: the attribute of the LightningModule that holds the model (``model`` for ``self.model``).
+    ``prefix`` is the attribute of the LightningModule that holds the model (``model`` for ``self.model``).
 
     Raises:
         ValueError: if the folder holds no model, or another one than its config says.
@@ -95,7 +93,6 @@ class HuggingFaceTarget:
 
     Raises:
         ValueError: if the checkpoint does not hold this model, or the size can't be read.
-        ImportError: without the extra ``hf``.
     """
 
     def __init__(

@@ -63,9 +63,6 @@ def full_state_dict(
 
     Returns:
         The whole tensors on the first rank, which writes; meta tensors of the same names and shapes elsewhere.
-
-    Raises:
-        RuntimeError: on every rank, for a copy of a sharded module.
     """
 
     def gathered(mine: Tensor, layout: ParamLayout | None, _: bool) -> Tensor:
@@ -106,14 +103,7 @@ def model_parts(
 ) -> dict[str, Any]:
     """Makes ``state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each tensor. Nothing is sent.
 
-    Args:
-        model: the model.
-        record: the record of the sharded model; None if the model is not sharded.
-        groups: the process groups.
-        held: the state dict of a copy that is sharded alike, in the place of the model's.
-
-    Raises:
-        RuntimeError: on every rank, for a copy of a sharded module.
+    ``held`` is the state dict of a copy that is sharded alike, in the place of the model's.
     """
     writers = _WriterChoice(groups)
 
@@ -197,13 +187,7 @@ class _WriterChoice:
 def load_full_state_dict(
     record: ShardedModel, state: Mapping[str, Any], *, strict: bool, opened: Opened | None = None
 ) -> Any:
-    """Loads the state dict of a whole model into a sharded one; each rank takes its part.
-
-    Args:
-        record: the record of the sharded model.
-        state: the whole tensors.
-        strict: as for ``load_state_dict``.
-        opened: the folder from which tensors are read that are meta tensors in ``state``.
+    """Loads the state dict of a whole model into a sharded one; each rank takes its part, or reads it from the folder ``opened``.
 
     Raises:
         ValueError: for a tensor of another shape than the model's, naming it.
@@ -305,14 +289,7 @@ def load_full_optimizer_state(
     groups: ParallelGroups,
     opened: Opened | None = None,
 ) -> None:
-    """Loads the optimizer state of a whole model; each rank takes its part of every moment.
-
-    Args:
-        optimizer: an optimizer over the sharded parameters.
-        state: the state dict with whole moments.
-        layout: the layouts of the parameters; None if the model is not sharded.
-        groups: the process groups.
-        opened: the folder from which tensors are read that are meta tensors in ``state``.
+    """Loads the optimizer state of a whole model; each rank takes its part of every moment, or reads it from ``opened``.
 
     Raises:
         ValueError: if the state was written for other parameters, or has a layout of its own and the model is sharded.

@@ -27,11 +27,7 @@ class WholeFileIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a file under another name, wait until it is on the disk, and rename it.
-
-        Raises:
-            IsADirectoryError: if the path is a folder.
-        """
+        """Writes a file under another name, waits until it is on the disk, and renames it."""
         place = local_path(path)
         if place is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import json
 import os
 import sys
@@ -21,7 +20,7 @@ from torch import nn
 from lightning_seqpar.cli.arguments import add_model_arguments, cause_of, config_of
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.init.model_source import TargetModel, batch_named, function_named, load_target
-from lightning_seqpar.init.shrink import shrink, shrink_depth
+from lightning_seqpar.init.shrink import shrink
 from lightning_seqpar.trial.batches import make_batch
 from lightning_seqpar.trial.verify import Verification, verify_parity
 
@@ -105,7 +104,7 @@ def _make_target(target: str, change: Callable[[Any], Any] | None) -> nn.Module:
 def _shrinking(target: str, notes: list[str]) -> Callable[[Any], Any]:
     """Chooses what makes the configuration of a folder small: in width too, if its model still runs then."""
     failures = []
-    for way in (shrink, shrink_depth):
+    for way in (shrink, functools.partial(shrink, width=False)):
         changes: list[str] = []
 
         def change(config: Any, way: Callable[[Any], list[str]] = way, changes: list[str] = changes) -> None:
@@ -141,15 +140,13 @@ def _strategy_of(given: argparse.Namespace, target: TargetModel) -> ParallelConf
         return function_named(name, "--strategy") if ":" in name else name
     if target.strategy is not None and not given.overrides and not given.config:
         path, arguments = target.strategy
-        return path if path in StrategyRegistry else functools.partial(_make_strategy, path, arguments)
+        if path in StrategyRegistry:
+            return path
+        module, _, kind = path.rpartition(".")
+        return functools.partial(
+            function_named(f"{module or 'lightning.pytorch.strategies'}:{kind}", "strategy"), **arguments
+        )
     return config_of(given, target.fields)
-
-
-def _make_strategy(path: str, arguments: Mapping[str, Any]) -> Strategy:
-    """The strategy of a YAML file's class path."""
-    module, _, name = path.rpartition(".")
-    made: Strategy = getattr(importlib.import_module(module or "lightning.pytorch.strategies"), name)(**arguments)
-    return made
 
 
 def _check_room(model: nn.Module, given: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ class _End:
 
 
 class BroadcastLoader:
-    """A loader that is read on the first rank of each replica, which sends every batch to the others.
+    """A loader that is read on the first rank of each replica (``source``), which sends every batch to the others.
 
     For iterable data sets that give each process other samples (streams, unseeded shuffles). A data set that gives each
     process a share of the samples must share by replica (``strategy.dp_rank``, ``dp_size``), not by rank: only one rank of
@@ -32,11 +32,6 @@ class BroadcastLoader:
     exception of the reader ends all ranks of the replica, with its message.
 
     The constructor is collective, since it sends the length: the reader's length is the length on all ranks.
-
-    Args:
-        loader: the user's loader, on every rank; only the reading rank iterates it.
-        group: the ranks of one replica.
-        source: world rank of the one that reads.
     """
 
     def __init__(self, loader: Any, group: ProcessGroup, source: int) -> None:

@@ -57,7 +57,7 @@ class OrderSeed:
 
 
 class ReplicaSampler(Sampler[Any]):
-    """Divides the order of another sampler among the data-parallel replicas.
+    """Divides the order of another sampler, of samples or of batches, among the data-parallel replicas.
 
     Replica ``r`` reads the samples at positions ``r``, ``r + dp``, ... of one order that all ranks agree on. They agree at
     the start of each epoch, in :meth:`set_epoch`, which Lightning calls on all of them. Iterating is not collective, so one
@@ -67,13 +67,8 @@ class ReplicaSampler(Sampler[Any]):
     that one process would. In all other cases every rank runs the user's sampler with generators that are seeded for the
     epoch, and the order of the first rank is sent to all, so that it is one order even if the sampler draws elsewhere.
 
-    Args:
-        order: any sampler, of samples or of batches.
-        groups: the process groups.
-        seed: the seed of the order with several replicas.
-        repeat: whether to take samples from the beginning again until all replicas read equally many, as torch's
-            ``DistributedSampler`` does; without it no sample comes twice.
-        place: which of several loaders the sampler is for (0-based).
+    With ``repeat`` it takes samples from the beginning again until all replicas read equally many, as torch's
+    ``DistributedSampler`` does; without it no sample comes twice. ``place`` counts loaders (0-based).
     """
 
     def __init__(
@@ -206,7 +201,7 @@ def inject_sampler(
     epoch: int = 0,
     batches_done: Callable[[], int] | None = None,
 ) -> DataLoader[Any]:
-    """Make a loader whose samples are divided among the replicas, as :class:`ReplicaSampler` does.
+    """Makes a loader whose samples are divided among the replicas, as :class:`ReplicaSampler` does.
 
     Args:
         dataloader: the user's loader, which is not changed.
@@ -219,8 +214,7 @@ def inject_sampler(
             the loader resumable, as Lightning recognises that: checkpoints say where the epoch is.
 
     Returns:
-        A copy of the loader, or the loader itself where nothing has to be divided: for an iterable data set, with one
-        replica and a sequential order, or with a ``DistributedSampler`` of the user's.
+        A copy of the loader, or the loader itself where nothing has to be divided.
 
     Raises:
         ValueError: for a ``DistributedSampler`` of the user's that counts ranks instead of replicas, or a sampler

@@ -232,12 +232,11 @@ class DeferredInit(TorchDispatchMode):
         return len(active[-1]._ops) if active else 0
 
     def check(self, wanted: Iterable[TensorRef], elsewhere: Mapping[int, tuple[str, int]]) -> None:
-        """Check that everything from which the values of some tensors follow is recorded.
+        """Checks that everything from which the values of ``wanted`` follow is recorded.
 
         Args:
             wanted: the tensors.
-            elsewhere: storages that files fill: the name of the tensor there, and the number of operations that were recorded
-                when that was decided.
+            elsewhere: storages that files fill: the name of the tensor there, and how many operations came before.
 
         Raises:
             ValueError: if an operation reads a tensor that has no values, or, after it was decided, one that files fill.
@@ -310,14 +309,11 @@ class DeferredInit(TorchDispatchMode):
         return args[0].storage if self._covers_storage(args[0]) else None
 
     def replay(self, wanted: Iterable[TensorRef], take: Callable[[int, Callable[[TensorRef], Tensor]], None]) -> None:
-        """Do what was recorded on real tensors, so far as the wanted tensors depend on it.
+        """Does what was recorded on real tensors, so far as ``wanted`` depends on it.
 
-        A storage exists only from the first operation that uses it to the last.
-
-        Args:
-            wanted: the tensors.
-            take: called once for each storage of wanted tensors, when it has its final values. Gets the storage's id and a
-                function from a reference into it to the real tensor, which must not be used after the call.
+        A storage exists only from the first operation that uses it to the last. ``take`` is called once for each storage of wanted
+        tensors, when it has its final values: with its id and a function from a reference into it to the real tensor, which must
+        not be used after the call.
 
         Raises:
             RuntimeError: if an operation makes another shape or dtype than when it was recorded.

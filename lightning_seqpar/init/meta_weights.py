@@ -252,15 +252,12 @@ class _Place:
 
 
 class LateWeights:
-    """Gives values to the meta tensors of a model. It is made before the model is changed in any way.
+    """Gives values to the meta tensors of a model; made before the model is changed in any way.
 
     Args:
         model: a model with parameters or buffers on the meta device.
         recorder: the record of its initialisation; None if it was not recorded.
         state: weights of a checkpoint by name, which take precedence over files.
-
-    Attributes:
-        recorder: the record.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ def load_target(
     change: Callable[[Any], Any] | None = None,
     foreign: bool = False,
 ) -> TargetModel:
-    """Make the model that ``target`` names, on the meta device where its code allows that.
+    """Makes the model that ``target`` names, on the meta device where its code allows that.
 
     Args:
         target: the path of a YAML file of Lightning's command line, the folder of a Hugging Face model (or its
@@ -158,13 +158,7 @@ def model_from_folder(
     memory: bool = False,
     change: Callable[[Any], Any] | None = None,
 ) -> nn.Module:
-    """Makes the model of a Hugging Face folder's ``config.json`` on the meta device; no weights are read.
-
-    Args:
-        folder: the folder.
-        dtype: the dtype of the parameters; None for that of the config.
-        memory: make it on the CPU, with numbers.
-        change: is called with the configuration before the model is made.
+    """Makes the model of a Hugging Face folder's ``config.json`` as :func:`load_target` does; no weights are read.
 
     Raises:
         ValueError: if there is no such file, it can't be read, or it is no configuration of a model.

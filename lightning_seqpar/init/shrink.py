@@ -32,27 +32,18 @@ _DEPTHS = (
 )  # fmt: skip
 
 
-def shrink(config: Any) -> list[str]:
-    """Make a configuration small, in place: what was changed, as ``hidden_size 4096 → 256``.
+def shrink(config: Any, *, width: bool = True) -> list[str]:
+    """Makes a configuration of Hugging Face's small, in place; lists what was changed, as ``hidden_size 4096 → 256``.
 
     The number of heads and of key-value heads stays, and so does the number of experts: how they meet the ranks is what a trial
     is about. Heads get 8 features, and other widths shrink alike; the vocabulary keeps its remainder of 64; as many blocks stay
-    as show every kind that a list of the configuration names, at least two.
-
-    Args:
-        config: a configuration of Hugging Face's.
+    as show every kind that a list of the configuration names, at least two. Without ``width`` the vocabulary and the number of
+    blocks alone change, for models whose widths depend on each other.
     """
     changes: list[str] = []
     for one in _with_parts(config):
-        _shrink_width(one, changes)
-        _shrink_depth(one, changes)
-    return list(dict.fromkeys(changes))
-
-
-def shrink_depth(config: Any) -> list[str]:
-    """:func:`shrink` of the vocabulary and the number of blocks alone, for models whose widths depend on each other."""
-    changes: list[str] = []
-    for one in _with_parts(config):
+        if width:
+            _shrink_width(one, changes)
         _shrink_depth(one, changes)
     return list(dict.fromkeys(changes))
 

@@ -10,13 +10,9 @@ import sysconfig
 
 
 def class_source(kind: type) -> str:
-    """The source of a class, as ``inspect.getsource`` gives it.
+    """Returns the source of a class, as ``inspect.getsource`` gives it (OSError or TypeError if there is none).
 
     That asks every loaded module for its file, at which a module that is imported lazily may raise whatever it likes.
-
-    Raises:
-        OSError: if it can't be read.
-        TypeError: if the class has no source, being built in.
     """
     try:
         return inspect.getsource(kind)

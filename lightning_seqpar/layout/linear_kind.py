@@ -92,11 +92,10 @@ class LinearSettings:
 
 
 def settings_of(module: nn.Module) -> LinearSettings | None:
-    """The settings that the forward of a subclass of ``nn.Linear`` reads.
+    """Finds the settings that the forward of a subclass of ``nn.Linear`` reads.
 
-    Returns:
-        None if it reads anything else beside its weight and bias that may change what it computes: a number (a noise that
-        grows), a type, whether it trains, a closure, a global name.
+    None if it reads anything else beside its weight and bias that may change what it computes: a number (a noise that grows),
+    a type, whether it trains, a closure, a global name.
     """
     forward = type(module).forward
     if forward is nn.Linear.forward or not isinstance(module, nn.Linear):

@@ -41,22 +41,15 @@ class Shard:
 
     @classmethod
     def by_segments(cls, dim: int, segments: Sequence[int], units: Sequence[int], size: int, name: str) -> Shard:
-        """Split every segment of a fused dim by its units, in order; for example ``[q|k|v]`` by heads.
+        """Splits every segment of a fused dim by its units, in order; for example ``[q|k|v]`` by heads.
 
         Of fewer units than ranks, ``size / units`` neighbouring ranks have the same one, as the query heads of a group use
         one kv head. With 4 query heads, 2 kv heads, 2 features a head and ``size=4``, segments ``[8, 4, 4]`` and units
         ``[4, 2, 2]`` give rank 1 the ranges ``(2, 4)``, ``(8, 10)`` and ``(12, 14)``, of which rank 0 has the last two too.
 
-        Args:
-            dim: the tensor dim.
-            segments: lengths of the segments.
-            units: number of units of each segment.
-            size: number of ranks.
-            name: of the module, for messages.
-
         Raises:
             ValueError: if units do not divide by ``size``, a segment does not divide by its units, or every rank would have
-                all of it; the message names the module and the sizes that work.
+                all of it; the message names the module ``name`` and the sizes that work.
         """
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         start = 0
@@ -105,14 +98,9 @@ class Shard:
         """Whether several ranks have the same indices."""
         return sum(stop - start for own in self.ranges for start, stop in own) > self.length
 
-    @staticmethod
-    def _indices(own: Sequence[tuple[int, int]]) -> Tensor:
-        """The indices of some ranges, in order."""
-        return torch.cat([torch.arange(start, stop) for start, stop in own])
-
     def indices(self, rank: int) -> Tensor:
         """The global indices that ``rank`` has, in the order in which it stores them: ``[local length]``, without padding."""
-        return self._indices(self.ranges[rank])
+        return torch.cat([torch.arange(start, stop) for start, stop in self.ranges[rank]])
 
     def is_first_holder(self, rank: int) -> Tensor:
         """For each index that ``rank`` has, whether no rank before it has it too: bool ``[local length]``, without padding."""

@@ -114,42 +114,6 @@ def test_resuming_at_the_same_tp_is_bitwise_the_uninterrupted_run(tmp_path, opti
     assert plain.losses == pytest.approx(whole[0].losses[3:], rel=1e-5)
 
 
-def resume_weights(path: str, tp: int) -> Any:
-    """The weights and moments right after a restore, gathered."""
-    from lightning_seqpar.checkpoint.state_dict import full_optimizer_state, full_state_dict
-
-    class Stop(Exception):
-        pass
-
-    from lightning.pytorch.callbacks import Callback
-
-    class Peek(Callback):
-        def on_train_start(self, trainer, module):
-            record = record_of(module)
-            self.state = copy.deepcopy(full_state_dict(record, torch.device("cpu")))
-            self.moments = copy.deepcopy(
-                full_optimizer_state(trainer.optimizers[0], record.layout, record.groups, torch.device("cpu"))
-            )
-
-    peek = Peek()
-    world = dist.get_world_size()
-    trainer = quiet_trainer(
-        devices=world, strategy=SeqParallelStrategy(tp=tp), max_steps=7, precision=PRECISION, callbacks=[peek]
-    )
-    trainer.fit(models.GPT(), models.loader(8 // (world // tp), count=160), ckpt_path=path)
-    return (peek.state, peek.moments) if dist.get_rank() == 0 else None
-
-
-@pytest.mark.parametrize(("world", "tp"), [(2, 2), rest(4, 4), (4, 2)])
-def test_a_plain_checkpoint_is_restored_bitwise_at_any_tp(tmp_path, world, tp):
-    train("GPT", 1, str(tmp_path))
-    path = tmp_path / "step=6.ckpt"
-    plain = torch.load(path, weights_only=True)
-    state, moments = run_distributed(resume_weights, world, str(path), tp)[0]
-    assert same(state, dict(plain["state_dict"]))
-    assert same(moments, plain["optimizer_states"][0])
-
-
 def save_names(tp: int, path: str) -> tuple[set[str], bool]:
     module = models.GPT()
     trainer = quiet_trainer(devices=dist.get_world_size(), strategy=SeqParallelStrategy(tp=tp), max_steps=1)

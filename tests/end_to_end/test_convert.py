@@ -50,7 +50,6 @@ def test_a_converted_file_is_an_ordinary_one(tmp_path, saved):
     module = models.GPT.load_from_checkpoint(tmp_path / "one.ckpt")
     found = whole(saved / "parts.ckpt")["state_dict"]
     assert all(torch.equal(value, found[name].float()) for name, value in module.state_dict().items())
-    train("GPT", 1, None, steps=6, ckpt=str(saved / "plain" / "step=3.ckpt"))
 
 
 def test_a_plain_file_in_parts_is_restored_at_any_tp(tmp_path, saved):

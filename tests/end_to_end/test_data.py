@@ -113,19 +113,43 @@ def read(kind: str, tp: int, batch: int, seed: int | None, epochs: int = 2, coun
     return module.read
 
 
+def read_each(jobs: list[tuple[Any, ...]]) -> list[list[list[int]]]:
+    return [read(*job)["train"] for job in jobs]
+
+
+SHUFFLED = ("shuffled", "generator", "batch-shuffled")
+
+
+def test_one_replica_reads_what_one_process_reads():
+    kinds = (*SHUFFLED, "user-sampler", "batch-sampler")
+    jobs = [("shuffled", 2, 4, None), *((kind, 2, 4, 11) for kind in kinds)]
+    first, second = run_distributed(read_each, 2, jobs)
+    assert first == second
+    for kind, train in zip(kinds, first[1:], strict=True):
+        assert train == read(kind, 1, 4, 11)["train"], kind
+        assert (train[:3] != train[3:]) == (kind in SHUFFLED), "epochs differ where they are shuffled"
+
+
 @sees(
     "sampler by global rank",
     "ReplicaSampler.__init__",
     'self.num_replicas, self.rank = groups.size("dp"), groups.rank("dp")',
     "self.num_replicas, self.rank = dist.get_world_size(), dist.get_rank()",
 )
-def test_an_unshuffled_loader_stays_unshuffled():
-    ranks = run_distributed(read, 4, "plain", 2, 2, None)
-    assert ranks[0]["train"] == ranks[1]["train"] == [[0, 2], [4, 6], [8, 10]] * 2
-    assert ranks[2]["train"] == ranks[3]["train"] == [[1, 3], [5, 7], [9, 11]] * 2
+def test_replicas_read_parts_of_one_order():
+    drawn = [(kind, 2, 2, seed) for seed in (None, 11) for kind in ("shuffled", "batch-shuffled")]
+    ranks = run_distributed(read_each, 4, [*drawn, ("plain", 2, 2, None), ("user-sampler", 2, 3, None, 1)])
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
+    *shuffled, (plain, other), (own, other_own) = zip(ranks[0], ranks[2], strict=True)
+    for mine, theirs in shuffled:
+        for epoch in (slice(0, 3), slice(3, 6)):
+            assert sorted(at for batch in mine[epoch] + theirs[epoch] for at in batch) == list(range(12))
+        assert mine[:3] != mine[3:]
+    assert plain == [[0, 2], [4, 6], [8, 10]] * 2
     # One global batch is what one process would read.
-    single = read("plain", 1, 4, None)
-    assert [sorted(a + b) for a, b in zip(ranks[0]["train"], ranks[2]["train"], strict=True)] == single["train"]
+    assert [sorted(a + b) for a, b in zip(plain, other, strict=True)] == read("plain", 1, 4, None)["train"]
+    assert (own, other_own) == ([[11, 9, 7], [5, 3, 1]], [[10, 8, 6], [4, 2, 0]])
 
 
 class Both(Reader):
@@ -191,34 +215,6 @@ def test_an_order_is_agreed_on_before_it_is_read(kind):
     assert one[:3] != one[3:]
 
 
-@pytest.mark.parametrize(
-    "kind", ["shuffled", "generator", "batch-shuffled", rest("user-sampler"), rest("batch-sampler")]
-)
-def test_one_replica_reads_what_one_process_reads(kind):
-    single = read(kind, 1, 4, 11)
-    for rank in run_distributed(read, 2, kind, 2, 4, 11):
-        assert rank["train"] == single["train"]
-    if kind in ("shuffled", "generator", "batch-shuffled"):
-        assert single["train"][:3] != single["train"][3:]  # epochs differ
-
-
-@pytest.mark.parametrize("kind", ["shuffled", rest("batch-shuffled")])
-@pytest.mark.parametrize("seed", [11, None])
-def test_replicas_deal_one_permutation_seeded_or_not(kind, seed):
-    ranks = run_distributed(read, 4, kind, 2, 2, seed)
-    assert ranks[0]["train"] == ranks[1]["train"]
-    assert ranks[2]["train"] == ranks[3]["train"]
-    for epoch in (slice(0, 3), slice(3, 6)):
-        batches = ranks[0]["train"][epoch] + ranks[2]["train"][epoch]
-        assert sorted(index for batch in batches for index in batch) == list(range(12))
-    assert ranks[0]["train"][:3] != ranks[0]["train"][3:]
-
-
-def test_tp_ranks_without_a_seed_read_the_same():
-    first, second = run_distributed(read, 2, "shuffled", 2, 4, None)
-    assert first["train"] == second["train"]
-
-
 def drift(kind: str) -> list[list[int]]:
     """Rank 0 alone draws random numbers between the epochs, as a plotting callback would."""
 
@@ -248,12 +244,6 @@ def drift(kind: str) -> list[list[int]]:
 def test_a_draw_of_one_rank_alone_does_not_part_the_replica(kind):
     first, second = run_distributed(drift, 2, kind)
     assert first == second
-
-
-def test_a_users_sampler_is_dealt_in_its_own_order():
-    ranks = run_distributed(read, 4, "user-sampler", 2, 3, None, 1)
-    assert ranks[0]["train"] == [[11, 9, 7], [5, 3, 1]]
-    assert ranks[2]["train"] == [[10, 8, 6], [4, 2, 0]]
 
 
 def test_a_users_distributed_sampler_that_counts_ranks_is_refused():
@@ -288,6 +278,15 @@ class Measured(models.GPT):
         self.collection = MetricCollection({"mean": MeanMetric()})
         self.hidden = [SumMetric()]
 
+    def on_train_start(self) -> None:
+        """Averages over a group whose backends are named by device, as a run's groups are on GPUs."""
+        if dist.is_initialized():
+            group = dist.new_group(list(range(dist.get_world_size())), backend="cpu:gloo")
+            rank = dist.get_rank()
+            given = (torch.tensor(float(rank)), torch.tensor(rank, dtype=torch.float64), torch.tensor(2 * rank))
+            reduce = self.trainer.strategy.reduce
+            self.averages = [float(reduce(tensor, group=group, reduce_op="mean")) for tensor in given]
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen = self.all_gather(batch[0].double()).sum()
         return super().training_step((batch[1],), batch_idx)
@@ -314,38 +313,17 @@ class Measured(models.GPT):
         ]
 
 
-def measure(tp: int, batch: int) -> tuple[dict[str, float], list[float], list[bool], float]:
+def measure(tp: int, batch: int) -> tuple[dict[str, float], list[float], list[float], list[bool]]:
     world = dist.get_world_size() if dist.is_initialized() else 1
     module = Measured()
     strategy = SeqParallelStrategy(tp=tp) if world > 1 else "auto"
     trainer = quiet_trainer(devices=world, strategy=strategy, max_epochs=1, num_sanity_val_steps=0)
     trainer.fit(module, DataLoader(Numbered(8), batch), DataLoader(Numbered(8), batch))
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return logged, module.computed, module.decisions, float(module.seen)
-
-
-class Averages(models.GPT):
-    """Averages over a group whose backends are named by device, as a run's groups are on GPUs."""
-
-    def on_train_start(self) -> None:
-        group = dist.new_group(list(range(dist.get_world_size())), backend="cpu:gloo")
-        strategy, rank = self.trainer.strategy, float(dist.get_rank())
-        given = (torch.tensor(rank), torch.tensor(rank, dtype=torch.float64), torch.tensor(2 * dist.get_rank()))
-        self.averages = [float(strategy.reduce(tensor, group=group, reduce_op="mean")) for tensor in given]
-
-
-def averages() -> list[float]:
-    module = Averages()
-    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, self_check=False), max_steps=1)
-    trainer.fit(module, models.loader(4, count=4))
-    return module.averages
+    return logged, [*module.computed, float(module.seen)], getattr(module, "averages", []), module.decisions
 
 
 @sees("an average over gloo beside another backend", "Environment.reduce", 'reduce_op="sum")', "reduce_op=reduce_op)")
-def test_averages_over_backends_that_are_named_by_device():
-    assert run_distributed(averages, 2) == [[0.5, 0.5, 1.0]] * 2
-
-
 @sees(
     "metrics over the world",
     "Environment.reduce",
@@ -362,11 +340,12 @@ def test_metrics_speak_of_replicas_and_decisions_of_the_world():
     expected = measure(1, 4)
     assert expected[0]["sum"] == 28.0
     for world, batch in ((2, 4), (4, 2)):
-        for logged, computed, decisions, seen in run_distributed(measure, world, 2, batch):
+        mean = (world - 1) / 2
+        for logged, computed, averages, decisions in run_distributed(measure, world, 2, batch):
             assert logged == pytest.approx(expected[0])
             assert computed == pytest.approx(expected[1])
+            assert averages == [mean, mean, 2 * mean]
             assert decisions == [True, False, True]
-            assert seen == expected[3]
 
 
 class Proved(Measured):

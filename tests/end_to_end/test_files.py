@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.checkpoint.atomic_files import REPLACED, UNFINISHED, SaveError
@@ -208,34 +208,6 @@ def test_nothing_lives_in_the_file_that_was_restored(tmp_path):
         assert not after
 
 
-class Shadow(Callback):
-    """Keeps averaged weights, as callbacks for that do."""
-
-    def __init__(self) -> None:
-        self.kept: Any = torch.nn.Parameter(torch.zeros(3))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kept": self.kept, "list": [torch.ones(2, requires_grad=True)]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kept = state["kept"]
-
-
-def keep_a_shadow(form: str, path: str) -> tuple[str, bool]:
-    first = Shadow()
-    with torch.no_grad():
-        first.kept += 2
-    trained(form, max_steps=1, callbacks=[first]).save_checkpoint(path)
-    second = Shadow()
-    trained(form, path, max_steps=2, callbacks=[second])
-    return type(second.kept).__name__, bool((second.kept == 2).all())
-
-
-@pytest.mark.parametrize("form", [form if form == "sharded" else rest(form) for form in FORMS])
-def test_what_callbacks_keep_comes_back_as_it_was(tmp_path, form):
-    assert run_distributed(keep_a_shadow, 2, form, str(tmp_path / "a.ckpt")) == [("Parameter", True)] * 2
-
-
 class Loose(models.GPT):
     def __init__(self, *, strict: bool) -> None:
         super().__init__()
@@ -295,7 +267,8 @@ def test_the_best_are_kept_and_the_last_is_found(tmp_path, form, link):
     assert set(only["state_dict"]) == set(models.GPT().state_dict())
 
 
-def save_over_remains(form: str, folder: str) -> None:
+def save_in_odd_places(form: str, folder: str) -> Any:
+    """Over what another form left, over links, and on another file system; returns what was read from the last one."""
     trainer, place = trained(form), Path(folder)
     for end in (UNFINISHED, REPLACED):
         file, parts = place / f"file.ckpt{end}", place / f"parts.ckpt{end}"
@@ -304,22 +277,8 @@ def save_over_remains(form: str, folder: str) -> None:
             parts.mkdir()
             (parts / "__0_0.distcp").write_text("")
     dist.barrier()
-    for name in ("file.ckpt", "parts.ckpt"):
-        for _ in range(2):
-            trainer.save_checkpoint(place / name)
-
-
-@pytest.mark.parametrize("form", [form if form == "sharded" else rest(form) for form in FORMS])
-def test_what_another_form_left_is_cleared_away(tmp_path, form):
-    run_distributed(save_over_remains, 2, form, str(tmp_path))
-    for name in ("file.ckpt", "parts.ckpt"):
-        assert set(whole(tmp_path / name)["state_dict"]) == set(models.GPT().state_dict())
-        assert not (tmp_path / f"{name}{UNFINISHED}").exists()
-
-
-def save_over_a_link(form: str, folder: str) -> None:
-    trainer, place = trained(form), Path(folder)
-    trainer.save_checkpoint(place / "step.ckpt")
+    for name in ("file.ckpt", "file.ckpt", "parts.ckpt", "parts.ckpt", "step.ckpt"):
+        trainer.save_checkpoint(place / name)
     for name, target in (("last.ckpt", "step.ckpt"), ("gone.ckpt", "nowhere.ckpt"), ("old.ckpt", "step.ckpt")):
         if dist.get_rank() == 0:
             (place / name).symlink_to(target)
@@ -328,29 +287,20 @@ def save_over_a_link(form: str, folder: str) -> None:
     trainer.save_checkpoint(place / "gone.ckpt")
     if form == "sharded":
         trainer.strategy.remove_checkpoint(place / "old.ckpt")
+        with pytest.raises(ValueError, match="writes to local or mounted folders; use format 'single' there"):
+            trainer.save_checkpoint("memory://a.ckpt")
+        return None
+    trainer.save_checkpoint("memory://a.ckpt")
+    return WholeFileIO().load_checkpoint("memory://a.ckpt")["global_step"] if trainer.is_global_zero else None
 
 
-@pytest.mark.parametrize("form", [form if form == "sharded" else rest(form) for form in FORMS])
-def test_what_a_link_leads_to_stays(tmp_path, form):
-    run_distributed(save_over_a_link, 2, form, str(tmp_path))
-    for name in ("step.ckpt", "last.ckpt", "gone.ckpt"):
+@pytest.mark.core
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_in_the_way_of_a_checkpoint(tmp_path, form):
+    """What another form left is cleared away, what a link leads to stays, and other file systems take a single file."""
+    assert run_distributed(save_in_odd_places, 2, form, str(tmp_path))[0] == (2 if form == "single" else None)
+    for name in ("file.ckpt", "parts.ckpt", "step.ckpt", "last.ckpt", "gone.ckpt"):
         assert not (tmp_path / name).is_symlink()
         assert set(whole(tmp_path / name)["state_dict"]) == set(models.GPT().state_dict())
     assert (tmp_path / "old.ckpt").is_symlink() is (form == "single")
-    assert not [file.name for file in tmp_path.iterdir() if file.suffix in (".unfinished", ".replaced")]
-
-
-def elsewhere(form: str) -> Any:
-    trainer = trained(form)
-    path = "memory://a.ckpt"
-    if form == "sharded":
-        with pytest.raises(ValueError, match="writes to local or mounted folders; use format 'single' there"):
-            trainer.save_checkpoint(path)
-        return None
-    trainer.save_checkpoint(path)
-    return WholeFileIO().load_checkpoint(path)["global_step"] if trainer.is_global_zero else None  # its own memory
-
-
-def test_other_file_systems_take_a_single_file():
-    assert run_distributed(elsewhere, 2, "single")[0] == 2
-    assert run_distributed(elsewhere, 2, "sharded")[0] is None
+    assert not [file.name for file in tmp_path.iterdir() if file.suffix in (UNFINISHED, REPLACED)]

@@ -285,58 +285,6 @@ def test_a_rank_never_holds_more_than_its_shards_and_one_tensor(source, sizes, h
                 assert told["peak"] < told["local"] + largest + copied + 64_000_000, told
 
 
-class Orphan(Late):
-    """A parameter that nothing fills: made on the meta device before anything could remember it."""
-
-    def __init__(self) -> None:
-        L.LightningModule.__init__(self)
-        self.how, self.model, self.optimizer = "real", None, "adamw"
-        self.scale = nn.Parameter(torch.empty(3, device="meta"))
-
-
-models.Orphan = Orphan
-
-
-def fit_orphan() -> str:
-    try:
-        fit("Orphan", {}, world=2, strategy={"tp": 2}, steps=1)
-    except ValueError as error:
-        return str(error)
-    return "trained"
-
-
-def test_a_parameter_that_nothing_fills_is_refused():
-    for told in run_distributed(fit_orphan, 2):
-        assert told.startswith("scale: it was made on the meta device, and nothing says how it is filled")
-        assert "weights_from(module, folder)" in told
-
-
-class Early(GPT):
-    """Made and initialised on the meta device before any strategy could remember it."""
-
-    def __init__(self) -> None:
-        L.LightningModule.__init__(self)
-        self.optimizer = "adamw"
-        with torch.device("meta"):
-            self.model = ByteGPT(dim=16, n_head=4, n_layer=1, context=16, tied=True, vocab=31)
-
-
-models.Early = Early
-
-
-def fit_early() -> str:
-    try:
-        fit("Early", {}, world=2, strategy={"tp": 2}, steps=1)
-    except ValueError as error:
-        return str(error)
-    return "trained"
-
-
-def test_an_initialisation_that_nothing_remembers_is_refused():
-    for told in run_distributed(fit_early, 2):
-        assert "initialised there outside configure_model, where nothing remembers it" in told
-
-
 # ---- from a checkpoint -----------------------------------------------------------------------------------------
 
 

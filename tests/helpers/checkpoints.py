@@ -85,7 +85,7 @@ class Two(models.GPT):
 
 
 class Counting(Callback):
-    """A callback with a state of its own, a tensor among it."""
+    """A callback with a state of its own: a tensor, and a parameter, as callbacks with averaged weights have it."""
 
     def __init__(self) -> None:
         self.seen = torch.zeros(3)
@@ -94,10 +94,12 @@ class Counting(Callback):
         self.seen += torch.arange(3)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen}
+        return {"seen": self.seen, "kept": torch.nn.Parameter(self.seen)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seen = state["seen"]
+        assert type(state["kept"]) is torch.nn.Parameter
+        assert torch.equal(state["kept"], self.seen)
 
 
 def train_in_form(

@@ -85,15 +85,6 @@ def test_the_layout_is_the_librarys_own(tmp_path, family):
         assert ties(state) == ties(whole)
 
 
-def test_the_config_tells_the_type_that_is_written(tmp_path):
-    module = written("llama", tmp_path).to(torch.bfloat16)
-    torch.save({"state_dict": module.state_dict()}, tmp_path / "a.ckpt")
-    HuggingFaceTarget(open_source(tmp_path / "a.ckpt"), tmp_path / "like").write(tmp_path / "out")
-    loaded = type(module.model).from_pretrained(tmp_path / "out")
-    assert loaded.dtype == torch.bfloat16
-    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in module.model.state_dict().items())
-
-
 def test_what_the_config_ties_and_the_files_hold_twice_must_be_equal(tmp_path):
     module = families.HuggingFace("qwen2", tie_word_embeddings=True)
     module.model.save_pretrained(tmp_path)

@@ -380,6 +380,16 @@ def test_what_became_of_layers_that_files_fill(folder, weights, then, says):
         late_llama(folder, then=broken, weights=weights)[1].check()
 
 
+def test_what_nothing_remembers_is_refused():
+    with torch.device("meta"):
+        early = ByteGPT(dim=16, n_head=4, n_layer=1, context=16, tied=True, vocab=31)
+        orphan = nn.ParameterDict({"scale": nn.Parameter(torch.empty(3))})
+    with pytest.raises(ValueError, match="initialised there outside configure_model, where nothing remembers it"):
+        LateWeights(early, DeferredInit()).check()
+    with pytest.raises(ValueError, match="scale: it was made on the meta device, and nothing says how it is filled"):
+        LateWeights(orphan).check()
+
+
 def test_what_is_read_and_not_known_is_refused():
     with torch.device("meta"):
         scale = torch.full((3,), 2.0)
