@@ -67,10 +67,7 @@ _TOLD_OTHERWISE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffe
 
 
 def _setting(value: Any, depth: int = 3) -> Any:
-    """A key that is equal for values that let a block do the same.
-
-    Numbers, functions, containers and configs are told by their content, all else by its identity.
-    """
+    """A key that is equal for values that let a block do the same: their content if that is known, else their identity."""
     if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device):
         return type(value), repr(value)
     if depth and isinstance(value, list | tuple):

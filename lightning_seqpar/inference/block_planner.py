@@ -235,7 +235,7 @@ class BlockPlanner:
         try:
             layout = products.deal(self._tp)
         except CantInferError as error:
-            if any(products.mixes_positions(arg) for arg in flow.sums[owner] if products.is_floating(arg)):
+            if any(products.mixes_positions(arg) for arg in flow.sums[owner]):
                 raise self._stop(error, row) from None
             self._reason(f"{owner}: left whole; it works on each token alone ({error})")
             self._plan.whole[inner] = f"it works on each token alone, and can't be split: {error}"
@@ -386,20 +386,22 @@ def _one_for_all_experts(
     known = {repr(rule) for rule in rules}
     out: dict[str, tuple[str, str, dict[str, Any]]] = {}
     for name, style, options in rules:
-        path = name.split(".")
-        for at in range(1, len(path)):
-            holder = block.get_submodule(".".join(path[:at]))
-            if isinstance(holder, nn.ModuleList | nn.ModuleDict) and len(holder) > 1:
-                twins = [
-                    (".".join([*path[:at], key, *path[at + 1 :]]), style, options)
-                    for key in dict(holder.named_children())
-                ]
-                if all(repr(twin) in known for twin in twins):
-                    path[at] = "*"
-                    break
-        rule = (".".join(path), style, options)
-        out[repr(rule)] = rule
+        shown = name
+        for holder, like in _lists_around(block, name):
+            if len(holder) > 1 and all(repr((like.format(key), style, options)) in known for key in holder):
+                shown = like.format("*")
+                break
+        out[repr((shown, style, options))] = shown, style, options
     return list(out.values())
+
+
+def _lists_around(block: nn.Module, name: str) -> Iterator[tuple[dict[str, nn.Module], str]]:
+    """The lists of modules that a name leads through, the outermost first, each with the name as a format of a key of it."""
+    path = name.split(".")
+    for at in range(1, len(path)):
+        holder = block.get_submodule(".".join(path[:at]))
+        if isinstance(holder, nn.ModuleList | nn.ModuleDict):
+            yield dict(holder.named_children()), ".".join([*path[:at], "{}", *path[at + 1 :]])
 
 
 def _idle_experts(
@@ -413,16 +415,12 @@ def _idle_experts(
         full = f"{flow.name}.{name}"
         if style == "reduce" or not any(inside(full, owner) and full != owner for owner in flow.sums):
             continue
-        path = name.split(".")
-        for at in range(1, len(path)):
-            holder = block.get_submodule(".".join(path[:at]))
-            if not isinstance(holder, nn.ModuleList | nn.ModuleDict):
-                continue
-            for key, other in holder.named_children():
-                twin = ".".join([*path[:at], key, *path[at + 1 :]])
-                if (twin, style) not in known and alike(other, holder.get_submodule(path[at])):
-                    known.add((twin, style))
-                    copied.append((twin, style, options))
+        for holder, like in _lists_around(block, name):
+            own = next(module for key, module in holder.items() if like.format(key) == name)
+            for key, other in holder.items():
+                if (like.format(key), style) not in known and alike(other, own):
+                    known.add((like.format(key), style))
+                    copied.append((like.format(key), style, options))
     return copied
 
 

@@ -25,10 +25,7 @@ _MAX_TRIES = 600
 
 
 def _local_numbers(block: Block, groups: Sequence[GroupLayout], tp: int) -> dict[int, int]:
-    """Numbers in the model that may count something which is split over the ranks, and what they become on one rank.
-
-    They are numbers of features and whatever they can be divided into: heads, kv heads, query heads of a kv head.
-    """
+    """Numbers of features and of what they divide into (heads, kv heads, heads of a kv head), and what they become on a rank."""
     shares: dict[int, int] = {}
     for group in groups:
         kv = {count for layout in group.columns.values() for count in layout.units if count < tp}

@@ -344,10 +344,7 @@ class _FeatureSupport:
         return [self._units(column, start, stop) for start, stop, _ in segments]
 
     def _units(self, column: str, start: int, stop: int | None) -> int:
-        """The number of units for the out-features from ``start`` to ``stop`` of a column.
-
-        The smallest unit is found whose first copy shares no out-feature with the rest.
-        """
+        """The number of the smallest units, from ``start`` to ``stop`` of a column, that share no out-feature with the rest."""
         own = self._owners(column) == 1
         own[:start] = False
         if stop is not None:

@@ -140,32 +140,16 @@ class LazyCopies:
         return made
 
     def _function(self, value: Any, path: str) -> Any:
-        """A function or method that works on copies of what it holds; None for any other callable object."""
+        """A method that works on a copy of its object, or a function as it is; None for any other callable object."""
         if isinstance(value, types.MethodType):
             return types.MethodType(value.__func__, self.of(value.__self__, path))
         if isinstance(value, types.BuiltinMethodType):
             owner = value.__self__
             return value if owner is None else getattr(self.of(owner, path), value.__name__)
         if isinstance(value, functools.partial):
-            holds = (self.of(part, path) for part in (value.func, value.args, value.keywords))
-            function, args, keywords = holds
+            function, args, keywords = (self.of(part, path) for part in (value.func, value.args, value.keywords))
             return functools.partial(function, *args, **keywords)
-        if isinstance(value, types.FunctionType):
-            if not value.__closure__:
-                return value
-            cells = tuple(types.CellType() for _ in value.__closure__)
-            made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-            made.__kwdefaults__ = value.__kwdefaults__
-            made.__dict__.update(value.__dict__)
-            self._made[id(value)] = made  # before its cells, which may refer to it
-            for cell, old in zip(cells, value.__closure__, strict=True):
-                try:
-                    content = old.cell_contents
-                except ValueError:
-                    continue  # a name that has no value yet
-                cell.cell_contents = self.of(content, f"{path} (what it holds)")
-            return made
-        return None
+        return value if isinstance(value, types.FunctionType) else None
 
     # ---- objects of Python classes ---------------------------------------------------------------------------------
 

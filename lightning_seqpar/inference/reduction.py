@@ -147,10 +147,7 @@ def _short_vocabularies(model: nn.Module, tp: int, least: int) -> dict[int, int]
 
 
 def _short_length(model: nn.Module, tp: int, length: int) -> int | None:
-    """A length of a few dozen tokens, with the remainder of the whole one by ``2 tp``; None if it is not shorter.
-
-    It is above the model's short windows, and gives each expert of a list some tokens.
-    """
+    """A length above short windows, of some tokens an expert, with the whole one's remainder by ``2 tp``; None if not shorter."""
     windows = (window + 1 for window in _windows(model) if window <= _WINDOW)
     least = max([_TOKENS, _TOKENS_PER_EXPERT * _most_experts(model), *windows])
     kept = -(-least // (2 * tp)) * 2 * tp + length % (2 * tp)

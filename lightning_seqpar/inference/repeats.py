@@ -68,10 +68,7 @@ def _begin_again(repeats: Sequence[_Repeat], module: nn.Module, args: Any) -> No
 
 
 class _Repeat:
-    """A forward of which the first two calls of each form are computed; in a later one the activation goes through as it is.
-
-    Calls are of one form if they pass tensors of the same shapes, and everything else alike.
-    """
+    """A forward of which the first two calls of each form are computed; in a later one the activation goes through as it is."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward

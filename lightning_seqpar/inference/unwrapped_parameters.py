@@ -49,12 +49,10 @@ class SumLayout:
     """How a module is split whose output is the sum of what the ranks make with their parts of its parameters.
 
     Attributes:
-        owner: the module's name.
         cuts: by the parameter's own name; one that is missing stays whole.
         edits: attributes that change.
     """
 
-    owner: str
     cuts: dict[str, Cut] = field(default_factory=dict)
     edits: tuple[Edit, ...] = ()
 
@@ -83,15 +81,12 @@ class UnwrappedProducts:
             self.whole = _first(block.quiet(self.module, self._args, self._kwargs))
         self._block = block
 
-    def is_floating(self, arg: Argument) -> bool:
-        """Whether an argument can carry a gradient."""
-        value = self._args[arg] if isinstance(arg, int) else self._kwargs[arg]
-        return isinstance(value, Tensor) and value.is_floating_point()
-
     def mixes_positions(self, arg: Argument) -> bool:
-        """Whether the output for the last token depends on other tokens of an argument."""
+        """Whether the output for the last token depends on other tokens of an argument; one without gradients tells nothing."""
         args, kwargs = list(self._args), dict(self._kwargs)
         holder: Any = args if isinstance(arg, int) else kwargs
+        if not isinstance(holder[arg], Tensor) or not holder[arg].is_floating_point():
+            return False
         holder[arg] = x = holder[arg].detach().requires_grad_()
         with torch.enable_grad():
             out = _first(self._block.quiet(self.module, args, kwargs))
@@ -121,7 +116,7 @@ class UnwrappedProducts:
         """
         for edits, cuts in islice(self._candidates(tp), _MAX_TRIES):
             if self._sums_up(cuts, edits, tp):
-                return SumLayout(self.owner, cuts, edits)
+                return SumLayout(cuts, edits)
         names = ", ".join((*self.columns, *self.rows))
         raise CantInferError(
             f"{self.owner}: it multiplies the parameters {names} itself, and no way of cutting them for tp={tp} makes the ranks' "

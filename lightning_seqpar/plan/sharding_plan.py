@@ -112,11 +112,7 @@ def _read_rule(data: Any) -> Rule:
 
 
 def _why_unmatchable(pattern: str) -> str | None:
-    """Why a pattern is not matched: a brace is missing, or the search could take for ever; None if it can be.
-
-    Ways to match a name are counted for the worst name: each of a brace's alternatives is one, and a ``*`` in front of more text
-    is ten.
-    """
+    """Why a pattern is not matched: a brace is missing, or the search could take for ever; None if it can be."""
     groups = [(0, 1)]  # around, and in each open brace: ways of the complete alternatives, and of the current one
     for at, char in enumerate(pattern):
         done, current = groups[-1]

@@ -41,33 +41,12 @@ _VOCABULARY = {"wte", "tok", "toks", "token", "tokens", "word", "words", "subwor
                "bytes", "char", "chars"}  # fmt: skip
 """Words in the names of embeddings that are."""
 
-_EMBEDDING = {
-    "embed",
-    "embeds",
-    "emb",
-    "embs",
-    "embedding",
-    "embeddings",
-    "embedder",
-    "lookup",
-    "shared",
-    "encoder",
-    "decoder",
-}
+_EMBEDDING = {"embed", "embeds", "emb", "embs", "embedding", "embeddings", "embedder", "lookup", "shared", "encoder",
+              "decoder"}  # fmt: skip
 """Words that say no more than that a module is an embedding; the word of the module around it counts too."""
 
-_HEAD = {
-    "head",
-    "logits",
-    "unembed",
-    "unembedding",
-    "output",
-    "out",
-    "decoder",
-    "generator",
-    "classifier",
-    "predictions",
-}
+_HEAD = {"head", "logits", "unembed", "unembedding", "output", "out", "decoder", "generator", "classifier",
+         "predictions"}  # fmt: skip
 """Words in the names of heads."""
 
 _COUNT = re.compile(r"vocab|voc_size|n_?tokens?$|num_?tokens?$|n_?words$|dictionary_size", re.IGNORECASE)

@@ -33,41 +33,14 @@ ALWAYS = {
     "tp2-no-sp": [],
 }
 SHARDED = {
-    "in_place": 22,
-    "conformer": 22,
-    "einops_heads": 22,
-    "own_linears": 22,
-    "weight_of_qkv": 16,
-    "low_rank_linear": 26,
-    "matrix_linear": 26,
-    "low_rank_row": 30,
-    "matrix_row": 30,
-    "biased_row": 30,
-    "bent_row": 8,
-    "two_counts": 22,
-    "mix_ffn": 26,
-    "re_attention": 8,
-    "parallel_scaling": 42,
-    "reads_width": 23,
-    "positioned": 23,
-    "positioned_memory": 23,
-    "windows": 43,
-    "channels_first": 15,
-    "described": 35,
-    "shifted_inside": 27,
-    "two_activations": 59,
-    "value_residual": 11,
-    "one_way_out": 20,
-    "twice_out": 22,
-    "shared_queries": 23,
-    "batch_normed": 20,
-    "shared_scale": 16,
-    "listed": 22,
-    "spatial_gate": 8,
-    "parametrized": 8,
-    "grouped_adapters": 26,
-    "first_differs": 23,
-}
+    "in_place": 22, "conformer": 22, "einops_heads": 22, "own_linears": 22, "weight_of_qkv": 16,
+    "low_rank_linear": 26, "matrix_linear": 26, "low_rank_row": 30, "matrix_row": 30, "biased_row": 30, "bent_row": 8,
+    "two_counts": 22, "mix_ffn": 26, "re_attention": 8, "parallel_scaling": 42, "reads_width": 23, "positioned": 23,
+    "positioned_memory": 23, "windows": 43, "channels_first": 15, "described": 35, "shifted_inside": 27,
+    "two_activations": 59, "value_residual": 11, "one_way_out": 20, "twice_out": 22, "shared_queries": 23,
+    "batch_normed": 20, "shared_scale": 16, "listed": 22, "spatial_gate": 8, "parametrized": 8,
+    "grouped_adapters": 26, "first_differs": 23,
+}  # fmt: skip
 """How many tensors of each kind are sharded: in a value residual the first attention is whole, in re-attention and
 of parametrized weights each one."""
 CASES = [
@@ -188,21 +161,10 @@ def test_behind_a_shipped_plan_nothing_is_sharded_without_a_proof(self_check, wi
 # ---- adapters on rows --------------------------------------------------------------------------------------------
 
 
-class DroppingLinear(third_party.MatrixLinear):
-    """Drops out of its input, behind a product of it."""
-
-    def __init__(self, dim: int, out: int) -> None:
-        super().__init__(dim, out)
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.dropout(x) @ self.lora_A.T @ self.lora_B.T
-
-
 def dropped(sp: bool) -> dict[str, Tensor]:
     """What each dropout of an adapter on a row drops in the first step."""
-    make = lambda: zoo.PreNorm(16, LowRankProjections(DroppingLinear, "o"), LowRankFeedForward(DroppingLinear))  # noqa: E731
-    zoo.EXTRA["dropping"] = make
+    adapted = third_party.DroppingLinear
+    zoo.EXTRA["dropping"] = lambda: zoo.PreNorm(16, LowRankProjections(adapted, "o"), LowRankFeedForward(adapted))
     model = third_party.ThirdParty(kind="dropping")
     masks: dict[str, Tensor] = {}
 

@@ -266,6 +266,17 @@ class BentLinear(LowRankLinear):
         return F.linear(x, self.weight, self.bias) + 0.5 * self.lora_b(F.gelu(self.lora_a(x)))
 
 
+class DroppingLinear(MatrixLinear):
+    """Drops out of its input, behind a product of it."""
+
+    def __init__(self, dim: int, out: int) -> None:
+        super().__init__(dim, out)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.dropout(x) @ self.lora_A.T @ self.lora_B.T
+
+
 class BiasedLinear(nn.Module):
     """A trained linear, an adapter of which both halves have a bias, and scales of its input and of its output."""
 

@@ -490,21 +490,12 @@ class Watching(zoo.PreNorm):
         return x if low is None else x + low.mean(-1, keepdim=True)
 
 
-class Dropping(third_party.MatrixLinear):
-    def __init__(self, dim: int, out: int) -> None:
-        super().__init__(dim, out)
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.dropout(x) @ self.lora_A.T @ self.lora_B.T
-
-
-class DroppingOutputs(Dropping):
+class DroppingOutputs(third_party.DroppingLinear):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) + self.dropout(x @ self.lora_A.T @ self.lora_B.T)
 
 
-ROWS = [third_party.LowRankLinear, third_party.MatrixLinear, third_party.BiasedLinear, Dropping]
+ROWS = [third_party.LowRankLinear, third_party.MatrixLinear, third_party.BiasedLinear, third_party.DroppingLinear]
 NO_ROWS = [
     third_party.BentLinear, Saturating, BentInTraining, Normalised, Unused, Watched, Scaling, DroppingOutputs,
 ]  # fmt: skip

@@ -154,13 +154,6 @@ def test_the_families_digests_are_fresh():
     assert all(family.source.values())
 
 
-def test_users_rules_go_over_the_base():
-    plans = resolve_plans(
-        ParallelConfig(plan={"rules": [{"pattern": "model.norm", "style": "exit"}]}).plan, models.GPT()
-    )
-    assert [plan.source for plan in plans] == ["family byte_gpt", "your plan"]
-
-
 def test_the_printed_example_is_a_plan(tmp_path):
     """Pasted into a plan's own file, and into a configuration."""
     data = yaml.safe_load(EXAMPLE)

@@ -388,30 +388,18 @@ def test_what_is_left_has_the_remainders_of_what_was():
     assert variants(large(), 2, None)[0].lengths is None
 
 
-def test_tables_of_positions_are_as_long_as_the_example():
-    assert set(variants(large(position_rows=65536), 2)[0].vocabularies) == {50257, 65536}
-    assert [one.vocabularies.get(65536, 0) >= 1024 for one in variants(large(position_rows=65536), 2)][:2] == [
-        False,
-        True,
-    ]
-
-
-def test_windows_are_exceeded():
+def test_what_a_copy_needs_is_left():
+    long = variants(large(position_rows=65536), 2)
+    assert set(long[0].vocabularies) == {50257, 65536}
+    assert [one.vocabularies.get(65536, 0) >= 1024 for one in long][:2] == [False, True]  # a row for each position
+    assert 2048 not in variants(large(rows=2048), 2)[0].vocabularies  # rows that are also features
     assert variants(large(window=64), 2)[0].lengths[1] > 64
-    assert (
-        variants(large(window=4096), 2)[0].lengths[1] < 100
-    )  # attention is whole on every rank: its window proves nothing
-
-
-def test_experts_get_tokens():
+    # Attention is whole on every rank: a long window proves nothing.
+    assert variants(large(window=4096), 2)[0].lengths[1] < 100
     with torch.device("meta"):
         model = large()
         model.h = nn.ModuleList(zoo.ListMoE(512, 512, count=16) for _ in range(4))
-    assert variants(model, 2)[0].lengths[1] >= 128
-
-
-def test_rows_that_are_also_features_stay():
-    assert 2048 not in variants(large(rows=2048), 2)[0].vocabularies
+    assert variants(model, 2)[0].lengths[1] >= 128  # experts get tokens
 
 
 def test_a_wide_copy_computes_in_float32():
