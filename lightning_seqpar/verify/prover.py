@@ -151,11 +151,9 @@ class Prover:
                     plans = [infer()]  # a shipped plan knows one stack of a model that has several
                 return plans
             except ValueError as error:
-                wanted = [f"cp={self._config.cp}"] * (self._config.cp > 1)
-                wanted += [f"pp={self._config.pp}"] * (self._config.pp > 1)
-                wanted += [f"tile_mlp={self._config.tile_mlp}"] * (self._config.tile_mlp is not None)
-                wanted += [f"loss_chunk={self._config.loss_chunk}"] * (self._config.loss_chunk is not None)
-                wanted += [f"recompute={self._config.recompute!r}"] * (self._config.recompute != "none")
+                fields, default = ("cp", "pp", "tile_mlp", "loss_chunk", "recompute"), ParallelConfig()
+                given = {name: getattr(self._config, name) for name in fields}
+                wanted = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
                 instead = "leave them out" if len(wanted) > 1 else f"leave {wanted[0].partition('=')[0]} out"
                 if wanted == [f"recompute={self._config.recompute!r}"]:
                     instead += " (activation checkpointing inside the model works)"

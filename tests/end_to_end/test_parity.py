@@ -200,6 +200,7 @@ def test_encoder_variants(variant):
         ).raise_if_failed()
 
 
+@pytest.mark.more
 def test_find_unused_parameters_is_passed_on():
     check("gpt-tied", "dp2xtp2", True, strategy={"ddp": {"find_unused_parameters": True}}, steps=3)
 

@@ -91,6 +91,7 @@ class Manual(GPT):
         optimizer.step()
 
 
+@pytest.mark.more
 def test_a_module_that_optimizes_by_itself():
     assert_parity(Manual, TOKENS, {"tp": 2}, world_size=4)
 
@@ -410,6 +411,7 @@ def test_a_model_of_one_length_that_draws_is_compared_and_both_are_noted():
     ]
 
 
+@pytest.mark.more
 def test_an_encoder_in_float32():
     found = assert_parity(Encoder, TOKENS, {"tp": 2}, dtype="float32")
     assert not any("weights after" in row.quantity for row in found.rows)

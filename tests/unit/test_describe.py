@@ -176,11 +176,7 @@ def test_what_does_not_run_without_numbers_is_told_with_its_line():
         describe(NoCopy(), tp=2, example=IDS)
 
 
-def test_a_batch_is_enough_to_infer_a_plan_from():
-    batch = next(iter(loader(2, length=LENGTH, count=2)))
-    said = describe(GPT(), tp=2, plan="infer", batch=batch)
-    assert {row.decided for row in said.rows if row.style == "row"} == {"inferred"}
-    assert said.sent_calls == describe(GPT(), {"tp": 2}, batch=batch).sent_calls
+def test_a_configuration_is_given_in_one_way():
     with pytest.raises(ValueError, match="config= and tp=: give one or the other"):
         describe(GPT(), {"tp": 2}, tp=2)
 
