@@ -84,11 +84,6 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
     _ending: Ending | None = None
 
     @property
-    def is_child(self) -> bool:
-        """Whether this process was started by a launcher in another process."""
-        return self._is_child
-
-    @property
     def is_interactive_compatible(self) -> bool:
         """True, so that Lightning leaves it to the strategy to refuse what does not work at a prompt."""
         return True
