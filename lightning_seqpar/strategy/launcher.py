@@ -102,7 +102,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         if not environment.creates_processes_externally:
             if self.num_processes * self.num_nodes > 1:
                 self._start_children()
-        elif follow_main_process(environment.global_rank()):
+        elif follow_main_process(environment.global_rank()) or REPORTS in os.environ:
             self._is_child = True
         else:
             self.watch = ChildWatch.of_this_process
