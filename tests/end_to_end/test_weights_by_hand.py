@@ -19,8 +19,6 @@ from lightning_seqpar.testing import run_distributed
 from tests.helpers.habit_runs import LIMIT, TOPOLOGIES, Learner, Place, apart
 from tests.mutants import sees
 
-PLACES = ("tp2", "dp2xtp2", "fsdp2xtp2")
-
 
 class ByHand(Learner):
     """Its cases say what a hook does.
@@ -385,7 +383,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     "",
     case="tp2",
 )
-@pytest.mark.parametrize("topology", PLACES)
+@pytest.mark.parametrize("topology", ["tp2", pytest.param("dp2xtp2", marks=pytest.mark.more), "fsdp2xtp2"])
 def test_weights_that_are_changed_by_hand(topology, alone, tmp_path):
     for found in run_distributed(run_all, TOPOLOGIES[topology][0], topology, str(tmp_path), timeout=280):
         wrong = {}

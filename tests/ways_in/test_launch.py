@@ -287,7 +287,7 @@ def test_an_exception_saves_only_where_every_rank_raised_it(script, tmp_path, ra
     "a training is named by limits that Lightning fills in later",
     "Saver.save",
     "            restarts.add(filepath)\n",
-    "            type(restarts)(self._trainer, self._module).add(filepath)\n",
+    "            type(restarts)(self._env.trainer, self._env.module).add(filepath)\n",
 )
 @pytest.mark.more
 def test_what_torchrun_starts_again_goes_on_from_the_last_checkpoint(script, tmp_path):
