@@ -371,7 +371,8 @@ class ChildWatch:
         self._say_verdict()
         if uncaught is None or self._exit_code:
             flush_stdout()
-            os._exit(self._exit_code or 1)
+            left = next((proc.returncode for proc in self._procs if 0 < proc.returncode < 128), 1)
+            os._exit(self._exit_code or left)
 
 
 def exit_status(error: SystemExit) -> int:

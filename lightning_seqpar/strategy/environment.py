@@ -63,7 +63,7 @@ class Environment:
     @property
     def module(self) -> LightningModule:
         """The user's module."""
-        module = self.strategy.lightning_module
+        module = self.strategy._lightning_module  # its property costs each step some calls
         assert module is not None
         return module
 
@@ -97,11 +97,6 @@ class Environment:
     def ddp(self) -> DistributedDataParallel | None:
         """DDP around the model; None if nothing of it is reduced over the replicas."""
         return self.strategy.model if isinstance(self.strategy.model, DistributedDataParallel) else None
-
-    @property
-    def batch_idx(self) -> int:
-        """The number of the training batch that is under way, in its epoch."""
-        return self.trainer.fit_loop.epoch_loop.batch_idx
 
     @property
     def num_processes(self) -> int:

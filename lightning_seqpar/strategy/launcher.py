@@ -84,11 +84,6 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
     _ending: Ending | None = None
 
     @property
-    def is_child(self) -> bool:
-        """Whether this process was started by a launcher in another process."""
-        return self._is_child
-
-    @property
     def is_interactive_compatible(self) -> bool:
         """True, so that Lightning leaves it to the strategy to refuse what does not work at a prompt."""
         return True
@@ -107,7 +102,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         if not environment.creates_processes_externally:
             if self.num_processes * self.num_nodes > 1:
                 self._start_children()
-        elif follow_main_process(environment.global_rank()):
+        elif follow_main_process(environment.global_rank()) or REPORTS in os.environ:
             self._is_child = True
         else:
             self.watch = ChildWatch.of_this_process

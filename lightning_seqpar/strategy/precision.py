@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -97,23 +98,12 @@ class SharedGradScaler(ShardedGradScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
-        rows = [_Rows(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        held: Any = _Held([{"params": rows}])
+        every = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held: Any = SimpleNamespace(
+            param_groups=[{"params": [SimpleNamespace(grad=local_rows(p.grad)) for p in every]}]
+        )
         found: dict[torch.device, Tensor] = super()._unscale_grads_(held, inv_scale, found_inf, allow_fp16)
         return found
-
-
-class _Rows:
-    """Shows a gradient's local rows as a parameter shows its gradient."""
-
-    def __init__(self, grad: Tensor) -> None:
-        self.grad = local_rows(grad)
-
-
-class _Held(NamedTuple):
-    """Shows parameters as an optimizer does."""
-
-    param_groups: list[dict[str, Any]]
 
 
 def share_overflows(plugin: Precision, group: ProcessGroup) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -57,17 +57,18 @@ class Stages:
         self._micro_batches = OneForwardOneBackward(stage.stages_behind)
         self._logs = StageLogs(self._env.groups["pp"], self._env.device, self._env.groups["dp"])
 
-    @contextmanager
-    def running(self, name: str) -> Generator[None, None, None]:
+    def running(self, name: str) -> AbstractContextManager[None]:
         """A context manager in which a step of the user's, called by its name, runs as far as this stage goes.
 
         Inside of DDP, which would take the end of a stage for an error.
         """
         stage = self.stage
-        if stage is None:
-            yield
-            return
-        own, step = vars(self._env.module).get(name), getattr(self._env.module, name)
+        return nullcontext() if stage is None else self._running(stage, name)
+
+    @contextmanager
+    def _running(self, stage: Stage, name: str) -> Generator[None, None, None]:
+        module = self._env.module
+        own, step = vars(module).get(name), getattr(module, name)
         trains = name == "training_step"
         run: Callable[[Callable[[], Any]], Any] = stage.run if trains else stage.evaluate
         logs, window = self._logs if trains else None, self.window if trains else None
@@ -80,14 +81,14 @@ class Stages:
                 return window.put_off(step, (args, kwargs), number, batch, is_due=is_due)
             return run(lambda: step(*args, **kwargs))
 
-        vars(self._env.module)[name] = in_stages
+        vars(module)[name] = in_stages
         try:
             with nullcontext() if logs is None or window else logs.step(self._env.trainer, has_loss=stage.is_last):
                 yield
         finally:
-            del vars(self._env.module)[name]
+            del vars(module)[name]
             if own is not None:
-                vars(self._env.module)[name] = own
+                vars(module)[name] = own
 
     @property
     def stage(self) -> Stage | None:

@@ -229,7 +229,7 @@ class Steps:
 
     def _unwatched(self) -> AbstractContextManager[None]:
         """A context manager for what the strategy runs in the midst of the user's hooks."""
-        return nullcontext() if self._weights is None or not self._weights.is_watching else self._weights.paused()
+        return nullcontext() if self._weights is None else self._weights.paused()
 
     def evaluate(self, loop: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the user's step of another loop: ``validation``, ``test`` or ``predict``."""
@@ -238,17 +238,19 @@ class Steps:
 
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the user's training step."""
+        module = self._env.module
+        loop, accumulate = module.trainer.fit_loop.epoch_loop, module.trainer.accumulate_grad_batches
+        begins = loop.batch_idx % accumulate == 0
         self._comparisons.begin_step()
         if self._sync is not None:
             self._sync.begin_step()
             self._flushed = self._others_flushed = self._has_backward = False
-        if (record := record_of(self._env.module)) is not None:
+        if (record := record_of(module)) is not None:
             record.check_frozen()
             record.versions.clear()  # updates change shards from now on; a learning-rate finder begins another training then
-        begins = self._env.batch_idx % self._env.trainer.accumulate_grad_batches == 0
-        if self._env.ddp is not None:
-            self._follow_training_parameters(self._env.ddp, begins=begins)
-        if self.split is not None and self._env.module.automatic_optimization and begins:
+        if (ddp := self._env.ddp) is not None:
+            self._follow_training_parameters(ddp, begins=begins)
+        if self.split is not None and module.automatic_optimization and begins:
             self.split.begin_window()
         with self._unwatched(), self.stages.running("training_step"):
             return self._step("training", step, args, kwargs)

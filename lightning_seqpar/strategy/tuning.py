@@ -36,8 +36,6 @@ class BatchSizeSearch:
         patience: how long a rank waits for the others.
 
     Attributes:
-        own: the path as this rank named it.
-        place: the path as the first rank named it.
         size: the size of the batches of the trial, if its loader tells.
         largest: the largest size that ran; None before one did.
         has_tried: whether a loop has begun since the ranks met.

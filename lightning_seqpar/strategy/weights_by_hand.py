@@ -12,7 +12,7 @@ import dis
 import math
 import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -145,11 +145,6 @@ class WeightWatch:
 
     # ---- where it watches --------------------------------------------------------------------------------------
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether code is watched now."""
-        return self._mode is not None
-
     def begin(self, trainer: Trainer) -> None:
         """Watch each hook that has code in it, around which Lightning calls its profiler, until :meth:`end`.
 
@@ -204,13 +199,13 @@ class WeightWatch:
         finally:
             self._mode = None
 
-    @contextmanager
-    def paused(self) -> Generator[None, None, None]:
+    def paused(self) -> AbstractContextManager[None]:
         """A context manager for what the strategy itself runs in the midst of a hook: forward, backward, the optimizer's step."""
         mode = self._mode
-        if mode is None or innermost_dispatch_mode() is not mode:
-            yield
-            return
+        return nullcontext() if mode is None or innermost_dispatch_mode() is not mode else self._left(mode)
+
+    @contextmanager
+    def _left(self, mode: _Watched) -> Generator[None, None, None]:
         self._mode = None
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:

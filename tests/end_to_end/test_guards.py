@@ -493,7 +493,7 @@ def test_compiled_modules_beside_the_plan_are_left_alone():
     "        record = setup.shard(module)\n",
     (
         "        self.setup_optimizers(trainer) if env.fits else None\n        record ="
-        " self._parallelize(module)\n        self.setup_optimizers = lambda trainer: None\n"
+        " setup.shard(module)\n        self.setup_optimizers = lambda trainer: None\n"
     ),
     case="a copy in configure_optimizers",
 )

@@ -32,7 +32,7 @@ from tests.mutants import sees
     "entries are gathered over the world",
     "Environment.all_gather",
     'over = self.groups["dp"] if',
-    "over = self._world if",
+    "over = self.world if",
     case="2-2-sync",
 )
 @pytest.mark.parametrize(

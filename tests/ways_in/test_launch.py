@@ -126,15 +126,9 @@ def script(tmp_path):
 
 
 @pytest.mark.matrix
-def test_lightnings_own_launcher(script):
-    done = script()
-    assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"RANK (\d) STEPS (\d+)", done.stdout)) == [("0", "6"), ("1", "6")]
-
-
-@pytest.mark.matrix
-def test_torchrun(script):
-    done = script(*TORCHRUN)
+@pytest.mark.parametrize("command", [(), TORCHRUN], ids=["own", "torchrun"])
+def test_a_run(script, command):
+    done = script(*command)
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"RANK (\d) STEPS (\d+)", done.stdout)) == [("0", "6"), ("1", "6")]
 
@@ -205,17 +199,16 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(script):
     assert re.search(says, done.stderr), done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("command", [(), pytest.param(TORCHRUN, marks=pytest.mark.matrix)], ids=["own", "torchrun"])
 @pytest.mark.more
-def test_a_save_on_one_rank_alone_while_training_names_the_line_of_each_rank(script, command):
-    done = script(*command, BAD="save:0", TIMEOUT="25")
+def test_a_save_on_one_rank_alone_while_training_names_the_line_of_each_rank(script):
+    done = script(BAD="save:0", TIMEOUT="15")
     assert done.returncode != 0
     saves = r'rank 0: File ".*script.py", line \d+, in on_train_batch_start: trainer\.save'
     assert re.search(saves, done.stderr), done.stderr[-3000:]
     assert re.search(r"rank 1: at no line of yours", done.stderr), done.stderr[-3000:]
     assert "must be called on all of them, not under `if trainer.is_global_zero`" in done.stderr
-    assert command or len(done.stderr[done.stderr.index("the run failed") :].splitlines()) <= 25
-    assert command or "Traceback" not in done.stderr
+    assert len(done.stderr[done.stderr.index("the run failed") :].splitlines()) <= 25
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.matrix
@@ -294,7 +287,7 @@ def test_an_exception_saves_only_where_every_rank_raised_it(script, tmp_path, ra
     "a training is named by limits that Lightning fills in later",
     "Saver.save",
     "            restarts.add(filepath)\n",
-    "            type(restarts)(self._trainer, self._module).add(filepath)\n",
+    "            type(restarts)(self._env.trainer, self._env.module).add(filepath)\n",
 )
 @pytest.mark.more
 def test_what_torchrun_starts_again_goes_on_from_the_last_checkpoint(script, tmp_path):
@@ -352,13 +345,6 @@ def test_an_exception_after_fit_on_one_rank(script, rank):
     done = script(AFTER=rank)
     assert done.returncode != 0
     assert f"rank {rank}" in done.stderr
-
-
-@pytest.mark.matrix
-def test_torchrun_with_a_killed_rank(script):
-    done = script(*TORCHRUN, BAD="KILL:1")
-    assert done.returncode != 0
-    assert "Signal 9" in done.stderr
 
 
 @pytest.mark.matrix
@@ -431,7 +417,8 @@ def test_torchrun_tells_a_refusal_before_the_ranks_are_connected_once(script):
 def test_a_refusal_under_torchrun_is_told_by_rank_0(script):
     done = script(*TORCHRUN, REFUSED="1")
     assert done.returncode == 1
-    own, summary = done.stderr.split("FAILED\n")
+    summary = done.stderr.split("FAILED\n")[1]
+    own = done.stderr[: done.stderr.index("torch/distributed/elastic")]
     assert own.count("Traceback") == own.count("lightning_seqpar: rank 1 raised ValueError: ") == 1, own
     assert "'nowhere'" in summary[summary.index("Root Cause") :], "torchrun's summary has it once more, from rank 0"
     assert summary.count("'nowhere'") == 1
