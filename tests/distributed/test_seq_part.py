@@ -698,7 +698,9 @@ def check_cases(layouts: list[tuple[str, int]]) -> tuple[list[str], set[str], in
         return spy
 
     HANDLERS.update({func: spied(func, handler) for func, handler in kept.items()})
-    plain: list[tuple[str, Tensor, Tensor]] = []  # gradients of whole tensors beside parts: expected, and this rank's
+    plain: list[
+        tuple[str, Tensor, Tensor]
+    ] = []  # over cp gradients of whole tensors: expected, and a term of the mean over ranks
     for layout, s in layouts:
         deal = {"zigzag": zigzag, "contiguous": contiguous, "tp": padded}[layout]
         chunks = Chunks(dist.group.WORLD, s, deal(s, size), "auto", "tp" if layout == "tp" else "cp")
@@ -723,16 +725,16 @@ def check_cases(layouts: list[tuple[str, int]]) -> tuple[list[str], set[str], in
             elif s == 13 and not chunks.rank and gathers is not None and gathered != gathers:
                 wrong.append(f"{name}: {'is gathered' if gathered else 'stays on parts'}")
             for (leaf, _), (got, place) in zip(whole.leaves, parts.leaves, strict=True):
-                if place is None:  # over tp each rank has the whole gradient
-                    plain.append((name, _grad(leaf), _grad(got) * (size if layout == "tp" else 1) / size))
-                    if layout == "tp" and not _same_gradient(_grad(leaf), _grad(got)):
-                        wrong.append(f"{name}: wrong gradient of a whole tensor")
+                if place is None and layout != "tp":
+                    plain.append((name, _grad(leaf), _grad(got) / size))
+                elif place is None and not _same_gradient(_grad(leaf), _grad(got)):
+                    wrong.append(f"{name}: wrong gradient of a whole tensor")
     HANDLERS.update(kept)
     mean = torch.cat([got.flatten() for _, _, got in plain])
     dist.all_reduce(mean)
     pieces = mean.split([expected.numel() for _, expected, _ in plain])
     for (name, expected, _), got in zip(plain, pieces, strict=True):
-        if "tp" not in name and not _same_gradient(expected.flatten(), got):
+        if not _same_gradient(expected.flatten(), got):
             wrong.append(f"{name}: wrong gradient of a whole tensor")
     return wrong, {f"{func.__qualname__} {func}" for func in kept if func not in reached | of_numbers | ELSEWHERE}, made
 
@@ -751,6 +753,34 @@ ELSEWHERE = {
 LENGTHS = (1, 2, 3, 4, 8, 13)
 
 
+@sees(
+    "parts: a sum over positions is one rank's",
+    "_sum_of_all",
+    "total = sum_over_ranks(torch.sum(x._local, dims, keepdim=keep, dtype=wide), x._place.chunks)",
+    "total = torch.sum(x._local, dims, keepdim=keep, dtype=wide)",
+    case="2",
+)
+@sees(
+    "parts: the gradient of a sum over ranks is one rank's",
+    "sum_over_ranks",
+    'x if chunks.axis == "tp" else copy_to_tensor_parallel_region(x, chunks.group)',
+    "x",
+    case="2",
+)
+@sees(
+    "parts: a whole tensor beside a part counts from the first position",
+    "Place.own",
+    "return self.chunks.own(x, self.dim if dim is None else dim, self.before, self.behind)",
+    "return x.narrow(self.dim if dim is None else dim, 0, self.local_size)",
+    case="2",
+)
+@sees(
+    "parts: a gather is not told",
+    "on_whole",
+    "if chunks.size > 1 and not chunks.rank:",
+    "if False:",
+    case="2",
+)
 @pytest.mark.parametrize(
     ("size", "layouts"),
     [
@@ -947,10 +977,6 @@ def check_draws() -> dict[str, Any]:
     given = torch.Generator().manual_seed(3)
     told["of a generator"] = (
         whole_of(torch.bernoulli(x * 0.5, generator=given)).tolist(),
-        given.get_state().sum().item(),
-    )
-    told["in place of a generator"] = (
-        whole_of(x.clone().normal_(generator=given)).tolist(),
         given.get_state().sum().item(),
     )
     expected = torch.Generator().manual_seed(3)
