@@ -194,9 +194,11 @@ class ModelSetup:
     def _leave_whole(self, module: LightningModule, made_by: object) -> ShardedModel | None:
         """Prepare a model for data parallelism alone; returns a record of it if the replicas share its parameters out."""
         changes = self._recompute_unsharded(module)
+        compiled: list[str] = []
         if self._env.config.compile:
-            changes += compile_plain_blocks(module, BlockGraphs(self._env.config.compile_options))
-        compiled = [f"compile: {len(changes)} blocks"] if self._env.config.compile else []
+            blocks = compile_plain_blocks(module, BlockGraphs(self._env.config.compile_options))
+            compiled = [f"compile: {len(blocks)} blocks"]
+            changes += blocks
         how = "sharded" if self.splits else "plain"
         nothing = f"none: tp is 1, so nothing is sharded over tp and sp is idle; this is {how} data parallelism"
         if self.splits or self._env.fits:
