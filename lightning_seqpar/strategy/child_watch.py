@@ -369,10 +369,11 @@ class ChildWatch:
         if self._agreed and all(proc.returncode in (0, self._exit_code) for proc in self._procs):
             self._verdict = f"the run ended by {signal.Signals(self._exit_code - 128).name}, between two steps"
         self._say_verdict()
-        if uncaught is None or self._exit_code:
+        # A rank may have left with a status of its own, which shows here as a lost peer.
+        status = self._exit_code or next((proc.returncode for proc in self._procs if 1 < proc.returncode < 128), 0)
+        if uncaught is None or status:
             flush_stdout()
-            left = next((proc.returncode for proc in self._procs if 0 < proc.returncode < 128), 1)
-            os._exit(self._exit_code or left)
+            os._exit(status or 1)
 
 
 def exit_status(error: SystemExit) -> int:
