@@ -30,7 +30,7 @@ PUT_OFF = 20.0
 GRACE = 10.0
 """Seconds that the other ranks get to end by themselves (and print their own message) once one has died."""
 PAUSE = 2.0
-"""Seconds that rank 0 gets to come to an error that all ranks raise, before another rank's end counts as a failure."""
+"""Seconds that rank 0 gets to come to an error that all ranks raise and, under torchrun, to print it, before another rank leaves."""
 CALL_ON_ALL = (
     "what speaks to all ranks (trainer.save_checkpoint, unshard, a forward after fit) must be called on all of them"
 )
@@ -54,6 +54,17 @@ def say(message: str) -> None:
     that by a buffer, and a message of a watching thread that then ends the process would be lost in the buffer.
     """
     os.write(2, f"lightning_seqpar: {message}\n".encode())
+
+
+def await_the_end() -> None:
+    """Wait until torchrun ends this rank, which it does once the rank that prints the error has left; for :data:`PAUSE` at most.
+
+    torchrun ends all ranks with the first one that leaves, and what that rank has to say may be said by another one.
+    """
+    ended = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    ended.wait(PAUSE)
+    signal.signal(signal.SIGTERM, before)
 
 
 OTHER_COLLECTIVE = "op.preamble.length <= op.nbytes"

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,9 +29,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_seqpar.strategy.child_watch import (
     LIFELINE,
-    PAUSE,
     REPORTS,
     ChildWatch,
+    await_the_end,
     exit_status,
     follow_main_process,
     is_lost_peer,
@@ -262,7 +261,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         elif not self._is_child and missing.is_teller:
             say(missing.sentence)
         elif not self._is_child:
-            time.sleep(PAUSE)  # torchrun ends the rank that tells with the first one that goes
+            await_the_end()
         elif end_stopped_parent():
             say(f"{missing.sentence}. The main process (local rank 0) was stopped, and is killed")
         else:

@@ -10,7 +10,6 @@ import functools
 import os
 import sys
 import sysconfig
-import time
 import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
-from lightning_seqpar.strategy.child_watch import PAUSE, is_at_raise, is_lost_peer, say
+from lightning_seqpar.strategy.child_watch import await_the_end, is_at_raise, is_lost_peer, say
 from lightning_seqpar.user_input import name_error
 
 P = ParamSpec("P")
@@ -90,7 +89,7 @@ class _Short:
             return
         if value is self._error and self._rank:
             say(f"rank {self._rank} raised {name_error(value)}")
-            time.sleep(PAUSE)  # torchrun ends rank 0, which says more, with the first rank that goes
+            await_the_end()
         elif is_verbose() or (value is not self._error and not is_lost_peer(value)):
             self._usual(kind, value, trace)
         else:
