@@ -30,7 +30,7 @@ PUT_OFF = 20.0
 GRACE = 10.0
 """Seconds that the other ranks get to end by themselves (and print their own message) once one has died."""
 PAUSE = 2.0
-"""Seconds that rank 0 gets to come to an error that all ranks raise and, under torchrun, to print it, before another rank leaves."""
+"""Seconds that rank 0 gets to come to an error that all ranks raise and, under torchrun, to print it before another rank leaves."""
 CALL_ON_ALL = (
     "what speaks to all ranks (trainer.save_checkpoint, unshard, a forward after fit) must be called on all of them"
 )
