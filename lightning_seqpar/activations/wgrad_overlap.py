@@ -273,6 +273,7 @@ class _Wait(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable  # what was sent is no function of ``grad`` to autograd
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         return ctx.slot.take(grad), None
 

@@ -39,10 +39,10 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, *grads: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
         with torch.no_grad():
             out = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return out
         results = out if isinstance(out, tuple) else (out,)
         refuse = torch._C._functions.DelayedError(
             b"trying to differentiate twice a function that was marked with @once_differentiable", len(results)

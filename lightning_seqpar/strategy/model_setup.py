@@ -381,7 +381,7 @@ class ModelSetup:
         group = self._env.groups[tuple(sorted(self._env.groups.topology.axes))]
         # One on the meta device is filled later, from a record or files that are the same on all ranks.
         whole = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()}.values()
-        tensors = [part for tensor in whole for part in _dense_parts(tensor)]
+        tensors = [part for tensor in whole for part in dense_parts(tensor)]
         total = sum(tensor.nbytes for tensor in tensors)
         with torch.no_grad(), self._env.phases.phase("sending the first rank's weights to all", total) as sending:
             for tensor in tensors:
@@ -404,7 +404,7 @@ def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan], coverage
     )
 
 
-def _dense_parts(tensor: Tensor) -> list[Tensor]:
+def dense_parts(tensor: Tensor) -> list[Tensor]:
     """The dense tensors that a tensor consists of: itself, or the indices and values of a sparse one."""
     if tensor.layout == torch.strided:
         return [tensor]

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from omegaconf import OmegaConf
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
-from lightning_seqpar.strategy.strategy import _dense_parts
+from lightning_seqpar.strategy.model_setup import dense_parts
 from tests.helpers.fit import quiet_trainer
 from tests.mutants import sees
 
@@ -228,11 +228,11 @@ def test_groups_and_plans_that_know_no_such_thing():
 
 def test_a_sparse_buffer_is_sent_by_its_parts_or_refused():
     sparse = torch.eye(3).to_sparse()
-    for part in _dense_parts(sparse):
+    for part in dense_parts(sparse):
         assert part.layout == torch.strided
-    _dense_parts(sparse)[1].fill_(2.0)
+    dense_parts(sparse)[1].fill_(2.0)
     assert torch.equal(sparse.to_dense(), 2 * torch.eye(3))
     with pytest.raises(
         ValueError, match=r"layout torch\.sparse_csr can't be sent to the other ranks; register it dense"
     ):
-        _dense_parts(torch.eye(3).to_sparse_csr())
+        dense_parts(torch.eye(3).to_sparse_csr())
