@@ -13,10 +13,10 @@ from typing import Literal
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.layout.module_names import in_all_layers, inside
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.region.hooks import begin_sum, end_sum, reduce_output
-from lightning_seqpar.styles.style import Application, PlannedModel, Rule
+from lightning_seqpar.styles.style import Application, Match, PlannedModel, Rule
 
 
 class ReduceRule(Rule):
@@ -25,7 +25,7 @@ class ReduceRule(Rule):
     style: Literal["reduce"] = "reduce"
 
     def check(self, name: str, plan: PlannedModel) -> None:
-        """It is given whole activations or this rank's features, and has rows inside."""
+        """It is given whole activations or this rank's features, has rows inside, and no expert in it is left whole."""
         stack = plan.stack_of(name)
         gathered = any(inside(name, around) for around in plan.named("gather"))
         if stack.sp and not gathered and not plan.sums_features(name):
@@ -33,6 +33,7 @@ class ReduceRule(Rule):
                 f"{name}: its rows' partial sums are reduced where it returns, so it must be entered with whole activations; "
                 f"add a rule {{pattern: {name}, style: gather}}, with all the arguments that hold tokens"
             )
+        _check_siblings(name, plan)
         if not any(inside(row, name) for row in plan.named("row")):
             raise ValueError(f"{name}: 'reduce' takes a module with rows inside, and the plan names none there")
         if name in plan.linears:
@@ -82,3 +83,25 @@ class _Parts:
     def holders(self, names: Sequence[str]) -> list[tuple[nn.Module, str]]:
         """The module that holds each of these parameters, and the parameter's own name in it."""
         return [(self._modules[key.rpartition(".")[0]], key.rpartition(".")[2]) for key in names]
+
+
+def _check_siblings(name: str, plan: PlannedModel) -> None:
+    """Of experts in a list all are sharded or none: a whole one would count once per rank in the sum."""
+    linears: dict[str, Match] = plan.linears
+    for planned in [n for n in linears if inside(n, name)]:
+        path = planned.split(".")
+        for at in range(name.count(".") + 2, len(path)):
+            holder = plan.modules[".".join(path[:at])]
+            if not isinstance(holder, nn.ModuleList | nn.ModuleDict):
+                continue
+            for key, _ in holder.named_children():
+                twin = ".".join([*path[:at], key, *path[at + 1 :]])
+                if not any(inside(one, ".".join([*path[:at], key])) for one in (*linears, *plan.unwrapped_parameters)):
+                    twin = ".".join([*path[:at], key])
+                if twin in plan.modules and twin not in linears:
+                    every = ".".join([*path[:at], "*", *path[at + 1 :]])
+                    raise ValueError(
+                        f"{twin}: no rule names it, but {planned} beside it is a {linears[planned].rule.style} whose "
+                        f"output is summed at the end of {name}, where a whole expert would count tp times; write the "
+                        f"pattern for all of them: {{pattern: {in_all_layers(every)}, style: {linears[planned].rule.style}}}"
+                    )
