@@ -269,7 +269,7 @@ class ParallelConfig(FrozenModel):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Form of the checkpoints: ``single``, one file, or ``sharded``, a folder;
     ``async_save`` writes the folder while training goes on."""
-    process_group_backend: str | None = None
+    process_group_backend: str | None = Field(default=None, min_length=1)
     """Backend of the process groups; none means gloo, and on CUDA nccl with gloo beside it for what lies on the CPU."""
     timeout: Seconds = timedelta(seconds=1800)
     """How long a collective may wait for its peers, in seconds or as a timedelta."""

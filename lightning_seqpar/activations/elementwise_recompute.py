@@ -112,7 +112,7 @@ class ElementwiseRecompute(TorchFunctionMode):
         self._packed: list[_SavedTensor] = []  # cleared at close, since they refer to the span
         self._dropped: frozenset[int] = frozenset()
         self._spoiled = False
-        self._records = self._keeps = True
+        self._records = self._keeps = self._has_mode = self._has_hooks = True
         self._values: dict[int, Tensor] = {}
         self._waiting: set[int] = set()
 
@@ -139,8 +139,9 @@ class ElementwiseRecompute(TorchFunctionMode):
     def pause(self) -> None:
         """Stop recording where the row linear begins; what it saves still counts."""
         self._records = False
-        if function_mode() is self:
+        if self._has_mode and function_mode() is self:
             self.__exit__(None, None, None)
+            self._has_mode = False
 
     def close(self, *, done: bool) -> bool:
         """End the span: replace saved tensors by recipes, if that saves memory.
@@ -152,12 +153,8 @@ class ElementwiseRecompute(TorchFunctionMode):
             Whether anything was replaced.
         """
         self._keeps = False
-        top = saved_tensor_hooks()
-        if top is not None and top[0] == self._pack:
-            pop_saved_tensor_hooks()
-        else:
-            done = False  # the user's code left hooks on top of these, so the record may be incomplete
-        gained = done and not self._spoiled and self._is_intact() and self._settle()
+        # If the user's code began a mode or hooks within it, the record may be incomplete.
+        gained = self.remove() and done and not self._spoiled and self._is_intact() and self._settle()
         if not gained:
             self._steps, self._sources = [], []
         self._tensors = [tensor if at in self._sources else None for at, tensor in enumerate(self._tensors)]
@@ -168,6 +165,15 @@ class ElementwiseRecompute(TorchFunctionMode):
                     self._count(tensor)
         self._slots, self._homes, self._packed = {}, {}, []
         return gained
+
+    def remove(self) -> bool:
+        """Take its mode and its hooks off torch's stacks if they are on top; returns whether none of them is left there."""
+        self.pause()
+        top = saved_tensor_hooks()
+        if self._has_hooks and top is not None and top[0] == self._pack:
+            pop_saved_tensor_hooks()
+            self._has_hooks = False
+        return not (self._has_mode or self._has_hooks)
 
     # ---- recording -------------------------------------------------------------------------------------------
 
@@ -360,6 +366,7 @@ class ElementwiseSpans:
         self._worth = worth
         self._span: ElementwiseRecompute | None = None
         self._columns: list[Any] = []
+        self._left: list[ElementwiseRecompute] = []  # below a mode or hooks that the user's code began within them
 
     def after_column(self, out: Tensor, column: Any) -> None:
         """Note the output of a column linear, and open a span at the first one.
@@ -393,16 +400,19 @@ class ElementwiseSpans:
             self._end(done=done)
 
     def drop(self) -> None:
-        """End a span that no row ended, where the block ends."""
+        """End a span that no row ended, where the block ends, and take what others left on torch's stacks off them."""
         if self._span is not None:
-            self._span.pause()
             self._end(done=False)
+        while self._left and self._left[-1].remove():
+            self._left.pop()
 
     def _end(self, *, done: bool) -> None:
         """Close the span; columns whose span saved no memory once are not recorded again."""
         span, self._span = self._span, None
         assert span is not None
         gained = span.close(done=done)
+        if not span.remove():
+            self._left.append(span)
         for column in self._columns:
             column.recomputes_elementwise = column.recomputes_elementwise and gained
         self._columns = []

@@ -23,7 +23,7 @@ from lightning_seqpar.activations.replay import Autocast, is_plain
 from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.distributed.autograd import function_mode, is_node_of, leaf_of, once_differentiable, reach
 from lightning_seqpar.distributed.collectives import passes_none
-from lightning_seqpar.distributed.rng import drawn_apart, kept_streams
+from lightning_seqpar.distributed.rng import drawn_apart, get_streams, kept_streams
 
 _STATE = "_seqpar_norm"
 """Attribute of a norm that has its :class:`_NormState`."""
@@ -296,11 +296,15 @@ def _trial(module: nn.Module, x: Tensor) -> Iterator[None]:
 
 
 def _try(module: nn.Module, x: Tensor) -> bool:
-    """Runs a norm twice and compares: equal outputs, and no other tensor with a gradient is read."""
+    """Runs a norm twice and compares: equal outputs, no random draw, no attribute written, no other tensor with a gradient read."""
     with _trial(module, x):
+        own, before, streams = module.__dict__, dict(module.__dict__), get_streams(x.device)[2:]
         first, second = _plain(module, x), _plain(module, x)
+        noted = len(own) != len(before) or any(own.get(name, before) is not value for name, value in before.items())
+        now = get_streams(x.device)[2:]
+        drawn = any(a is not None and not torch.equal(a, b) for a, b in zip(streams, now, strict=True))
     same = type(first) is Tensor and first.shape == x.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
-    if not same or first.data_ptr() == x.data_ptr():
+    if not same or noted or drawn or first.data_ptr() == x.data_ptr():
         return False
     leaf, leaves, out = _with_leaves(module, x, {name: p for name, p in module._parameters.items() if p is not None})
     return not _reads_others(out, [leaf, *leaves])

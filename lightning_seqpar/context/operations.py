@@ -683,6 +683,20 @@ def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 HANDLERS[torch.autograd.grad] = gradients
 
 
+@handles("numpy __array__")
+def numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The whole as an array that can't be changed, as a change would not reach the sequence."""
+    array = func(args[0].whole(), *args[1:], **kwargs)
+    array.flags.writeable = False
+    return array
+
+
+@handles("stride storage_offset")
+def memory_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a whole tensor of which all numbers lie in a row."""
+    return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
+
+
 @handles("retain_grad")
 def retain_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Keep the gradient of a sequence, as ``x.grad``."""

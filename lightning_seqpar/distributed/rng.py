@@ -142,12 +142,11 @@ class RankStreams:
     """
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
+        self._rank, self.draws = rank, True
         self.forget()
 
     def forget(self) -> None:
-        """Start a new step: no recompute of the last one is to come."""
-        self.draws = True
+        """Forget what was begun: no recompute of it is to come."""
         self._seeded_from: dict[tuple[int, ...], _Origin] = {}  # by the seeds of an own stream
         self._alike: set[tuple[tuple[int, ...], bytes]] = set()
 
@@ -205,22 +204,14 @@ class _Origin(NamedTuple):
 
 
 class StepDraws:
-    """Tells of each step whether it drew from torch's generators, made where the step begins.
+    """Tells of a step whether it drew from torch's generators, made where the step begins."""
 
-    Args:
-        expected: whether streams are switched in it (:attr:`RankStreams.draws`).
-    """
-
-    def __init__(self, *, expected: bool) -> None:
-        self._expected, self._before = expected, _states()
+    def __init__(self) -> None:
+        self._before = _states()
 
     def end(self) -> bool:
-        """Whether the step has drawn; if unexpectedly, ranks may have drawn apart, and go on alike from here."""
-        drawn = [_differ([a], [b]) for a, b in zip(self._before, _states(), strict=False)]
-        if any(drawn) and not self._expected:
-            _restore(self._before)
-            _advance(drawn)
-        return any(drawn)
+        """Whether the step has drawn. Ranks that did not expect it have drawn alike, and equally much."""
+        return _differ(self._before, _states())
 
 
 class OneStream(RankStreams):

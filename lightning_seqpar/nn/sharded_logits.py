@@ -200,7 +200,8 @@ class ShardedLogits(Tensor):
             with without_subclasses():
                 return func(*args, **kwargs)
         logits = args[0] if args and isinstance(args[0], ShardedLogits) else None
-        if logits is not None and logits._changed is None and (keep := _KEEPING.get(func)) is not None:
+        keep = _KEEPING.get(func) if kwargs.get("out") is None else None
+        if logits is not None and logits._changed is None and keep is not None:
             for given in (*args, *kwargs.values()):
                 if isinstance(given, ShardedLogits):
                     _check_graph(given)
@@ -417,8 +418,9 @@ def _softmax(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: di
     dim = args[0] if args else kwargs.get("dim")
     if dim not in (-1, logits.ndim - 1) or len(args) > 1 or logits._group.size() == 1:
         return None
-    is_autocast = torch.is_autocast_enabled(logits.device.type)
-    dtype = kwargs.get("dtype") or (torch.promote_types(logits.dtype, torch.float32) if is_autocast else logits.dtype)
+    dtype = (
+        kwargs.get("dtype") or func(torch.empty(1, dtype=logits.dtype, device=logits.device), -1).dtype
+    )  # as in autocast
     logits._meet()
     x = _with_padding(logits, torch.promote_types(dtype, torch.float32))
     top = all_gather(x.detach().amax(-1, keepdim=True), x.ndim - 1, logits._group).amax(-1, keepdim=True)

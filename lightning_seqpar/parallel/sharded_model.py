@@ -152,11 +152,18 @@ class ShardedModel:
             and buffer.numel()
         ]
 
-    def reset_calls(self, *, draws: bool = True) -> None:
-        """A new step begins: forget what aborted calls left."""
+    def reset_calls(self, *, draws: bool = True, forget: bool = True) -> None:
+        """A new step begins: forget what aborted calls left, and, with ``forget``, the random streams of steps before it."""
         for region in self.regions:
             region.reset()
             region.streams.draws = draws
+        if forget:
+            self.forget_streams()
+
+    def forget_streams(self) -> None:
+        """Forget the random streams of steps whose backwards have run."""
+        for region in self.regions:
+            region.streams.forget()
 
     def is_inside(self, name: str) -> bool:
         """Whether the module of that name works on shards."""

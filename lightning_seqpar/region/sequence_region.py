@@ -111,7 +111,6 @@ class SequenceRegion:
     def reset(self) -> None:
         """A step begins: nothing of earlier calls is left."""
         self.frames.reset()
-        self.streams.forget()
         self.observers.step_begins()
 
     def begin_call(self, module: str) -> None:

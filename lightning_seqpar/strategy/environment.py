@@ -275,11 +275,6 @@ class Environment:
         dist.all_reduce(reduced, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self.world)
         return bool(reduced)
 
-    @property
-    def _world(self) -> dist.ProcessGroup:
-        """The group of all ranks."""
-        return self.groups[tuple(sorted(self.groups.topology.axes))]
-
     def barrier(self) -> None:
         """Wait for every rank of the world."""
         if _distributed_is_initialized() and self._groups is not None and not self.is_apart:

@@ -44,6 +44,7 @@ from lightning_seqpar.verify.guards.config import (
     syncs_batch_norms,
 )
 from lightning_seqpar.verify.guards.heads import context_method
+from lightning_seqpar.verify.guards.model import refuse_overlaps
 from lightning_seqpar.verify.plan_file import write_plan
 from lightning_seqpar.verify.prover import Proved, Prover
 
@@ -138,6 +139,7 @@ class ModelSetup:
             return self._split_unsharded(module, made_by)
         if tp == 1:
             return self._leave_whole(module, made_by)
+        refuse_overlaps(module)
         phases = self._env.phases
         prover = Prover(module, self._env.trainer, self._env.config, self._env.groups, self._env.device, phases)
         proved = prover.prove()

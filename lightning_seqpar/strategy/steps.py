@@ -189,8 +189,9 @@ class Steps:
         record, schedule = record_of(self._env.module), self.schedule
         assert record is not None
         expects = schedule.expects_draws(loop)
-        record.reset_calls(draws=expects)
-        draws = StepDraws(expected=expects) if loop == "training" else None
+        # On a stage the backwards of earlier micro-batches are to come, which may run parts of them again.
+        record.reset_calls(draws=expects, forget=self.stages.stage is None or loop != "training")
+        draws = StepDraws() if loop == "training" else None
         looks = self._weights is not None and loop == "training" and schedule.is_due(loop)
         try:
             with self._looking_at_weights(looks):

@@ -590,9 +590,13 @@ def _users_frame(start: FrameType, model: nn.Module, *, libraries: bool = True) 
             return user
         if module in ("torch.optim.optimizer", "torch.autograd", "torch.autograd.graph"):
             return None
-        if (module == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl") or (
-            package == "lightning" and not libraries and user is None
-        ):
+        if module == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl":
+            if not isinstance(
+                frame.f_locals.get("self"), LightningModule
+            ):  # whose forward is a part of the user's step
+                return None
+            continue
+        if package == "lightning" and not libraries and user is None:
             return None
         if package not in _TRANSPARENT and user is None:
             user = frame

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,8 @@ class ProcessTopology:
     dims: tuple[int, ...]
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        if isinstance(axes, str | Set | Mapping):  # whose parts are letters, or in no order
+            raise ValueError(f"axes={axes!r}: write a list of names, such as ['dp', 'tp']")
         names, sizes = tuple(axes), tuple(_as_whole(size) for size in dims)
         if not names or len(names) != len(sizes):
             raise ValueError(f"axes={[*names]} and dims={[*sizes]}: give one size for each axis")

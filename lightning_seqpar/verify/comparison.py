@@ -137,7 +137,8 @@ def compare_losses(quantity: str, right: Sequence[float], got: Sequence[float], 
     """The row of the losses of some steps."""
     if len(right) != len(got):
         return Row(quantity, math.inf, limits.losses, f"{len(got)} steps against {len(right)}")
-    errors = [spread(pair) / max(limits.least_loss, abs(pair[0])) for pair in zip(right, got, strict=True)]
+    gaps = [(spread(pair), max(limits.least_loss, abs(pair[0]))) for pair in zip(right, got, strict=True)]
+    errors = [gap if math.isinf(gap) else gap / size for gap, size in gaps]
     if not errors:
         return Row(quantity, 0.0, limits.losses, "the step returns none")
     at = errors.index(max(errors))
@@ -199,7 +200,7 @@ def _compare(
             b = torch.zeros_like(a) if b is None and a is not None else b
         gap = largest_gap(a, b)
         error = gap if math.isinf(gap) else gap / scale
-        own = gap if whole is None else gap / max(largest_number(whole), 1e-300)
+        own = gap / max(0.0 if whole is None else largest_number(whole), 1e-300)
         if error > limit or (limits is not None and own > OWN_LIMIT and error > limits.noise):
             ratio = norm_of({name: b}) / max(norm_of({name: a}), 1e-300)
             wrong.append(WrongTensor(name, error, own, ratio))

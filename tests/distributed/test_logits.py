@@ -246,6 +246,9 @@ def anything_else() -> None:
             torch.argmax(logits[:, 1:] * 0, dim=-1, keepdim=True), torch.zeros(2, 4, 1, dtype=torch.long)
         )
         assert isinstance(logits.softmax(-1).mul(2), ShardedLogits)
+        held = torch.empty(2, 5, dtype=torch.long)
+        assert torch.equal(torch.argmax(logits, -1, out=held), held)
+        assert torch.equal(held, whole.argmax(-1))
         assert torch.equal(logits.topk(3).indices, whole.topk(3).indices)
     gathered = [
         str(one.message).partition("()")[0] for one in told if "needs all of the vocabulary" in str(one.message)

@@ -41,6 +41,28 @@ def phi(a: Tensor, b: Tensor) -> float:
     return float(torch.corrcoef(torch.stack([a, b]))[0, 1]) * a.numel() ** 0.5
 
 
+def train_in_stages(recompute: str) -> list[float]:
+    module = Dropping(recompute)
+    L.seed_everything(5, verbose=False)
+    data = DataLoader(TensorDataset(torch.randint(31, (64, 12))), batch_size=4)
+    strategy = SeqParallelStrategy(tp=2, pp=2)
+    quiet_trainer(devices=4, strategy=strategy, accumulate_grad_batches=4, max_steps=4).fit(module, data)
+    return module.losses
+
+
+@sees(
+    "streams of a micro-batch are forgotten before its backward",
+    "Steps.run_step",
+    'forget=self.stages.stage is None or loop != "training"',
+    "forget=True",
+)
+@pytest.mark.more
+def test_a_checkpoint_within_a_block_draws_the_masks_of_its_micro_batch():
+    """The backward of a micro-batch comes behind the forward of the next one."""
+    plain, again = (run_distributed(train_in_stages, 4, recompute)[-1] for recompute in ("", "attn"))
+    assert plain == pytest.approx(again, rel=1e-6)
+
+
 @pytest.mark.parametrize("sp", [True, False])
 def test_masks_are_shared_or_independent_as_the_activation_is(sp):
     one, two = run_distributed(train, 2, 2, sp)

@@ -138,6 +138,18 @@ class InSteps(ByHand):
         return super().training_step(batch, batch_idx)
 
 
+class InForward(ByHand):
+    """In the module's own forward, which its step calls."""
+
+    def forward(self, batch: Any) -> None:
+        with self.weights(), torch.no_grad():
+            self.model.blocks[0].attn.proj.weight.div_(self.model.blocks[0].attn.proj.weight.norm())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self(batch)
+        return super().training_step(batch, batch_idx)
+
+
 class Late(ByHand):
     """Behind the steps in which checks are due."""
 
@@ -329,6 +341,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     "Steps._looking_at_weights",
     "if self._weights is None or not looks:",
     "if True:",
+    case="tp2",
+)
+@sees(
+    "weights by hand: a module's own forward is not watched",
+    "_users_frame",
+    'isinstance(frame.f_locals.get("self"), LightningModule)',
+    "False",
     case="tp2",
 )
 @sees(

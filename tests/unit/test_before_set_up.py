@@ -20,6 +20,8 @@ from lightning_seqpar.inference.examples import _step_args
 from lightning_seqpar.layout.param_layout import ModelLayout
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.comparison import RUNS, compare_losses
+from lightning_seqpar.verify.guards.model import refuse_overlaps
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 from tests.mutants import sees
@@ -36,6 +38,18 @@ def connected(**fields: Any) -> tuple[Any, Any]:
     trainer.strategy.connect(module)
     trainer._data_connector.attach_data(module)
     return trainer, module
+
+
+@sees(
+    "a refusal before the start is told as a module without a trainer",
+    "SeqParallelStrategy.on_exception",
+    "self.environment  # before it, there may be no trainer",
+    "self.environment\n            of.trainer",
+)
+def test_a_refusal_before_the_ranks_start_keeps_its_sentence():
+    trainer = quiet_trainer(devices=3, strategy=SeqParallelStrategy(tp=3), max_steps=1)
+    with pytest.raises(ValueError, match=r"tp=3: the 4 heads"):
+        trainer.fit(models.GPT(), models.loader(4))
 
 
 @sees(
@@ -172,3 +186,24 @@ def test_a_strategy_that_compiles_nothing_imports_no_compiler(monkeypatch):
     SeqParallelStrategy(tp=2, compile=True)
     with pytest.raises(AssertionError, match="backends were imported"):
         SeqParallelStrategy(tp=2, compile=True, compile_options={"backend": "inductor"})
+
+
+@sees(
+    "two parameters in one memory are cut apart",
+    "refuse_overlaps",
+    "            if start < stop:",
+    "            if False:",
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_two_parameters_in_one_memory_are_refused(device):
+    model, flat = nn.Module(), torch.zeros(6, device=device)
+    model.a, model.b = nn.Parameter(flat[:3]), nn.Parameter(flat[3:])
+    refuse_overlaps(model)  # side by side
+    model.c = nn.Parameter(model.b.data)
+    with pytest.raises(ValueError, match="b and c are two parameters in one memory"):
+        refuse_overlaps(model)
+
+
+@sees("an infinite loss is equal to any", "compare_losses", "gap if math.isinf(gap) else gap / size", "gap / size")
+def test_a_loss_that_is_infinite_is_no_other_one():
+    assert not compare_losses("loss", [1.0, float("inf")], [1.0, 5.0], RUNS[False]).ok

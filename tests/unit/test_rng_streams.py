@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_seqpar.distributed.rng import DrawWatch, RankStreams, StepDraws
+from lightning_seqpar.distributed.rng import DrawWatch, RankStreams
 from tests.mutants import sees
 
 
@@ -122,16 +122,3 @@ def test_where_no_draws_are_expected_nothing_is_switched():
     assert not streams.end()
     streams.forget()
     assert streams.begin()
-
-
-@sees("ranks go on apart behind an unexpected draw", "StepDraws.end", "            _restore(self._before)\n", "")
-def test_ranks_go_on_alike_behind_an_unexpected_draw_of_different_lengths():
-    behind = []
-    for count in (3, 700):
-        torch.manual_seed(1)
-        step = StepDraws(expected=False)
-        torch.rand(count)
-        assert step.end()
-        behind.append(torch.rand(4))
-    assert torch.equal(*behind)
-    assert not StepDraws(expected=True).end()

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.layout.module_names import in_all_layers
 from lightning_seqpar.layout.replica_rows import local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
+
+
+def refuse_overlaps(model: nn.Module) -> None:
+    """Refuse two parameters in one memory (``nn.Parameter(other.data)``), which would part when the model is cut."""
+    in_storage: dict[int, list[tuple[int, int, str]]] = {}  # begin, end and name
+    for name, parameter in model.named_parameters():
+        if type(parameter) is nn.Parameter and parameter.is_contiguous() and parameter.numel():
+            start = int(parameter.storage_offset())
+            in_storage.setdefault(storage_id(parameter), []).append((start, start + parameter.numel(), name))
+    for extents in in_storage.values():
+        for (_, stop, first), (start, _, second) in itertools.pairwise(sorted(extents)):
+            if start < stop:
+                raise ValueError(
+                    f"{first} and {second} are two parameters in one memory, which would part when the model is cut; tie them "
+                    "by one nn.Parameter under both names"
+                )
 
 
 def check_parameters(record: ShardedModel) -> None:
