@@ -685,11 +685,9 @@ class SeqParallelStrategy(ParallelStrategy):
         self.loops.unmute_writers()
         launcher = self.environment.launcher
         if launcher is not None and not self.environment.ending.together:
-            world, of = (
-                dist.group.WORLD if dist.is_initialized() else None,
-                self.environment,
-            )  # before it, there may be no trainer
-            launcher.tell(exception, None if world is None else lambda: find_missing(exception, world, of.trainer))
+            env = self.environment  # which has no trainer yet, where the ranks were not started
+            world = dist.group.WORLD if dist.is_initialized() else None
+            launcher.tell(exception, None if world is None else lambda: find_missing(exception, world, env.trainer))
 
     def teardown(self) -> None:
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""

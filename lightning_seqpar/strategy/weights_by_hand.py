@@ -591,9 +591,8 @@ def _users_frame(start: FrameType, model: nn.Module, *, libraries: bool = True) 
         if module in ("torch.optim.optimizer", "torch.autograd", "torch.autograd.graph"):
             return None
         if module == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl":
-            if not isinstance(
-                frame.f_locals.get("self"), LightningModule
-            ):  # whose forward is a part of the user's step
+            # The forward of a LightningModule is a part of the user's step.
+            if not isinstance(frame.f_locals.get("self"), LightningModule):
                 return None
             continue
         if package == "lightning" and not libraries and user is None:

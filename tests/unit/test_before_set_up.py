@@ -43,8 +43,8 @@ def connected(**fields: Any) -> tuple[Any, Any]:
 @sees(
     "a refusal before the start is told as a module without a trainer",
     "SeqParallelStrategy.on_exception",
-    "self.environment  # before it, there may be no trainer",
-    "self.environment\n            of.trainer",
+    "            env = self.environment  #",
+    "            env = self.environment\n            env.trainer  #",
 )
 def test_a_refusal_before_the_ranks_start_keeps_its_sentence():
     trainer = quiet_trainer(devices=3, strategy=SeqParallelStrategy(tp=3), max_steps=1)

@@ -120,5 +120,5 @@ def test_where_no_draws_are_expected_nothing_is_switched():
     assert not streams.begin()
     assert torch.equal(torch.rand(4), alike)  # of the replicated stream, and so on every rank
     assert not streams.end()
-    streams.forget()
+    streams.draws = True
     assert streams.begin()
