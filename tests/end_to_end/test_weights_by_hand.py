@@ -176,7 +176,7 @@ NEEDS_WHOLE = {
     one.__name__: one
     for one in (
         *(UnitRows, MaxNorm, ByAssignment, AdaptiveClipping, OwnClipping, ClippedByNumbers, FirstRowsStay),
-        *(InManualSteps, InSteps, Late, ByCallback),
+        *(InManualSteps, InSteps, InForward, Late, ByCallback),
     )
 }
 
