@@ -392,10 +392,10 @@ _BEHIND_STAGES = 1 << 18
 _APART = 1 << 16
 """Above any tensor-parallel rank, whose own streams are seeded from the same state."""
 
-_MARK = 0xFFFFF
-"""The lowest bits of a seed, which tell draws of :func:`drawn_apart`."""
+_MARK = 0xFFFFF << 40
+"""Bits of a seed that a CPU's generator does not use, which tell draws of :func:`drawn_apart`."""
 
-_APART_MARK = 0xA9A47
+_APART_MARK = 0xA9A47 << 40
 """What they are there."""
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_seqpar.distributed.rng import DrawWatch, RankStreams
+from lightning_seqpar.distributed.rng import DrawWatch, RankStreams, drawn_apart
 from tests.mutants import sees
 
 
@@ -122,3 +122,13 @@ def test_where_no_draws_are_expected_nothing_is_switched():
     assert not streams.end()
     streams.draws = True
     assert streams.begin()
+
+
+@sees("streams of parts of a sequence come from a few seeds", "rng:_MARK", "_MARK = 0xFFFFF << 40", "_MARK = 0xFFFFF")
+def test_no_two_draws_of_parts_are_alike():
+    torch.manual_seed(3)
+    seen = set()
+    for count in range(600):
+        with drawn_apart(count % 2):
+            seen.add(tuple(torch.rand(4).tolist()))
+    assert len(seen) == 600
