@@ -135,11 +135,12 @@ class ModelSetup:
             facts = {**describe_model(module), "sync_batchnorm": self._syncs_batch_norms}
             check_agreement(facts, self._env.world, self._env.device)
         self._make_replicas_equal(module)
+        if tp > 1 or config.pp > 1 or self.splits:
+            refuse_overlaps(module)
         if tp == 1 and (config.cp > 1 or config.pp > 1):
             return self._split_unsharded(module, made_by)
         if tp == 1:
             return self._leave_whole(module, made_by)
-        refuse_overlaps(module)
         phases = self._env.phases
         prover = Prover(module, self._env.trainer, self._env.config, self._env.groups, self._env.device, phases)
         proved = prover.prove()
@@ -162,13 +163,7 @@ class ModelSetup:
                 compiler=BlockGraphs(config.compile_options) if config.compile else None,
             )
         record.made_by = made_by
-        if cut is not None:
-            self._cut(record, cut)
-        try:
-            record.changes += sync_batch_norms(module, self._env.groups, every=self._syncs_batch_norms)
-        except ValueError:
-            unshard(module)
-            raise
+        self._keep_stage(record, cut)
         if proved.frozen:
             record.why_frozen = proved.frozen
             record.stay_frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
@@ -218,10 +213,16 @@ class ModelSetup:
         record.made_by, record.changes = made_by, changes
         return record
 
-    def _cut(self, record: ShardedModel, cut: Cut) -> None:
-        """Keep one stage of a model."""
-        record.layout.note_stages(cut.shared)
-        record.stage = Stage(record.model, cut, self._env.groups, self._env.device)
+    def _keep_stage(self, record: ShardedModel, cut: Cut | None) -> None:
+        """Keep this rank's stage of a model that is sharded, if it is cut, and sync its batch norms over the replicas."""
+        if cut is not None:
+            record.layout.note_stages(cut.shared)
+            record.stage = Stage(record.model, cut, self._env.groups, self._env.device)
+        try:
+            record.changes += sync_batch_norms(record.model, self._env.groups, every=self._syncs_batch_norms)
+        except ValueError:
+            unshard(record.model)
+            raise
 
     def _split_unsharded(self, module: LightningModule, made_by: object) -> ShardedModel:
         """Split a model that tp does not shard along the sequence (cp), into stages (pp), or both, once that is proved."""
@@ -243,13 +244,7 @@ class ModelSetup:
         record.changes = self._change_unsharded(module, plans)
         if config.compile:
             record.changes += compile_plain_blocks(module, BlockGraphs(config.compile_options))
-        if cut is not None:
-            self._cut(record, cut)
-        try:
-            record.changes += sync_batch_norms(module, self._env.groups, every=self._syncs_batch_norms)
-        except ValueError:
-            unshard(module)
-            raise
+        self._keep_stage(record, cut)
         lines = describe_stages(record)
         if blocks := record.context_blocks:
             lines.append(

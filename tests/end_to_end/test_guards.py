@@ -1053,3 +1053,29 @@ def test_a_parameter_that_the_loss_does_not_read_is_told_with_replicas(tp):
     for told in run_distributed(train_dead, 2 * tp, tp):
         assert "differs between the replicas, and dead got none: the reduction over dp waits for what the loss" in told
         assert "Set ddp={'find_unused_parameters': True}" in told
+
+
+def refused_overlaps() -> list[str]:
+    said = []
+    for fields in ({"tp": 2}, {"pp": 2}, {"data_parallel": "fsdp"}):
+        module = models.GPT()
+        module.model.head.weight = nn.Parameter(module.model.tokens.weight.data)
+        try:
+            quiet_trainer(devices=2, strategy=SeqParallelStrategy(**fields), max_steps=1, precision="32-true").fit(
+                module, models.loader(4)
+            )
+            said.append("trained")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@sees(
+    "parameters in one memory are cut",
+    "ModelSetup.shard",
+    "            refuse_overlaps(module)\n",
+    "            pass\n",
+)
+def test_parameters_in_one_memory_are_refused_where_they_would_part():
+    for said in run_distributed(refused_overlaps, 2)[0]:
+        assert "are two parameters in one memory" in said
