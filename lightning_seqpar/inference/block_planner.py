@@ -23,7 +23,6 @@ from lightning_seqpar.inference.feature_dependence import ColumnLayout, GroupLay
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.rehearsal import Edit
 from lightning_seqpar.inference.token_order import orders_tokens, reorders_tokens
-from lightning_seqpar.inference.trace import ForwardTrace
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.inference.unwrapped_parameters import UnwrappedProducts
 from lightning_seqpar.layout.attribute_override import read_attribute
@@ -56,8 +55,6 @@ class BlockPlanner:
     """Makes the plan of one block from its data flow and from runs of the block.
 
     Args:
-        trace: the recorded forward.
-        model: the copy that was recorded.
         flow: the block's data flow.
         tp: number of tensor-parallel ranks.
         covers: whether the user's own rules decide these modules.
@@ -66,19 +63,11 @@ class BlockPlanner:
     """
 
     def __init__(
-        self,
-        trace: ForwardTrace,
-        model: nn.Module,
-        flow: BlockFlow,
-        tp: int,
-        covers: Callable[..., bool],
-        stack: Sequence[str],
-        *,
-        sums: bool,
+        self, flow: BlockFlow, tp: int, covers: Callable[..., bool], stack: Sequence[str], *, sums: bool
     ) -> None:
-        self._trace, self._model, self._flow, self._tp = trace, model, flow, tp
-        self._covers, self._stack, self._sums = covers, stack, sums
-        self._block = Block(trace, model, flow, set(stack) - {flow.name})
+        self._flow, self._model, self._tp = flow, flow.trace.model, tp
+        self._covers, self._sums = covers, sums
+        self._block = Block(flow, set(stack) - {flow.name})
         self._plan = BlockPlan()
         self._groups: list[GroupLayout] = []
         self._edits: list[Edit] = []
@@ -94,7 +83,7 @@ class BlockPlanner:
 
     def _stop(self, error: str | Exception, row: str) -> CantInferError:
         """The error to raise for a row, with the module around it that could be computed whole."""
-        around, text = part_around(self._trace, self._flow, row), str(error)
+        around, text = part_around(self._flow, row), str(error)
         advice = "" if around else f"\n  {_what_to_write(self._block.module)}"
         kind = type(error) if isinstance(error, UserDecidesError) else CantInferError
         return kind(f"{text}{advice}", around, text)
@@ -110,7 +99,7 @@ class BlockPlanner:
                 continue
             with self._telling(row):
                 self._plan_any(row)
-            if around := part_around(self._trace, self._flow, row):
+            if around := part_around(self._flow, row):
                 self._plan.parts.append(self._inner(around))
         for edit in self._edits:
             self._reason(f"{edit.shown}: without it the forward of one rank's part goes wrong")
@@ -145,7 +134,7 @@ class BlockPlanner:
         shared = [name for name in self._flow.columns[row] if not inside(name, self._flow.name)]
         if shared:
             raise self._stop(f"{row}: one of its columns, {shared[0]}, belongs to another part of the model", row)
-        if 0 in self._trace.values[self._flow.linears[row].reads].shape:
+        if 0 in self._flow.trace.values[self._flow.linears[row].reads].shape:
             self._idle.append(row)  # an expert that gets no token of the example
         elif self._flow.linears[row].is_unwrapped:
             self._plan_products(row)
@@ -163,13 +152,11 @@ class BlockPlanner:
 
     def _plan_row(self, row: str) -> None:
         """Plan a row linear and its columns, or leave them whole if they work on each position by itself."""
-        flow, block = self._flow, self._block
+        flow = self._flow
         try:
             groups, more_edits = self._split(row)
         except CantInferError as error:
-            if isinstance(error, UnknownLinearError) or pair_mixes_positions(
-                self._trace, self._model, flow, row, unknown=True
-            ):
+            if isinstance(error, UnknownLinearError) or mixes_positions(flow, row, unknown=True):
                 raise self._stop(error, row) from None
             self._reason(f"{row}: left whole, as are its columns; they work on each position alone ({error})")
             names = [self._inner(name) for name in (row, *flow.columns[row])]
@@ -178,14 +165,18 @@ class BlockPlanner:
         group = groups[0]
         self._groups, self._edits = [*self._groups, *groups], [*self._edits, *more_edits]
         alone = [column for column in flow.columns[row] if (column, "gather") in flow.gathers]
-        if alone and mixes_positions(block, row):
+        if alone and mixes_positions(flow, row, unknown=True):
             self._plan.no_sp = (
                 f"the attention of {self._inner(row)} stands in the block's own forward, which would read the length of "
                 "its shard"
             )
             self._reason(
                 f"{flow.name}: {self._plan.no_sp}: no sequence parallelism here"
-                + ("" if is_installed(type(block.module)) else "; a module of its own for the attention would allow it")
+                + (
+                    ""
+                    if is_installed(type(self._block.module))
+                    else "; a module of its own for the attention would allow it"
+                )
             )
         shown = ", ".join(self._inner(column) for column in group.columns)
         self._reason(
@@ -256,10 +247,10 @@ class BlockPlanner:
 
     def _keep_whole_sequences(self) -> None:
         """Turn sequence parallelism off for the block if something in it is right on whole sequences only."""
-        if (moved := reorders_tokens(self._trace, self._flow)) is not None:
+        if (moved := reorders_tokens(self._flow)) is not None:
             self._plan.no_sp = f"{self._shown(moved)} works on tokens in another order than the block's"
             self._reason(f"{moved}: its tokens are in another order than the block's: no sequence parallelism here")
-        if (counted := orders_tokens(self._trace, self._flow, self._covers)) is not None:
+        if (counted := orders_tokens(self._flow, self._covers)) is not None:
             self._plan.no_sp = f"{self._shown(counted[0])} counts, sorts or reduces tokens ({counted[1]})"
             self._reason(
                 f"{counted[0]}: it counts, sorts or reduces tokens ({counted[1]}) where it would see this rank's part of them: no "
@@ -424,31 +415,11 @@ def _idle_experts(
     return copied
 
 
-def pair_mixes_positions(
-    trace: ForwardTrace, model: nn.Module, flow: BlockFlow, row: str, *, unknown: bool = False
-) -> bool:
-    """Whether positions mix between the row's columns and the row.
-
-    Args:
-        trace: the recorded forward.
-        model: the copy that was recorded.
-        flow: the block's data flow.
-        row: the row's name.
-        unknown: the answer for a row or columns that are no modules.
-    """
-    if row in flow.attentions:
-        return False  # it gathers for itself
-    modules = {name for name, _ in model.named_modules()}
-    if not all(name in modules for name in (row, *flow.columns[row])):
-        return unknown
-    return mixes_positions(Block(trace, model, flow), row)
-
-
-def part_around(trace: ForwardTrace, flow: BlockFlow, row: str) -> str:
+def part_around(flow: BlockFlow, row: str) -> str:
     """The module inside the block that would have to be computed whole if a row can't be split; empty if that is the block."""
     names = [name for (name, _), _ in flow.gathers.items() if inside(row, name)]
     around = names[0] if names else row.rpartition(".")[0]
-    while len(around) > len(flow.name) and not trace.calls_of(around):
+    while len(around) > len(flow.name) and not flow.trace.calls_of(around):
         around = around.rpartition(".")[0]  # a list of modules is called by nobody
     return around if len(around) > len(flow.name) else ""
 

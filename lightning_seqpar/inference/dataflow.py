@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -103,6 +104,11 @@ class Linear:
     also_reads: tuple[int, ...] = ()
 
     @property
+    def feeding(self) -> frozenset[str]:
+        """The linears among those upstream."""
+        return self.upstream - {RESIDUAL, OTHER_INPUT}
+
+    @property
     def is_unwrapped(self) -> bool:
         """Whether it is a parameter that a module multiplies itself, with no linear module around it."""
         return self.name == self.parameter
@@ -113,6 +119,7 @@ class BlockFlow:
     """The data flow of one block.
 
     Attributes:
+        trace: the recorded forward.
         call: the recorded call of the block.
         arg: which argument of it is the activation.
         linears: every product with a parameter, by name.
@@ -123,7 +130,6 @@ class BlockFlow:
         sums: modules that return partial sums, with the arguments to gather for them: those that multiply parameters
             themselves, and those that deal their tokens out to experts.
         row_segments: of rows whose input is put together of parts along the features, the parts' sizes.
-        residual_in: for each row, whether its input is made from the residual.
         streams: other arguments that are activations too, to which the block adds what it makes, and which it returns (the
             text's tokens beside the picture's).
         ungathered: rows with a column whose input can't be gathered anywhere, and why.
@@ -131,6 +137,7 @@ class BlockFlow:
             that those activations come from.
     """
 
+    trace: ForwardTrace
     call: Call
     arg: Argument
     linears: dict[str, Linear] = field(default_factory=dict)
@@ -140,7 +147,6 @@ class BlockFlow:
     attentions: list[str] = field(default_factory=list)
     sums: dict[str, list[Argument]] = field(default_factory=dict)
     row_segments: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    residual_in: dict[str, bool] = field(default_factory=dict)
     streams: tuple[Argument, ...] = ()
     ungathered: dict[str, CantInferError] = field(default_factory=dict)
     used_with: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -155,9 +161,31 @@ class BlockFlow:
         """The block's name."""
         return self.call.name
 
-    def tokens(self, trace: ForwardTrace) -> tuple[int, ...]:
+    @property
+    def tokens(self) -> tuple[int, ...]:
         """The activation's shape without its features: ``(b, s)``, or ``(tokens,)`` if they are flattened."""
-        return trace.values[self.call.args[self.arg]].shape[:-1]
+        return self.trace.values[self.call.args[self.arg]].shape[:-1]
+
+    @cached_property
+    def made(self) -> set[int]:
+        """Ids of the values that depend on the block's activations, integers such as choices of experts too."""
+        made = {*self.activations}
+        for op in self.trace.ops_in(self.call):
+            if not op.is_empty and any(number in made for number in op.inputs):
+                made.update(op.outputs)
+        return made
+
+    def call_of(self, name: str) -> Call:
+        """The first call of a module in the block; raises CantInferError if there is none."""
+        call = self.trace.call_inside(self.call, name)
+        if call is None:
+            raise CantInferError(f"{name}: the block does not call it")
+        return call
+
+    def calls_around(self, name: str) -> list[Call]:
+        """The calls inside the block around the product of a linear, outermost first."""
+        stack = self.trace.ops[self.linears[name].op].stack
+        return [self.trace.calls[number] for number in stack[stack.index(self.call.id) + 1 :]]
 
     @property
     def all_columns(self) -> list[str]:
@@ -182,22 +210,17 @@ class BlockFlow:
 
 
 def read_block(
-    trace: ForwardTrace,
-    call: Call,
-    model: nn.Module,
-    streams: tuple[Argument, ...] = (),
-    summed: Mapping[str, SummedRow] | None = None,
+    trace: ForwardTrace, call: Call, streams: tuple[Argument, ...], summed: Mapping[str, SummedRow] | None = None
 ) -> BlockFlow:
     """The rows and columns of the block that ``call`` is a call of; where to gather is not decided yet.
 
     Args:
         trace: the recorded forward.
         call: the block's call.
-        model: the copy that was recorded.
         streams: arguments that are activations beside the first one, as :func:`find_streams` finds them.
         summed: modules inside it that are one row each, by name.
     """
-    return _BlockReader(trace, call, model, streams, summed or {}).run()
+    return _BlockReader(trace, call, streams, summed or {}).run()
 
 
 def find_streams(trace: ForwardTrace, call: Call) -> tuple[Argument, ...]:
@@ -225,22 +248,17 @@ class _BlockReader:
     """Walks through a block's operations and keeps, for every value, the nearest linears that it was made by."""
 
     def __init__(
-        self,
-        trace: ForwardTrace,
-        call: Call,
-        model: nn.Module,
-        streams: tuple[Argument, ...],
-        summed: Mapping[str, SummedRow],
+        self, trace: ForwardTrace, call: Call, streams: tuple[Argument, ...], summed: Mapping[str, SummedRow]
     ) -> None:
-        self.trace, self.call, self.model, self.summed = trace, call, model, summed
+        self.trace, self.call, self.summed = trace, call, summed
         arg = activation(trace, call)
         assert arg is not None
-        self.out = BlockFlow(call, arg, streams=tuple(key for key in streams if key != arg))
+        self.out = BlockFlow(trace, call, arg, streams=tuple(key for key in streams if key != arg))
         self.upstream_of: dict[int, frozenset[str]] = {}
         self.made_of: dict[int, frozenset[str]] = {}  # the parameters that a value is made of, without any activation
         self.rows: dict[str, None] = {}
         self.ops = trace.ops_in(call)
-        self.makers = {n: op for op in self.ops for n in op.outputs if trace.values[n].parameter is not None}
+        self.makers = {n: op for op in self.ops for n in op.outputs}
         shapes = [trace.values[number].shape for number in self.out.activations]
         self.width = shapes[0][-1]
         self.counts = {math.prod(shape) for shape in shapes} | {sum(math.prod(shape) for shape in shapes)}
@@ -375,7 +393,7 @@ class _BlockReader:
     def _out_dim(self, op: Op, weight: int) -> int:
         """The dim of a matrix along which the out-features of a product with it are."""
         turns, at = int(op.name != "linear"), weight
-        while at in self.makers:
+        while at in self.makers and self.value(at).parameter is not None:
             maker = self.makers[at]
             turns += maker.name in ("t", "transpose", "permute")
             at = maker.inputs[0]
@@ -384,7 +402,7 @@ class _BlockReader:
     def _is_unwrapped(self, parameter: str) -> bool:
         """Whether a module that is no linear multiplies the parameter: it owns other matrices, or the weight stacks several."""
         owner, _, leaf = parameter.rpartition(".")
-        own = [p for p in self.model.get_submodule(owner)._parameters.values() if p is not None and p.ndim > 1]
+        own = [p for p in self.trace.modules[owner]._parameters.values() if p is not None and p.ndim > 1]
         return len(own) > 1 or leaf != "weight" or own[0].ndim > 2
 
     def _sum(self, op: Op, result: frozenset[str]) -> frozenset[str]:
@@ -413,10 +431,9 @@ class _BlockReader:
         while True:
             fresh: dict[str, None] = {}
             for row in self.rows:
-                for column in self.out.linears[row].upstream - {RESIDUAL, OTHER_INPUT}:
-                    for feeding in self.out.linears[column].upstream - {RESIDUAL, OTHER_INPUT}:
-                        deep = self.out.linears[feeding].upstream - {RESIDUAL, OTHER_INPUT}
-                        if feeding not in self.rows and deep:
+                for column in self.out.linears[row].feeding:
+                    for feeding in self.out.linears[column].feeding:
+                        if feeding not in self.rows and self.out.linears[feeding].feeding:
                             fresh[feeding] = None
             if not fresh:
                 return
@@ -432,19 +449,17 @@ class _BlockReader:
                 self.out.rows.append(row)
                 self.out.columns[row] = []
                 continue
-            columns = sorted(linear.upstream - {RESIDUAL, OTHER_INPUT}, key=order.index)
+            columns = sorted(linear.feeding, key=order.index)
             if not columns:
                 continue  # it reads the residual and is added to it: it stays whole and works on shards
             self.out.rows.append(row)
             self.out.columns[row] = columns
-            self.out.residual_in[row] = RESIDUAL in linear.upstream
             if segments := self._segments_of(linear.reads):
                 self.out.row_segments[row] = segments
 
     def _segments_of(self, number: int) -> tuple[int, ...]:
         """The sizes of the parts that a value is put together of along its features; none if it is not."""
-        makers = {n: op for op in self.ops for n in op.outputs}
-        while (op := makers.get(number)) is not None and op.name != "cat" and len(op.inputs) == 1:
+        while (op := self.makers.get(number)) is not None and op.name != "cat" and len(op.inputs) == 1:
             if self.value(op.inputs[0]).shape[-1:] != self.value(number).shape[-1:]:
                 return ()
             number = op.inputs[0]
@@ -452,12 +467,3 @@ class _BlockReader:
             return ()
         sizes = tuple(self.value(one).shape[-1] for one in op.inputs)
         return sizes if sum(sizes) == self.value(number).shape[-1] else ()
-
-
-def made_of_activation(trace: ForwardTrace, flow: BlockFlow) -> set[int]:
-    """Ids of the values that depend on the block's activations, integers such as choices of experts too."""
-    made = {*flow.activations}
-    for op in trace.ops_in(flow.call):
-        if not op.is_empty and any(number in made for number in op.inputs):
-            made.update(op.outputs)
-    return made

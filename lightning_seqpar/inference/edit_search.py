@@ -111,10 +111,10 @@ def _candidates(block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Ed
             dims = [dim for dim, size in enumerate(tensor.shape) if size in heads and size % tp == 0 and size > 1]
             edits += [Edit("tensor", name, key, dim=dim) for dim in dims]
     for name in parts:
-        if (entered := block.trace.call_inside(block.flow.call, name)) is None:
+        if (entered := block.flow.trace.call_inside(block.flow.call, name)) is None:
             continue
         for arg, value in entered.args.items():
-            shape = block.trace.values[value].shape
+            shape = block.flow.trace.values[value].shape
             for dim in range(len(shape) - 1) if len(shape) > 2 else ():
                 if shape[dim] == group.units:
                     kind = "given" if _is_made_in_another_block(block, value) else "arg"
@@ -127,7 +127,7 @@ def _candidates(block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Ed
 
 def _is_made_in_another_block(block: Block, value: int) -> bool:
     """Whether an argument was made in another block, where it becomes this rank's part."""
-    trace = block.trace
+    trace = block.flow.trace
     root = trace.values[value].root
     maker = next((op for op in trace.ops if any(trace.values[n].root == root for n in op.outputs)), None)
     return maker is not None and any(trace.calls[n].name in block.blocks for n in maker.stack)

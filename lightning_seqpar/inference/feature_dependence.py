@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_seqpar.inference.dataflow import CantInferError, UnevenError, UnknownLinearError
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnevenError, UnknownLinearError
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.layout.linear_kind import is_parametrized, linear_kind
 from lightning_seqpar.layout.shard import Shard
@@ -139,14 +139,22 @@ def _units_of(support: _FeatureSupport, columns: Sequence[str], segment: int) ->
     return max((count for count in counts if count < size), default=size)
 
 
-def mixes_positions(block: Block, row: str) -> bool:
-    """Whether the row's input at one position depends on its columns' outputs at others, as in attention and not in an MLP."""
-    if not all(block.flow.linears[column].is_called for column in block.flow.columns[row]):
+def mixes_positions(flow: BlockFlow, row: str, *, unknown: bool = False) -> bool:
+    """Whether the row's input at one position depends on its columns' outputs at others, as in attention and not in an MLP.
+
+    ``unknown`` is the answer for a row or columns that are no modules.
+    """
+    columns = flow.columns[row]
+    if row in flow.attentions:
+        return False  # it gathers for itself
+    if not all(name in flow.trace.modules for name in (row, *columns)):
+        return unknown
+    if not all(flow.linears[column].is_called for column in columns):
         return True  # a weight's gradient does not tell positions apart; it is attention that calls projections so
     try:
-        probe = _Probe(block, row, block.flow.columns[row], 1, ())
+        probe = _Probe(Block(flow), row, columns, 1, ())
     except CantInferError:
-        probe = _Probe(block, row, block.flow.columns[row], 0, ())
+        probe = _Probe(Block(flow), row, columns, 0, ())
     flat = probe.read.reshape(-1, probe.features)
     if not len(flat):
         return False  # an expert that gets no token
@@ -158,10 +166,10 @@ def mixes_positions(block: Block, row: str) -> bool:
 
 def _wide_norms(block: Block, row: str, columns: Sequence[str], features: int) -> list[str]:
     """Names of modules between the columns and the row that may be norms over the whole width, by their vectors' size."""
-    trace, around = block.trace, block.flow.call
+    trace, around = block.flow.trace, block.flow.call
     dense = {block.modules[name] for name in (row, *columns) if name in block.modules}  # others are parameters
     ran = [call.last_op for name in columns if (call := trace.call_inside(around, name)) is not None]
-    end = block.call_of(row).last_op
+    end = block.flow.call_of(row).last_op
     widths = {features, *(block.width(name) for name in columns)}
     fits: dict[str, bool] = {}
     for call in trace.calls:
@@ -203,15 +211,14 @@ class _Probe:
                     self.made[name].append(leaf)
                     return leaf.clone()  # code that changes it in place may not change a leaf
 
-                stack.callback(block.modules[name].register_forward_hook(cut).remove)
+                stack.enter_context(block.modules[name].register_forward_hook(cut))
             for name in skipped:
-                hook = block.modules[name].register_forward_hook(lambda module, args, out: args[0])
-                stack.callback(hook.remove)
+                stack.enter_context(block.modules[name].register_forward_hook(lambda module, args, out: args[0]))
 
             def keep(module: nn.Module, args: Any) -> None:
                 self._reads.append(args[0])
 
-            stack.callback(block.modules[row].register_forward_pre_hook(keep).remove)
+            stack.enter_context(block.modules[row].register_forward_pre_hook(keep))
             with torch.enable_grad():
                 args, kwargs, _ = block.inputs(seed)
                 block.run(args, kwargs)

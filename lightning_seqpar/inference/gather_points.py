@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-
-from torch import nn
+from collections.abc import Callable, Iterable, Sequence
 
 from lightning_seqpar.inference.dataflow import (
     OTHER_INPUT,
@@ -13,7 +11,6 @@ from lightning_seqpar.inference.dataflow import (
     BlockFlow,
     CantInferError,
     find_streams,
-    made_of_activation,
     read_block,
 )
 from lightning_seqpar.inference.summed_rows import summed_rows
@@ -22,33 +19,26 @@ from lightning_seqpar.layout.module_names import Argument, inside
 
 
 def read_blocks(
-    trace: ForwardTrace,
-    calls: Iterable[Call],
-    model: nn.Module,
-    mixes: Callable[[BlockFlow, str], bool],
-    *,
-    sums: bool = True,
+    trace: ForwardTrace, calls: Sequence[Call], mixes: Callable[[BlockFlow, str], bool], *, sums: bool
 ) -> list[BlockFlow]:
     """The data flow of every block, with the modules at whose entry the input of its columns is gathered.
+
+    A row with a column whose input can be gathered nowhere is noted in the flow.
 
     Args:
         trace: the recorded forward.
         calls: the first call of each block.
-        model: the copy that was recorded.
         mixes: whether positions mix between the columns of a row and the row, as attention does.
         sums: whether a module that deals its tokens out to experts is given all tokens and returns a partial sum; if not,
             each expert gathers for itself.
-
-    A row with a column whose input can be gathered nowhere is noted in the flow.
     """
-    calls = list(calls)
     streams = tuple(dict.fromkeys(key for call in calls for key in find_streams(trace, call)))
-    flows = [_read(trace, call, model, streams) for call in calls]
+    flows = [_read(trace, call, streams) for call in calls]
     for flow in flows:
         _end_rows_at_attention(flow, mixes)
     reduced = {number for flow in flows for row in flow.rows for number in flow.linears[row].makes}
     for flow in flows:
-        gathering = GatherPoints(trace, flow, reduced, [other.call for other in flows], sums=sums)
+        gathering = GatherPoints(flow, reduced, {call.name for call in calls}, sums=sums)
         for row in flow.rows:
             if flow.linears[row].is_unwrapped:
                 gathering.find_sum(row)
@@ -65,11 +55,11 @@ def read_blocks(
     return flows
 
 
-def _read(trace: ForwardTrace, call: Call, model: nn.Module, streams: tuple[Argument, ...]) -> BlockFlow:
+def _read(trace: ForwardTrace, call: Call, streams: tuple[Argument, ...]) -> BlockFlow:
     """The data flow of a block, in which a module that is a sum of products of its input is one row."""
-    flow = read_block(trace, call, model, streams)
-    summed = summed_rows(trace, flow)
-    return read_block(trace, call, model, streams, summed) if summed else flow
+    flow = read_block(trace, call, streams)
+    summed = summed_rows(flow)
+    return read_block(trace, call, streams, summed) if summed else flow
 
 
 def _end_rows_at_attention(flow: BlockFlow, mixes: Callable[[BlockFlow, str], bool]) -> None:
@@ -84,27 +74,21 @@ def _end_rows_at_attention(flow: BlockFlow, mixes: Callable[[BlockFlow, str], bo
             continue
         flow.rows[at] = middle[0]
         flow.columns[middle[0]] = sorted(upstream, key=[*flow.linears].index)
-        flow.residual_in[middle[0]] = False
-        del flow.columns[row], flow.residual_in[row]
+        del flow.columns[row]
 
 
 class GatherPoints:
     """Finds the gather points of one block, and writes them into its data flow.
 
     Args:
-        trace: the recorded forward.
         flow: the block's data flow.
         reduced: ids of all values that rows make, in any block: they are reduced, so they are shards again.
-        blocks: the first call of each block.
+        blocks: names of all blocks.
         sums: as in :func:`read_blocks`.
     """
 
-    def __init__(
-        self, trace: ForwardTrace, flow: BlockFlow, reduced: set[int], blocks: list[Call], *, sums: bool
-    ) -> None:
-        self.trace, self.flow, self.reduced, self.sums = trace, flow, reduced, sums
-        self.blocks = {call.name for call in blocks}
-        self.made = made_of_activation(trace, flow)
+    def __init__(self, flow: BlockFlow, reduced: set[int], blocks: set[str], *, sums: bool) -> None:
+        self.trace, self.flow, self.reduced, self.blocks, self.sums = flow.trace, flow, reduced, blocks, sums
 
     def _leaks(self, call: Call, root: int) -> bool:
         """Whether something whole that the call makes of the value ``root`` leaves the block other than through its rows.
@@ -146,8 +130,7 @@ class GatherPoints:
         if not style:
             return  # its input is made by another linear, whose own input is gathered
         root = trace.values[linear.reads].root
-        stack = trace.ops[linear.op].stack
-        calls = [trace.calls[number] for number in stack[stack.index(flow.call.id) + 1 :]]
+        calls = flow.calls_around(column)
         if style == "copy":
             calls = [c for c in reversed(calls) if c.name != column] + [c for c in calls if c.name == column]
         for call in calls:
@@ -166,26 +149,20 @@ class GatherPoints:
     def _gather_sources(self, call: Call, number: int) -> bool:
         """Gather, at a module, the arguments that a value inside it is made of; whether they are activations that may be."""
         keys = [key for key in self._sources(call, number) if self.trace.values[call.args[key]].floating]
-        values = [self.trace.values[call.args[key]] for key in keys]
-        if not keys or not all(
-            call.args[key] in self.made and self._is_activation(value) for key, value in zip(keys, values, strict=True)
-        ):
+        if not keys or not all(self._is_activation(call.args[key]) for key in keys):
             return False
-        if any(self._leaks(call, value.root) for value in values):
+        if any(self._leaks(call, self.trace.values[call.args[key]].root) for key in keys):
             return False
         self._write(call.name, "gather", keys)
         return True
 
     def _find_dealer(self, column: str) -> bool:
         """Find the module that takes all tokens and hands some of them on to this column, an expert; whether there is one."""
-        trace, flow = self.trace, self.flow
-        stack = trace.ops[flow.linears[column].op].stack
-        for number in reversed(stack[stack.index(flow.call.id) + 1 :]):
-            call = trace.calls[number]
+        for call in reversed(self.flow.calls_around(column)):
             if takes := self._takes_tokens(call):
                 if self._escapes(call):
                     return False
-                flow.sums[call.name] = takes
+                self.flow.sums[call.name] = takes
                 return True
         return False
 
@@ -206,13 +183,12 @@ class GatherPoints:
 
         Nothing is written if the row and its columns are not all parameters of one module inside the block.
         """
-        trace, flow = self.trace, self.flow
+        flow = self.flow
         names = [row, *flow.columns[row]]
         owner = row.rpartition(".")[0]
         mixed = [name for name in names if name.rpartition(".")[0] != owner or not flow.linears[name].is_unwrapped]
-        open_calls = [trace.calls[number] for number in trace.ops[flow.linears[row].op].stack]
-        call = next((call for call in open_calls if call.name == owner), None)
-        if mixed or owner == flow.name or call is None:
+        call = next((call for call in flow.calls_around(row) if call.name == owner), None)
+        if mixed or call is None:
             return  # no one module makes it of its own parameters; planning the row raises
         takes = self._takes_tokens(call)
         if takes and not self._escapes(call):
@@ -221,13 +197,13 @@ class GatherPoints:
     def _takes_tokens(self, call: Call) -> list[Argument]:
         """The arguments of a call that depend on the block's activation; none if one of them lacks some tokens."""
         values = self.trace.values
-        made = self.made | {values[number].root for number in self.made}
+        made = self.flow.made | {values[number].root for number in self.flow.made}
         takes = [key for key, value in call.args.items() if value in made or values[value].root in made]
         return takes if all(self._holds_tokens(values[call.args[key]]) for key in takes) else []
 
     def _holds_tokens(self, value: Value) -> bool:
         """Whether a value has an entry for every token: ``[b, s, ...]`` or ``[b·s, ...]``."""
-        tokens = self.flow.tokens(self.trace)
+        tokens = self.flow.tokens
         return value.shape[: len(tokens)] == tokens or value.shape[:1] == (math.prod(tokens),)
 
     def merge(self, row: str) -> None:
@@ -243,11 +219,7 @@ class GatherPoints:
         common = [number for number in stacks[0] if all(number in stack for stack in stacks)]
         for number in common[common.index(flow.call.id) + 1 :]:
             call = trace.calls[number]
-            takes = [
-                key
-                for key, value in call.args.items()
-                if value in self.made and self._is_activation(trace.values[value])
-            ]
+            takes = [key for key, value in call.args.items() if self._is_activation(value)]
             if len(takes) == 1 and not self._leaks(call, trace.values[call.args[takes[0]]].root):
                 for column in alone:
                     del flow.gathers[column, "gather"]
@@ -263,7 +235,7 @@ class GatherPoints:
         trace, flow = self.trace, self.flow
         points = {name for name, _ in flow.gathers}
         for point in sorted(points, key=len):
-            call = self._call_of(point)
+            call = flow.call_of(point)
             inner = [column for column in flow.all_columns if inside(column, point)]
             sources = {
                 key
@@ -275,8 +247,8 @@ class GatherPoints:
             nested = [one for one in points if one != point and inside(one, point)]
             fed = [one for one in nested if any(self._is_fed(call, key, one) for key in self._args_of(point))]
             if fed:
-                whole = [key for key in sources if call.args[key] in self.made]
-                if all(self._is_activation(trace.values[call.args[key]]) for key in whole) and not any(
+                whole = [key for key in sources if call.args[key] in flow.made]
+                if all(self._is_activation(call.args[key]) for key in whole) and not any(
                     self._leaks(call, trace.values[call.args[key]].root) for key in whole
                 ):
                     self._write(point, "gather", whole)
@@ -284,11 +256,11 @@ class GatherPoints:
                         flow.gathers.pop((one, "gather"), None)
                         flow.gathers.pop((one, "copy"), None)
             if any((point, style) in flow.gathers for style in ("gather", "copy")):
-                self._write(point, "copy", [key for key in sources if call.args[key] not in self.made])
+                self._write(point, "copy", [key for key in sources if call.args[key] not in flow.made])
 
     def _write(self, name: str, style: str, keys: Iterable[Argument]) -> None:
         """Add arguments to those that a module makes whole, in the order in which it takes them."""
-        order = list(self._call_of(name).args)
+        order = list(self.flow.call_of(name).args)
         args = {*self.flow.gathers.get((name, style), ()), *keys}
         if args:
             self.flow.gathers[name, style] = sorted(args, key=order.index)
@@ -297,15 +269,9 @@ class GatherPoints:
         """The arguments that a module makes whole."""
         return [key for style in ("gather", "copy") for key in self.flow.gathers.get((name, style), ())]
 
-    def _call_of(self, name: str) -> Call:
-        """The module's first call in this block."""
-        call = self.trace.call_inside(self.flow.call, name)
-        assert call is not None
-        return call
-
     def _is_fed(self, call: Call, key: Argument, name: str) -> bool:
         """Whether what the module ``name`` makes whole, inside a call, is made of that call's argument ``key``."""
-        inner = self._call_of(name)
+        inner = self.flow.call_of(name)
         return any(key in self._sources(call, inner.args[one]) for one in self._args_of(name) if one in inner.args)
 
     def _sources(self, call: Call, number: int) -> set[Argument]:
@@ -325,6 +291,8 @@ class GatherPoints:
                 todo += makers[at].inputs
         return found
 
-    def _is_activation(self, value: Value) -> bool:
-        """Whether a value has the shape of one of the block's activations."""
-        return value.floating and value.shape in {self.trace.values[number].shape for number in self.flow.activations}
+    def _is_activation(self, number: int) -> bool:
+        """Whether a value is made of the block's activations, and has the shape of one of them."""
+        values, flow = self.trace.values, self.flow
+        shapes = {values[one].shape for one in flow.activations}
+        return number in flow.made and values[number].floating and values[number].shape in shapes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,16 +17,12 @@ from torch import nn
 
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.block_planner import pattern_of
-from lightning_seqpar.inference.dataflow import (
-    CantInferError,
-    NothingToSplitError,
-    UserDecidesError,
-)
+from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError, UserDecidesError
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, without_checkpoints
 from lightning_seqpar.inference.reduction import Reduction, is_large
 from lightning_seqpar.inference.repeats import owner_of
-from lightning_seqpar.inference.stack_planner import StackPlanner, all_names
+from lightning_seqpar.inference.stack_planner import Inference, StackPlanner, all_names, left_whole
 from lightning_seqpar.inference.stacks import activation, find_stacks, only_convolutions
 from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.inference.trainer_view import describe_failure
@@ -40,25 +36,6 @@ PROPOSAL = "\n  To have every rank compute that whole, and shard the rest, write
 """Where the proposal begins in a message; it is the end of it."""
 _MOST_RULES = 6
 """Rules that are tried together: a model needs one for each kind of part that can't be split."""
-
-
-@dataclass
-class Inference:
-    """An inferred plan.
-
-    Attributes:
-        plan: the plan.
-        reasons: why it is as it is, a sentence each.
-        parts: rules, each of which has one sharded part of the blocks computed whole.
-        whole: patterns of the modules that are left whole, each with the reason.
-        no_sp: patterns of the blocks that are given whole sequences, each with the reason.
-    """
-
-    plan: ShardingPlan
-    reasons: list[str]
-    parts: list[dict[str, Any]] = field(default_factory=list)
-    whole: dict[str, str] = field(default_factory=dict)
-    no_sp: dict[str, str] = field(default_factory=dict)
 
 
 def infer_plan(
@@ -152,7 +129,7 @@ def infer_blocks(
             trace = _record(copied, on_cpu)
         except Exception as error:
             raise CantInferError(_of_the_run(model, error)) from error
-        stacks = [[call.name for call in calls] for calls in find_stacks(trace, copied)]
+        stacks = [[call.name for call in calls] for calls in find_stacks(trace)]
         if not stacks:
             raise CantInferError(_no_blocks(model))
         patterns = [pattern_of(copied, all_names(copied, names)) for names in stacks]
@@ -209,7 +186,7 @@ def _infer(
     planned = {match.name for plan in beside for match in plan.match(model)}
     stacks = user_rules.stacks(trace) or [
         calls
-        for calls in find_stacks(trace, model)
+        for calls in find_stacks(trace)
         if not any(inside(name, call.name) or inside(call.name, name) for call in calls for name in planned if name)
     ]
     if not stacks and (convolutions := only_convolutions(model)):
@@ -219,41 +196,25 @@ def _infer(
         )
     if not stacks:
         raise CantInferError(_no_blocks(model))
-    rules: list[dict[str, Any]] = []
-    found = Inference(ShardingPlan(()), [])
-    planner = StackPlanner(trace, model, tp, user_rules.covers, sums=sums)
+    found = Inference()
+    planner = StackPlanner(trace, tp, user_rules.covers, sums=sums)
     owners = [owner_of(model, calls[0].name) for calls in stacks]
     failed: list[CantInferError] = []
     for calls, owner in zip(stacks, owners, strict=True):
         try:
-            stack = planner.plan(calls, alone=owners.count(owner) == 1)
+            found.add(planner.plan(calls, alone=owners.count(owner) == 1))
         except UserDecidesError:
             raise
-        except Exception as caught:
+        except Exception as caught:  # the other stacks are planned all the same
             if "use_reentrant" in str(caught):
                 raise
-            error = caught if isinstance(caught, CantInferError) else _told(caught, calls[0].name)
+            why = f"{calls[0].name}: planning it was tried, which raised {describe_failure(caught)}"
+            error = caught if isinstance(caught, CantInferError) else CantInferError(why)
             failed.append(error)
-            pattern = pattern_of(model, all_names(model, [call.name for call in calls]))
-            found.reasons.append(f"{pattern}: every rank has these blocks whole: {error.why}")
-            found.whole[pattern] = error.why
-            continue
-        rules += stack.rules
-        found.reasons += stack.reasons
-        found.parts += stack.parts
-        found.whole |= stack.whole
-        found.no_sp |= stack.no_sp
-    if not rules:
+            found.add(left_whole({pattern_of(model, all_names(model, [call.name for call in calls])): error.why}))
+    if not found.rules:
         raise failed[0]
-    found.plan = ShardingPlan.from_rules(rules, source="inferred")
     return found
-
-
-def _told(error: Exception, block: str) -> CantInferError:
-    """What was raised while a stack was planned, as a reason to leave it whole; the other stacks are planned all the same."""
-    told = CantInferError(f"{block}: planning it was tried, which raised {describe_failure(error)}")
-    told.__cause__ = error
-    return told
 
 
 class _UserRules:

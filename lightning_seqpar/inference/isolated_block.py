@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError
+from lightning_seqpar.inference.dataflow import BlockFlow
 from lightning_seqpar.inference.model_copy import Quiet
-from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.layout.linear_kind import features, linear_kind
+
+EQUAL = {torch.float64: 1e-8, torch.float32: 1e-3}
+"""Largest difference, relative to the largest value, up to which two tensors count as equal; 5e-2 in other types."""
+
+
+def is_equal(got: Tensor, wanted: Tensor, limit: float | None = None) -> bool:
+    """Whether two tensors are equal up to rounding, by :data:`EQUAL` or another limit."""
+    limit = EQUAL.get(wanted.dtype, 5e-2) if limit is None else limit
+    return float((got - wanted).abs().max()) <= limit * max(float(wanted.abs().max()), 1e-30)
+
+
+@contextmanager
+def other_data(tensors: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """While open, each of the first tensors has the data of the second."""
+    with ExitStack() as stack:
+        for tensor, data in tensors:
+            stack.callback(setattr, tensor, "data", tensor.data)
+            tensor.data = data
+        yield
 
 
 class Block:
     """One block of a copy, which is run with the input that it had in a recorded forward.
 
     Args:
-        trace: the recorded forward.
-        model: the copy.
         flow: the block's data flow.
         blocks: names of the other blocks of the stack.
 
@@ -29,10 +46,9 @@ class Block:
         modules: every module of the copy, by name.
     """
 
-    def __init__(self, trace: ForwardTrace, model: nn.Module, flow: BlockFlow, blocks: Collection[str] = ()) -> None:
-        self.trace, self.model, self.flow, self.blocks = trace, model, flow, blocks
-        self.module = flow.call.module
-        self.modules = {name: model.get_submodule(name) for name, _ in model.named_modules()}
+    def __init__(self, flow: BlockFlow, blocks: Collection[str] = ()) -> None:
+        self.flow, self.model, self.blocks = flow, flow.trace.model, blocks
+        self.module, self.modules = flow.call.module, flow.trace.modules
 
     def width(self, column: str) -> int:
         """Number of a column's out-features."""
@@ -42,13 +58,6 @@ class Block:
         kind = linear_kind(self.modules[column])
         assert kind is not None
         return features(self.modules[column], kind)[0]
-
-    def call_of(self, name: str) -> Call:
-        """The first call of a module in the block; raises CantInferError if there is none."""
-        call = self.trace.call_inside(self.flow.call, name)
-        if call is None or call.first_op >= self.flow.call.last_op:
-            raise CantInferError(f"{name}: the block does not call it")
-        return call
 
     def inputs(self, seed: int = 0, grad: bool = False) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
         """Positional and named arguments for a run, and the activation among them, as leaves of a new graph.

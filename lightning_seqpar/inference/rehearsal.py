@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_seqpar.inference.dataflow import Linear
 from lightning_seqpar.inference.feature_dependence import GroupLayout, Ranges
-from lightning_seqpar.inference.isolated_block import Block
+from lightning_seqpar.inference.isolated_block import EQUAL, Block, is_equal, other_data
 from lightning_seqpar.layout.attribute_override import write_attribute
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.stand_in import resolve, stand_in
 
-EQUAL = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""Largest difference, relative to the largest value, up to which two tensors count as equal; 5e-2 in other types."""
 _ROUNDED = 16 * torch.finfo(torch.float32).eps
-"""The same for float64 where a block computes a part in float32 (a norm, a softmax), whose last bits depend on the shapes."""
+"""The limit of float64 where a block computes a part in float32 (a norm, a softmax), whose last bits depend on the shapes."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +56,9 @@ class Edit:
 
 
 def rehearse(block: Block, groups: Sequence[GroupLayout], tp: int, edits: Sequence[Edit]) -> str | None:
-    """Run the block as each of ``tp`` ranks would.
+    """Run the block as each of ``tp`` ranks would; what goes wrong, or None.
 
     Each row's input must be exactly the rank's part of what it is in the whole block.
-
-    Args:
-        block: the block.
-        groups: rows with their columns, and how they are split.
-        tp: number of ranks.
-        edits: what changes beside the linears.
-
-    Returns:
-        What goes wrong, or None.
     """
     casts = _Casts()  # type: ignore[no-untyped-call]
     with casts:
@@ -95,7 +84,7 @@ def _inputs_of(block: Block, names: Sequence[str]) -> dict[str, list[Tensor]]:
             def keep(module: nn.Module, args: Any, name: str = name) -> None:
                 kept[name].append(args[0])
 
-            stack.callback(block.modules[name].register_forward_pre_hook(keep).remove)
+            stack.enter_context(block.modules[name].register_forward_pre_hook(keep))
         args, kwargs, _ = block.inputs()
         block.run(args, kwargs)
     return kept
@@ -126,7 +115,7 @@ class _Rehearsal:
         *,
         rounds: bool,
     ) -> None:
-        self._equal = {**EQUAL, torch.float64: _ROUNDED} if rounds else EQUAL
+        self._limits = {**EQUAL, torch.float64: _ROUNDED} if rounds else EQUAL
         self._block, self._groups, self._tp, self._rank, self._wanted = block, groups, tp, rank, wanted
         self._counts = dict.fromkeys(wanted, 0)
 
@@ -180,8 +169,8 @@ class _Rehearsal:
                 # Features of the whole product, to the last bit: code behind it may round to a narrower type.
                 return out.index_select(-1, mine.to(out.device))
 
-            stack.callback(module.register_forward_pre_hook(before).remove)
-            stack.callback(module.register_forward_hook(after).remove)
+            stack.enter_context(module.register_forward_pre_hook(before))
+            stack.enter_context(module.register_forward_hook(after))
             stack.enter_context(changed_attribute(module, "out_features", len(mine)))
 
     def _check_readers(self, group: GroupLayout, stack: ExitStack) -> None:
@@ -196,7 +185,7 @@ class _Rehearsal:
                     mine = torch.arange(self._rank * size, (self._rank + 1) * size)
                 return (self._compare(name, args[0], mine.to(args[0].device)), *args[1:])
 
-            stack.callback(self._block.modules[name].register_forward_pre_hook(swap).remove)
+            stack.enter_context(self._block.modules[name].register_forward_pre_hook(swap))
 
     def _slice_norms(self, group: GroupLayout, stack: ExitStack) -> None:
         """Let norms over the whole width return this rank's features."""
@@ -206,7 +195,7 @@ class _Rehearsal:
             return out.narrow(-1, self._rank * width, width)
 
         for name in group.full_width:
-            stack.callback(self._block.modules[name].register_forward_hook(narrow).remove)
+            stack.enter_context(self._block.modules[name].register_forward_hook(narrow))
 
     def _compare(self, name: str, x: Tensor, mine: Tensor) -> Tensor:
         """The whole block's input of this call, if ``x`` is its features ``mine``."""
@@ -218,10 +207,7 @@ class _Rehearsal:
         part = whole.index_select(-1, mine)
         if x.shape != part.shape:
             raise _MismatchError(f"{name}: its input is {list(x.shape)}, expected {list(part.shape)}")
-        if not part.numel():
-            return whole
-        scale = float(part.abs().max())
-        if not float((x - part).abs().max()) <= self._equal.get(part.dtype, 5e-2) * max(scale, 1e-30):
+        if part.numel() and not is_equal(x, part, self._limits.get(part.dtype)):
             raise _MismatchError(f"{name}: its input is not this rank's part of the whole one's")
         return whole
 
@@ -243,8 +229,7 @@ def changed_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
         delattr(module, first) if missing else setattr(module, first, before)
 
 
-@contextmanager
-def _cut_weight(block: Block, linear: Linear, mine: Tensor) -> Iterator[None]:
+def _cut_weight(block: Block, linear: Linear, mine: Tensor) -> AbstractContextManager[None]:
     """While open, a parameter that is multiplied past a linear has some of its out-features only; and a linear's bias too."""
     module = block.modules.get(linear.name)
     kind = linear_kind(module)
@@ -252,15 +237,10 @@ def _cut_weight(block: Block, linear: Linear, mine: Tensor) -> Iterator[None]:
     parts: list[tuple[Tensor, int]] = [(block.model.get_parameter(linear.parameter), out_dim)]
     if module is not None and kind is not None and isinstance(module.bias, Tensor):
         parts.append((module.bias, 0))
-    with ExitStack() as stack:
-        for tensor, dim in parts:
-            stack.callback(setattr, tensor, "data", tensor.data)
-            tensor.data = tensor.data.index_select(dim, mine.to(tensor.device))
-        yield
+    return other_data([(tensor, tensor.data.index_select(dim, mine.to(tensor.device))) for tensor, dim in parts])
 
 
-@contextmanager
-def _edited(module: nn.Module, edit: Edit, tp: int, rank: int) -> Iterator[None]:
+def _edited(module: nn.Module, edit: Edit, tp: int, rank: int) -> AbstractContextManager[Any]:
     """While open, an edit holds on one rank."""
 
     def part(tensor: Tensor) -> Tensor:
@@ -268,29 +248,18 @@ def _edited(module: nn.Module, edit: Edit, tp: int, rank: int) -> Iterator[None]
         return tensor.narrow(edit.dim, rank * size, size)
 
     if edit.kind == "set":
-        with changed_attribute(module, str(edit.key), edit.value):
-            yield
-    elif edit.kind == "tensor":
+        return changed_attribute(module, str(edit.key), edit.value)
+    if edit.kind == "tensor":
         tensor = getattr(module, str(edit.key))
-        before = tensor.data
-        tensor.data = part(before).clone()
-        try:
-            yield
-        finally:
-            tensor.data = before
-    else:
-        changed = functools.partial(stand_in, size=tp) if edit.kind == "narrow" else part
+        return other_data([(tensor, part(tensor.data).clone())])
+    changed = functools.partial(stand_in, size=tp) if edit.kind == "narrow" else part
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if isinstance(edit.key, str):
-                return args, {**kwargs, edit.key: changed(kwargs[edit.key])}
-            return (*args[: edit.key], changed(args[edit.key]), *args[edit.key + 1 :]), kwargs
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(edit.key, str):
+            return args, {**kwargs, edit.key: changed(kwargs[edit.key])}
+        return (*args[: edit.key], changed(args[edit.key]), *args[edit.key + 1 :]), kwargs
 
-        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _indices(ranges: Ranges) -> Tensor:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
-from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, alike, pair_mixes_positions, pattern_of
-from lightning_seqpar.inference.dataflow import (
-    BlockFlow,
-    CantInferError,
-    UnknownLinearError,
-    UserDecidesError,
-    made_of_activation,
-)
+from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, alike, pattern_of
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError, UserDecidesError
+from lightning_seqpar.inference.feature_dependence import mixes_positions
 from lightning_seqpar.inference.gather_points import read_blocks
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.repeats import owner_of
@@ -25,24 +20,39 @@ from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.layout.adapters import holds_variants
 from lightning_seqpar.layout.linear_kind import is_parametrized, linear_kind
 from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.plan.sharding_plan import ShardingPlan
 
 
-class StackPlan(NamedTuple):
-    """The plan of one stack of blocks.
+@dataclass
+class Inference:
+    """An inferred plan: of a model, or of one stack of its blocks.
 
     Attributes:
         rules: as data.
-        reasons: why they are as they are.
-        parts: rules by which a part of the blocks would stay whole.
-        whole: patterns of what is left whole, each with the reason.
-        no_sp: the pattern of the blocks with the reason, if they are given whole sequences.
+        reasons: why they are as they are, a sentence each.
+        parts: rules, each of which has one sharded part of the blocks computed whole.
+        whole: patterns of the modules that are left whole, each with the reason.
+        no_sp: patterns of the blocks that are given whole sequences, each with the reason.
     """
 
-    rules: list[dict[str, Any]]
-    reasons: list[str]
-    parts: list[dict[str, Any]]
-    whole: dict[str, str]
-    no_sp: dict[str, str]
+    rules: list[dict[str, Any]] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)
+    no_sp: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """The rules as a plan."""
+        return ShardingPlan.from_rules(self.rules, source="inferred")
+
+    def add(self, other: Inference) -> None:
+        """Add what is planned for other blocks."""
+        self.rules += other.rules
+        self.reasons += other.reasons
+        self.parts += other.parts
+        self.whole |= other.whole
+        self.no_sp |= other.no_sp
 
 
 @dataclass
@@ -60,19 +70,16 @@ class StackPlanner:
 
     Args:
         trace: the recorded forward.
-        model: the copy that was recorded.
         tp: number of tensor-parallel ranks.
         covers: whether the user's own rules decide some modules.
         sums: whether a module that deals its tokens out to experts may be reduced where it returns.
     """
 
-    def __init__(
-        self, trace: ForwardTrace, model: nn.Module, tp: int, covers: Callable[..., bool], *, sums: bool
-    ) -> None:
-        self._trace, self._model, self._tp = trace, model, tp
+    def __init__(self, trace: ForwardTrace, tp: int, covers: Callable[..., bool], *, sums: bool) -> None:
+        self._trace, self._model, self._tp = trace, trace.model, tp
         self._covers, self._sums = covers, sums
 
-    def plan(self, calls: Sequence[Call], *, alone: bool) -> StackPlan:
+    def plan(self, calls: Sequence[Call], *, alone: bool) -> Inference:
         """The plan of one stack; kinds of blocks in it that can't be planned at all stay whole, between whole sequences.
 
         Args:
@@ -98,26 +105,26 @@ class StackPlanner:
                     raise first from None
                 left[pattern_of(self._model, all_names(self._model, [call.name for call in failing]))] = error.why
                 continue
-            reasons = [f"{name}: every rank has these blocks whole: {why}" for name, why in left.items()]
-            return plan._replace(reasons=[*plan.reasons, *reasons], whole={**plan.whole, **left})
+            plan.add(left_whole(left))
+            return plan
 
-    def _plan_rest(self, calls: Sequence[Call], left: Mapping[str, str], *, alone: bool) -> StackPlan:
+    def _plan_rest(self, calls: Sequence[Call], left: Mapping[str, str], *, alone: bool) -> Inference:
         """The plan of a stack's blocks, of which some others are left whole: ``left``, by pattern with the reason."""
         trace, model = self._trace, self._model
         mixing: dict[Any, bool] = {}
 
         def mixes(flow: BlockFlow, row: str) -> bool:
-            key = (row[len(flow.name) :], _likeness(flow, model))
+            key = (row[len(flow.name) :], _likeness(flow))
             if key not in mixing:
-                mixing[key] = pair_mixes_positions(trace, model, flow, row)
+                mixing[key] = mixes_positions(flow, row)
             return mixing[key]
 
         self._refuse_unknown_linears(calls)
-        flows = read_blocks(trace, calls, model, mixes, sums=self._sums)
+        flows = read_blocks(trace, calls, mixes, sums=self._sums)
         names = all_names(model, [flow.name for flow in flows])
         planned = self._plan_blocks(flows, names)
         known, plans, wholes = planned.kinds, planned.of_block, planned.wholes
-        dims = {flow.name: Block(trace, model, flow).sequence_dim() for flow in planned.examples}
+        dims = {flow.name: Block(flow).sequence_dim() for flow in planned.examples}
         _refuse_idle_stack(model, flows[0].name, known, wholes.values())
         blocks = pattern_of(model, names)
         dim = next(iter(dims.values())) if len(set(dims.values())) == 1 else None
@@ -132,7 +139,7 @@ class StackPlanner:
                 {"pattern": pattern_of(model, [n for n in names if args.get(n) == arg]), "style": "scatter", "arg": arg}
             )
         out += _compress(model, names, plans)
-        out += _whole_rules(trace, flows, blocks, wholes)
+        out += _whole_rules(flows, blocks, wholes)
         out += _exit_rules(trace, model, names, blocks, alone=alone)
         kinds = "" if len(known) == 1 else f" of {len(known)} kinds"
         at = [] if dim is None else [f"sequence at dim {dim}"]
@@ -147,7 +154,7 @@ class StackPlanner:
             like = blocks if len(known) == 1 else name
             why_whole |= {f"{like}.{inner}": why for inner, why in plan.whole.items()}
         no_sp = {blocks: why_no_sp} if whole else {}
-        return StackPlan(out, reasons, _whole_rules(trace, flows, blocks, sharded), why_whole, no_sp)
+        return Inference(out, reasons, _whole_rules(flows, blocks, sharded), why_whole, no_sp)
 
     def _why_whole_sequences(
         self,
@@ -161,7 +168,7 @@ class StackPlanner:
         if len(found) > 1:
             return f"its blocks have their sequence at different dims ({dims})"
         if found == [None]:
-            return _positions(self._trace, flows[0])
+            return _positions(flows[0])
         if streams := dict.fromkeys(key for flow in flows for key in flow.streams):
             return f"argument {', '.join(map(repr, streams))} is an activation too"
         if names := ", ".join(left):
@@ -170,7 +177,7 @@ class StackPlanner:
 
     def _plan_blocks(self, flows: Sequence[BlockFlow], names: Sequence[str]) -> _PlannedBlocks:
         """Plan each kind of block; what can't be split is left whole in all of them, and the rest is planned again."""
-        trace, model = self._trace, self._model
+        model = self._model
         wholes: dict[str, CantInferError] = {}
 
         def covers(*asked: str) -> bool:
@@ -182,14 +189,14 @@ class StackPlanner:
             of_block: dict[str, BlockPlan] = {}
             examples: list[BlockFlow] = []
             for flow in flows:
-                key = _likeness(flow, model)
+                key = _likeness(flow)
                 if key not in plans:
                     try:
-                        plans[key] = BlockPlanner(trace, model, flow, self._tp, covers, names, sums=self._sums).make()
+                        plans[key] = BlockPlanner(flow, self._tp, covers, names, sums=self._sums).make()
                     except CantInferError as error:
                         part = error.whole[len(flow.name) + 1 :]
                         if part:
-                            error.rules = _whole_rules(trace, flows, pattern_of(model, names), [part])
+                            error.rules = _whole_rules(flows, pattern_of(model, names), [part])
                         if not part or part in wholes or isinstance(error, UserDecidesError):
                             error.block = flow.name
                             raise
@@ -221,28 +228,30 @@ class StackPlanner:
                 raise error
 
 
-def _positions(trace: ForwardTrace, flow: BlockFlow) -> str:
+def left_whole(blocks: dict[str, str]) -> Inference:
+    """The plan of blocks that every rank has whole: patterns, each with the reason."""
+    reasons = [f"{pattern}: every rank has these blocks whole: {why}" for pattern, why in blocks.items()]
+    return Inference(reasons=reasons, whole=blocks)
+
+
+def _positions(flow: BlockFlow) -> str:
     """Why no one dim of a block's activation is the sequence."""
-    shape = list(trace.values[flow.call.args[flow.arg]].shape)
+    shape = list(flow.trace.values[flow.call.args[flow.arg]].shape)
     if len(shape) > 3:
         return f"its activation {shape} has positions in {len(shape) - 2} dims"
     return f"both the first and the second dim of its activation {shape} mix (a batch norm?)"
 
 
-def _whole_rules(
-    trace: ForwardTrace, flows: Sequence[BlockFlow], blocks: str, wholes: Iterable[str]
-) -> list[dict[str, Any]]:
+def _whole_rules(flows: Sequence[BlockFlow], blocks: str, wholes: Iterable[str]) -> list[dict[str, Any]]:
     """The rules for parts of the blocks that are computed whole, with the arguments that hold the activation."""
-    out: list[dict[str, Any]] = []
+    values, out = flows[0].trace.values, []
     for inner in wholes:
-        flow = next(flow for flow in flows if trace.calls_of(f"{flow.name}.{inner}"))
-        call = trace.call_inside(flow.call, f"{flow.name}.{inner}")
-        assert call is not None
-        made, shape = made_of_activation(trace, flow), trace.values[flow.call.args[flow.arg]].shape
-        args = [key for key, value in call.args.items() if value in made and trace.values[value].shape == shape]
-        out.append(
-            {"pattern": f"{blocks}.{inner}", "style": "whole", **({"args": args} if args not in ([], [0]) else {})}
-        )
+        flow = next(flow for flow in flows if flow.trace.calls_of(f"{flow.name}.{inner}"))
+        shape = values[flow.call.args[flow.arg]].shape
+        given = flow.call_of(f"{flow.name}.{inner}").args.items()
+        args = [key for key, value in given if value in flow.made and values[value].shape == shape]
+        options = {"args": args} if args not in ([], [0]) else {}
+        out.append({"pattern": f"{blocks}.{inner}", "style": "whole", **options})
     return out
 
 
@@ -293,15 +302,12 @@ def all_names(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     return [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in objects]
 
 
-def _likeness(flow: BlockFlow, model: nn.Module) -> Any:
+def _likeness(flow: BlockFlow) -> Any:
     """A key that is equal for blocks that get the same plan: classes, shapes and data flow."""
-    cut = len(flow.name) + 1
-    block = model.get_submodule(flow.name)
-    shapes = tuple((name, type(m)) for name, m in block.named_modules())
-    weights = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+    cut, block = len(flow.name) + 1, flow.call.module
     return (
-        shapes,
-        weights,
+        tuple((name, type(m)) for name, m in block.named_modules()),
+        tuple((name, tuple(p.shape)) for name, p in block.named_parameters()),
         flow.arg,
         tuple(row[cut:] for row in flow.rows),
         tuple((name[cut:], style, tuple(args)) for (name, style), args in flow.gathers.items()),

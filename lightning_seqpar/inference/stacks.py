@@ -10,8 +10,6 @@ from torch import nn
 from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.layout.module_names import Argument
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm)
-
 
 def activation(trace: ForwardTrace, call: Call) -> Argument | None:
     """The argument that is the activation: the first floating-point one with the shape of the call's first output.
@@ -31,7 +29,7 @@ def activation(trace: ForwardTrace, call: Call) -> Argument | None:
     return None
 
 
-def find_stacks(trace: ForwardTrace, model: nn.Module) -> list[list[Call]]:
+def find_stacks(trace: ForwardTrace) -> list[list[Call]]:
     """Find the repeated blocks: for each stack, the first call of every block, in order of execution.
 
     A block maps an activation to one of the same shape and holds at least two matrices. It stands in a list, or is one of
@@ -41,14 +39,14 @@ def find_stacks(trace: ForwardTrace, model: nn.Module) -> list[list[Call]]:
     """
     weighty = {
         name
-        for name, module in model.named_modules()
+        for name, module in trace.modules.items()
         if name
         and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.MultiheadAttention)
         and any(True for _ in module.children())
         and sum(parameter.ndim >= 2 for parameter in module.parameters()) >= 2
     }
     # Blocks of images are candidates if they hold linears: of convolutions alone nothing is sharded.
-    dense = {name for name in weighty if sum(p.ndim == 2 for p in model.get_submodule(name).parameters()) >= 2}
+    dense = {name for name in weighty if sum(p.ndim == 2 for p in trace.modules[name].parameters()) >= 2}
     fitting = [
         call
         for call in trace.calls
@@ -59,7 +57,7 @@ def find_stacks(trace: ForwardTrace, model: nn.Module) -> list[list[Call]]:
     by_kind: dict[tuple[str, type], list[Call]] = defaultdict(list)
     for call in fitting:
         by_kind[_parent(call.name), type(call.module)].append(call)
-    listed = {call.id: call for call in fitting if _is_listed(model, call.name)}
+    listed = {call.id: call for call in fitting if _is_listed(trace.model, call.name)}
     repeated: set[str] = set()
     for calls in by_kind.values():
         if calls[0].id in listed or (
@@ -67,7 +65,7 @@ def find_stacks(trace: ForwardTrace, model: nn.Module) -> list[list[Call]]:
         ):
             repeated |= {call.name for call in calls}
     outermost = [call for call in fitting if call.name in repeated and not _encloses(trace, call, repeated)]
-    outermost = _without_lone_mlps(trace, outermost, model)
+    outermost = _without_lone_mlps(trace, outermost)
     stacks: dict[str, list[Call]] = defaultdict(list)
     for call in outermost:
         stack = stacks[_parent(call.name)]
@@ -76,7 +74,7 @@ def find_stacks(trace: ForwardTrace, model: nn.Module) -> list[list[Call]]:
     return list(stacks.values())
 
 
-def _without_lone_mlps(trace: ForwardTrace, calls: Sequence[Call], model: nn.Module) -> list[Call]:
+def _without_lone_mlps(trace: ForwardTrace, calls: Sequence[Call]) -> list[Call]:
     """Candidates for blocks without those that stand for themselves and relate no positions, if others do relate them.
 
     An MLP in front of the transformer is none of its blocks, also where it stands in the same list. One behind the first block of
@@ -86,12 +84,12 @@ def _without_lone_mlps(trace: ForwardTrace, calls: Sequence[Call], model: nn.Mod
     mixing = [
         call for call in calls if any(op.name in _RELATING for op in trace.ops_in(call)) or _multiplies(trace, call)
     ]
-    within = {call.name: _outer_list(model, _parent(call.name)) for call in calls}
+    within = {call.name: _outer_list(trace.model, _parent(call.name)) for call in calls}
     first = {within[call.name]: call.id for call in reversed(mixing)}
     if not first:
         return list(calls)
     alike: dict[tuple[str, type], set[str]] = defaultdict(set)
-    for call in (one for one in calls if _is_listed(model, one.name)):
+    for call in (one for one in calls if _is_listed(trace.model, one.name)):
         alike[within[call.name], type(call.module)].add(call.name)
     mixes = {call.name for call in mixing}
     return [
@@ -173,57 +171,32 @@ def _holds_a_chain(trace: ForwardTrace, call: Call, listed: Iterable[Call]) -> b
 
 def _encloses(trace: ForwardTrace, call: Call, among: set[str]) -> bool:
     """Whether a call happens inside a call of one of the modules ``among``."""
-    at = call.parent
-    while at is not None:
-        if trace.calls[at].name in among:
-            return True
-        at = trace.calls[at].parent
-    return False
+    return any(trace.calls[number].name in among for number in call.around)
 
 
 def find_exit(trace: ForwardTrace, blocks: Sequence[str]) -> str | None:
     """The module at whose output the region ends: the final norm, if nothing else reads the last block's output.
 
-    A norm works on each position by itself, so it can run on shards.
-
-    Args:
-        trace: the recorded forward.
-        blocks: names of the blocks of one stack.
-
-    Returns:
-        The norm's name, or None if the region ends with the last block.
+    A norm works on each position by itself, so it can run on shards. None if the region ends with the last block.
     """
     calls = [call for call in trace.calls if call.name in blocks]
     last = max(calls, key=lambda call: call.last_op)
     root = trace.values[last.outputs[0]].root
     readers = [op for op in trace.ops[last.last_op :] if any(trace.values[n].root == root for n in op.inputs)]
-    around = _owners(trace, last)
-    heads = {op.stack[len(around)] if len(op.stack) > len(around) else None for op in readers}
-    if len(heads) != 1 or None in heads:
+    depth = len(last.around)
+    heads = {op.stack[depth] if len(op.stack) > depth else -1 for op in readers}
+    if len(heads) != 1 or -1 in heads:
         return None
-    call = trace.calls[next(iter(head for head in heads if head is not None))]
-    takes = [key for key, value in call.args.items() if trace.values[value].root == root]
-    pointwise = isinstance(call.module, _NORMS) or _looks_like_norm(call.module)
+    call = trace.calls[heads.pop()]
+    takes = any(trace.values[value].root == root for value in call.args.values())
     same = bool(call.outputs) and trace.values[call.outputs[0]].shape == trace.values[last.outputs[0]].shape
-    return call.name if pointwise and same and takes else None
+    return call.name if _is_norm(call.module) and same and takes else None
 
 
-def _owners(trace: ForwardTrace, call: Call) -> tuple[int, ...]:
-    """Ids of the calls around a call, outermost first."""
-    around: list[int] = []
-    at = call.parent
-    while at is not None:
-        around.insert(0, at)
-        at = trace.calls[at].parent
-    return tuple(around)
-
-
-def _looks_like_norm(module: nn.Module) -> bool:
-    """Whether a module is called a norm, has no submodules, and has vectors as its only parameters."""
-    parameters = list(module.parameters())
-    return (
-        not any(True for _ in module.children())
-        and bool(parameters)
-        and all(parameter.ndim == 1 for parameter in parameters)
-        and "norm" in type(module).__name__.lower()
-    )
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module is one of torch's norms, or is called a norm and has vectors alone."""
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return True
+    own = [*module.parameters()]
+    leaf = not any(True for _ in module.children())
+    return leaf and "norm" in type(module).__name__.lower() and {one.ndim for one in own} == {1}

@@ -9,7 +9,7 @@ and of large ones. So a nonlinearity between ``A`` and ``B`` is found, whatever 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice, product
 
 import torch
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lightning_seqpar.distributed.rng import Drawn, DrawWatch, kept_streams, seed_streams
 from lightning_seqpar.inference.dataflow import BlockFlow, Linear, SummedRow
-from lightning_seqpar.inference.isolated_block import Block
-from lightning_seqpar.inference.rehearsal import EQUAL
+from lightning_seqpar.inference.isolated_block import Block, is_equal, other_data
 from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.layout.linear_kind import is_parametrized
 from lightning_seqpar.layout.module_names import inside
@@ -29,41 +28,31 @@ _MAX_TRIES = 64
 """Ways to treat a module's vectors that are tried at most, the likeliest first."""
 
 
-def summed_rows(trace: ForwardTrace, flow: BlockFlow) -> dict[str, SummedRow]:
+def summed_rows(flow: BlockFlow) -> dict[str, SummedRow]:
     """The modules in a block that are one row each, by name: the innermost around each row that are linear in their input.
 
-    Args:
-        trace: the recorded forward.
-        flow: the block's data flow, in which their products stand one by one.
+    In the block's data flow ``flow`` their products stand one by one.
     """
-    found: dict[str, SummedRow] = {}
-    tried: set[str] = set()
+    found: dict[str, SummedRow | None] = {}
     for row in flow.rows:
-        stack = trace.ops[flow.linears[row].op].stack
-        for number in reversed(stack[stack.index(flow.call.id) + 1 :]):
-            call = trace.calls[number]
-            if call.name in tried:
-                if call.name in found:
-                    break
-                continue
-            tried.add(call.name)
-            linears = _products(trace, flow, call)
-            if linears and (summed := _Candidate(call, linears).try_all()):
-                found[call.name] = summed
+        for call in reversed(flow.calls_around(row)):
+            if call.name not in found:
+                linears = _products(flow, call)
+                found[call.name] = _Candidate(call, linears).try_all() if linears else None
+            if found[call.name]:
                 break
-    return {
-        name: one for name, one in found.items() if not any(inside(name, other) for other in found if other != name)
-    }
+    rows = {name: one for name, one in found.items() if one}
+    return {name: one for name, one in rows.items() if not any(inside(name, other) for other in rows if other != name)}
 
 
-def _products(trace: ForwardTrace, flow: BlockFlow, call: Call) -> list[Linear]:
+def _products(flow: BlockFlow, call: Call) -> list[Linear]:
     """The products inside a module that may be one row; none if it is a linear, or given anything beside what columns made."""
     linears = [one for one in flow.linears.values() if call.first_op <= one.op < call.last_op]
     if len(linears) == 1 and linears[0].is_called:
         return []
     if any(map(is_parametrized, call.module.modules())):
         return []  # torch's kernel of weight_norm does not check sizes: it must never see a part of a parameter
-    first, last = flow.call.first_op, flow.call.last_op
+    trace, first, last = flow.trace, flow.call.first_op, flow.call.last_op
     if not all(_is_closed(trace, one) for one in trace.calls_of(call.name) if first <= one.first_op < last):
         return []
     names = {one.name for one in linears}
@@ -72,13 +61,8 @@ def _products(trace: ForwardTrace, flow: BlockFlow, call: Call) -> list[Linear]:
     own = {name for name, _ in call.module.named_parameters(prefix=call.name)}
     if not columns or fed - columns or any(not one.parameter or one.parameter not in own for one in linears):
         return []
-    return linears if _used_parameters(trace, call) == own else []
-
-
-def _used_parameters(trace: ForwardTrace, call: Call) -> set[str]:
-    """Names of the parameters that a call reads."""
     used = {trace.values[number].parameter for op in trace.ops_in(call) for number in op.inputs}
-    return {name for name in used if name is not None}
+    return linears if used - {None} == own else []
 
 
 def _is_closed(trace: ForwardTrace, call: Call) -> bool:
@@ -156,8 +140,7 @@ class _Candidate:
                     if part is None or part.shape != whole.shape:
                         return False
                     total += part
-            scale = max(float(whole.abs().max()), 1e-30)
-            if not float((total - whole).abs().max()) <= EQUAL.get(whole.dtype, 5e-2) * scale:
+            if not is_equal(total, whole):
                 return False
         return True
 
@@ -176,7 +159,7 @@ class _Candidate:
         for width in (self._features, len(mine)):
             drawn.clear()
             x = self._x.index_select(-1, mine.to(self._x.device)) if width == len(mine) else self._x
-            part = self._cut(mine, once, local, first=True) if width == len(mine) else ExitStack()
+            part = self._cut(mine, once, local, first=True) if width == len(mine) else nullcontext()
             try:
                 with kept_streams(x.device), self._mode(True), part, torch.no_grad(), DrawWatch(drawn.append):
                     seed_streams()
@@ -198,8 +181,9 @@ class _Candidate:
             for module, mode in before.items():
                 module.training = mode
 
-    @contextmanager
-    def _cut(self, mine: Tensor, once: Iterable[str], local: Iterable[str], *, first: bool) -> Iterator[None]:
+    def _cut(
+        self, mine: Tensor, once: Iterable[str], local: Iterable[str], *, first: bool
+    ) -> AbstractContextManager[None]:
         """While open, the module has the parameters of a rank with some of the input's features."""
         parts = {
             name: tensor.index_select(dim, mine.to(tensor.device)) for name, (tensor, dim) in self._weights.items()
@@ -210,8 +194,4 @@ class _Candidate:
         if not first:
             added = [*self._biases, *(self._vectors[name] for name in once)]
             held += [(tensor, torch.zeros_like(tensor.detach())) for tensor in added]
-        with ExitStack() as stack:
-            for tensor, data in held:
-                stack.callback(setattr, tensor, "data", tensor.data)
-                tensor.data = data
-            yield
+        return other_data(held)

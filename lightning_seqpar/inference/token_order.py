@@ -5,24 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lightning_seqpar.inference.dataflow import BlockFlow, made_of_activation
-from lightning_seqpar.inference.trace import ForwardTrace, Op
+from lightning_seqpar.inference.dataflow import BlockFlow
+from lightning_seqpar.inference.trace import Op
 
 
-def orders_tokens(trace: ForwardTrace, flow: BlockFlow, covers: Callable[[str], bool]) -> tuple[str, str] | None:
-    """Find an operation in the block that counts, sorts or reduces tokens where it would see a shard of the sequence.
+def orders_tokens(flow: BlockFlow, covers: Callable[[str], bool]) -> tuple[str, str] | None:
+    """A module and an operation in it that counts, sorts or reduces tokens where it would see a shard of the sequence; or None.
 
     An example is a token's place in an expert's queue. No gradient shows it, and the self-check's example may be too short.
-
-    Args:
-        trace: the recorded forward.
-        flow: the block's data flow.
-        covers: whether the user's own rules decide a module; one that is computed whole sees whole sequences.
-
-    Returns:
-        The module and the operation, or None.
+    Modules that ``covers`` says the user's own rules decide are left out: one that is computed whole sees whole sequences.
     """
-    made, tokens = made_of_activation(trace, flow), flow.tokens(trace)
+    trace, tokens = flow.trace, flow.tokens
     entered = {name for name, style in flow.gathers if style == "gather"} | set(flow.sums) | set(flow.attentions)
     made_by_rows = {
         name: {number for row in flow.rows if row.startswith(f"{name}.") for number in flow.linears[row].makes}
@@ -33,7 +26,7 @@ def orders_tokens(trace: ForwardTrace, flow: BlockFlow, covers: Callable[[str], 
         for name in names:
             if name in made_by_rows and any(number in made_by_rows[name] for number in op.inputs):
                 made_by_rows[name].update(op.outputs)
-        if not op.dims or op.inputs[0] not in made:
+        if not op.dims or op.inputs[0] not in flow.made:
             continue
         if any(name in entered and op.inputs[0] not in made_by_rows.get(name, ()) for name in names):
             continue  # inside a gather point tokens are whole, up to the row
@@ -46,13 +39,9 @@ def orders_tokens(trace: ForwardTrace, flow: BlockFlow, covers: Callable[[str], 
     return None
 
 
-def reorders_tokens(trace: ForwardTrace, flow: BlockFlow) -> str | None:
-    """Find a gather point whose tokens were flattened in another order than the block's: ``[s·b, h]`` from ``[b, s, h]``.
-
-    Returns:
-        The module's name, or None.
-    """
-    tokens = flow.tokens(trace)
+def reorders_tokens(flow: BlockFlow) -> str | None:
+    """A gather point whose tokens were flattened in another order than the block's, ``[s·b, h]`` from ``[b, s, h]``; or None."""
+    trace, tokens = flow.trace, flow.tokens
     if len(tokens) != 2:
         return None
     makers: dict[int, Op] = {}
@@ -62,8 +51,7 @@ def reorders_tokens(trace: ForwardTrace, flow: BlockFlow) -> str | None:
     square = tokens[0] == tokens[1]  # then a transposed activation has the same shape, so any transpose counts
     points = [(name, args) for (name, style), args in flow.gathers.items() if style == "gather"] + [*flow.sums.items()]
     for name, args in points:
-        call = trace.call_inside(flow.call, name)
-        assert call is not None
+        call = flow.call_of(name)
         todo, seen = [call.args[key] for key in args if key in call.args], set()
         while todo:
             number = todo.pop()

@@ -7,7 +7,7 @@ libraries all look alike. What the record means is read by the other modules of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,24 +27,8 @@ _EMPTY = (
 )
 """Operations that read a tensor's shape alone, so that nothing flows from its content."""
 
-_RESHAPES = (
-    *(
-        "t",
-        "transpose",
-        "permute",
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "expand",
-        "slice",
-        "select",
-        "unsqueeze",
-        "squeeze",
-    ),
-    *("alias", "detach", "clone", "_to_copy", "contiguous", "as_strided"),
-    *("split", "chunk", "split_with_sizes", "unbind", "unfold"),
-)
-"""Operations whose result has the content of their one input: views, copies and casts."""
+_COPIES = ("_unsafe_view", "clone", "_to_copy")
+"""Operations that are no views, whose result has the content of their one input."""
 
 _ORDERED = (
     *("cumsum", "cumprod", "cummax", "cummin", "_cummax_helper", "_cummin_helper", "logcumsumexp"),
@@ -52,26 +36,20 @@ _ORDERED = (
 )
 """Operations that put the elements of a dim in an order, or go through them in one; gradients need not show it."""
 
-_REDUCING = (
-    *("sum", "mean", "prod", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp"),
-    *("amax", "amin", "max", "min", "median", "argmax", "argmin"),
-)
-"""Operations that make one number of a dim (of all dims, if none is named); gradients need not show it if it is compared."""
-
 
 def _ordered_dims(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """The dims of its first argument along which an operation orders or reduces elements; none for other operations."""
     name = name.removesuffix("_")
-    if name not in (*_ORDERED, *_REDUCING) or not args or not isinstance(args[0], Tensor):
+    reduces = torch.Tag.reduction in func.tags or name == "median"
+    if not (reduces or name in _ORDERED) or not args or not isinstance(args[0], Tensor):
         return ()
-    schema = [argument.name for argument in func._schema.arguments]
-    if "other" in schema or (name in _REDUCING and not args[0].is_floating_point()):
-        return ()  # the larger of two tensors, or a reduction of integers, such as one_hot's look at the largest class
-    given = {**dict(zip(schema, args, strict=False)), **kwargs}
+    if reduces and not args[0].is_floating_point():
+        return ()  # such as one_hot's look at the largest class
+    given = {**{argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
     count = max(1, args[0].ndim)
     dims = given.get("dim", given.get("dims"))
     if dims is None or dims == []:
-        dims = range(count) if name in _REDUCING else -1
+        dims = range(count) if reduces else -1
     return tuple(dim % count for dim in (dims if isinstance(dims, list | tuple | range) else [dims]))
 
 
@@ -133,7 +111,7 @@ class Call:
         id: its index in :attr:`ForwardTrace.calls`.
         name: the module's name in the model.
         module: the module.
-        parent: id of the call around it; None for the outermost.
+        around: ids of the calls around it, outermost first.
         first_op: index of the first operation inside it.
         args: id of the value of each tensor argument, by position or name.
         outputs: ids of the values that it returned.
@@ -144,7 +122,7 @@ class Call:
     id: int
     name: str
     module: nn.Module
-    parent: int | None
+    around: tuple[int, ...]
     first_op: int
     args: dict[int | str, int] = field(default_factory=dict)
     outputs: list[int] = field(default_factory=list)
@@ -157,10 +135,9 @@ class ForwardTrace(TorchDispatchMode):
 
     All tensors are kept alive, so that no address of memory is used twice.
 
-    Args:
-        model: whose module calls are recorded, and whose parameters are recognised.
-
     Attributes:
+        model: whose module calls are recorded, and whose parameters are recognised.
+        modules: its modules, by name.
         values: every tensor that was read or made.
         ops: every operation, in order.
         calls: every call of a module, in the order in which they began.
@@ -176,10 +153,8 @@ class ForwardTrace(TorchDispatchMode):
         self._current: dict[tuple[Any, ...], int] = {}
         self._roots: dict[int, int] = {}
         self._keys: dict[int, list[tuple[Any, ...]]] = {}
-        self._parameters: dict[int, str] = {}
-        for name, parameter in model.named_parameters():
-            self._parameters[storage_id(parameter)] = name
-        self._model = model
+        self._parameters = {storage_id(parameter): name for name, parameter in model.named_parameters()}
+        self.model, self.modules = model, dict(model.named_modules())
         self._is_paused = False
 
     # ---- values ------------------------------------------------------------------------------------------------
@@ -187,27 +162,15 @@ class ForwardTrace(TorchDispatchMode):
     @staticmethod
     def _key(tensor: Tensor) -> tuple[Any, ...]:
         """What tells one view of memory from another."""
-        return (
-            storage_id(tensor),
-            tensor.storage_offset(),
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.dtype,
-        )
+        return storage_id(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
     def _make(self, tensor: Tensor, parameter: str | None = None, copied: int | None = None) -> int:
         """Record a tensor as a new value; ``copied`` is the value whose content it has, if it is a copy."""
         key = self._key(tensor)
-        storage = key[0]
-        if storage not in self._roots:
-            self._roots[storage] = len(self.values) if copied is None else self.values[copied].root
-        value = Value(
-            len(self.values),
-            tuple(tensor.shape),
-            tensor.is_floating_point() or tensor.is_complex(),
-            self._roots[storage],
-            parameter,
-        )
+        storage, number = key[0], len(self.values)
+        root = self._roots.setdefault(storage, number if copied is None else self.values[copied].root)
+        floating = tensor.is_floating_point() or tensor.is_complex()
+        value = Value(number, tuple(tensor.shape), floating, root, parameter)
         self.values.append(value)
         if key not in self._current:
             self._keys.setdefault(storage, []).append(key)
@@ -218,11 +181,10 @@ class ForwardTrace(TorchDispatchMode):
     def value_of(self, tensor: Tensor) -> int:
         """Id of the value that a tensor has now; it is recorded if it was not seen yet."""
         value = self._current.get(self._key(tensor))
-        if value is None:
-            value = self._make(tensor, self._parameters.get(storage_id(tensor)))
-        return value
+        return self._make(tensor, self._parameters.get(storage_id(tensor))) if value is None else value
 
-    def _strided(self, value: Any) -> list[Tensor]:
+    @staticmethod
+    def _strided(value: Any) -> list[Tensor]:
         """The ordinary tensors in any nest of containers; sparse and nested ones are left out."""
         return [
             leaf
@@ -245,18 +207,17 @@ class ForwardTrace(TorchDispatchMode):
         results = self._strided(out)
         dims = _ordered_dims(func, name, args, kwargs)
         tag = copied = None
-        if name in _RESHAPES and len(inputs) == 1:
+        if (func.is_view or name in _COPIES) and len(inputs) == 1:
             copied, tag = inputs[0], self.values[inputs[0]].parameter
         elif name in ("index", "index_select") and len(self.values[inputs[0]].shape) > 2:
             # A choice among the matrices that a parameter stacks, such as experts' weights, is still that parameter.
             tag = self.values[inputs[0]].parameter
         outputs: list[int] = []
         if func._schema.is_mutable:
-            stripped = name.removesuffix("_")
             written = {storage_id(tensor) for tensor in (results or tensors[:1])}
             for storage in sorted(written & set(self._roots)):
                 outputs += self._rewrite(storage)
-            self._add(stripped, inputs, outputs, dims)
+            self._add(name.removesuffix("_"), inputs, outputs, dims)
         else:
             outputs = [self._make(tensor, tag, copied) for tensor in results]
             self._add(name, inputs, outputs, dims)
@@ -285,8 +246,7 @@ class ForwardTrace(TorchDispatchMode):
         """A forward pre-hook that records the beginning of a call of the module ``name``."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = Call(len(self.calls), name, module, self._open[-1] if self._open else None, len(self.ops))
-            call.given = (args, kwargs)
+            call = Call(len(self.calls), name, module, tuple(self._open), len(self.ops), given=(args, kwargs))
             given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
             for key, arg in given:
                 if isinstance(arg, Tensor) and self._strided(arg):
@@ -305,16 +265,12 @@ class ForwardTrace(TorchDispatchMode):
     @contextmanager
     def watch(self) -> Iterator[ForwardTrace]:
         """While open, record all operations and the calls of the model's modules."""
-        hooks = []
-        for name, module in self._model.named_modules():
-            hooks.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True, prepend=True))
-            hooks.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            with self:
-                yield self
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as stack:
+            for name, module in self.modules.items():
+                begins = module.register_forward_pre_hook(self._enter(name), with_kwargs=True, prepend=True)
+                stack.enter_context(begins)
+                stack.enter_context(module.register_forward_hook(self._leave, always_call=True))
+            yield stack.enter_context(self)
 
     def run_backward(self, loss: Tensor) -> None:
         """Compute gradients of a loss in the middle of a step, for code that reads them; nothing of that is recorded."""
@@ -331,8 +287,9 @@ class ForwardTrace(TorchDispatchMode):
         return [call for call in self.calls if call.name == name]
 
     def call_inside(self, block: Call, name: str) -> Call | None:
-        """The first call of the module ``name`` that begins in a block's call or behind it; None if there is none."""
-        return next((call for call in self.calls_of(name) if call.first_op >= block.first_op), None)
+        """The first call of the module ``name`` in a block's call; None if there is none."""
+        inside = (call for call in self.calls_of(name) if block.first_op <= call.first_op < block.last_op)
+        return next(inside, None)
 
     def ops_in(self, call: Call) -> list[Op]:
         """The operations inside a call, in order."""

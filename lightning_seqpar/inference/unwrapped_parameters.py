@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_seqpar.inference.dataflow import CantInferError
-from lightning_seqpar.inference.isolated_block import Block
-from lightning_seqpar.inference.rehearsal import EQUAL, Edit, changed_attribute
+from lightning_seqpar.inference.isolated_block import Block, is_equal, other_data
+from lightning_seqpar.inference.rehearsal import Edit, changed_attribute
 from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.layout.shard import Shard
 
@@ -75,7 +75,7 @@ class UnwrappedProducts:
         cut = len(owner) + 1
         self.rows, self.columns = [name[cut:] for name in rows], [name[cut:] for name in columns]
         self._args, self._kwargs = tree_map_only(
-            Tensor, lambda tensor: tensor.detach().clone(), block.call_of(owner).given
+            Tensor, lambda tensor: tensor.detach().clone(), block.flow.call_of(owner).given
         )
         with torch.no_grad():
             self.whole = _first(block.quiet(self.module, self._args, self._kwargs))
@@ -126,9 +126,9 @@ class UnwrappedProducts:
     def _idle(self) -> list[str]:
         """Parameters on which the output does not depend for the example's input."""
         own = {name: p for name, p in self.module.named_parameters(recurse=False) if p.is_floating_point()}
-        before = {name: p.requires_grad for name, p in own.items()}
+        frozen = [parameter for parameter in own.values() if not parameter.requires_grad]
         try:
-            for parameter in own.values():
+            for parameter in frozen:
                 parameter.requires_grad_()
             with torch.enable_grad():
                 out = _first(self._block.quiet(self.module, self._args, self._kwargs))
@@ -136,8 +136,8 @@ class UnwrappedProducts:
                 total = (out * weights).sum()
             grads = torch.autograd.grad(total, list(own.values()), allow_unused=True) if total.requires_grad else []
         finally:
-            for name, parameter in own.items():
-                parameter.requires_grad_(before[name])
+            for parameter in frozen:
+                parameter.requires_grad_(False)
         used = {name for name, grad in zip(own, grads, strict=False) if grad is not None and bool(grad.any())}
         return [name for name in own if name not in used]
 
@@ -215,22 +215,22 @@ class UnwrappedProducts:
                 return False
             total = part if total is None else total + part
         assert total is not None
-        scale = max(float(self.whole.abs().max()), 1e-30)
-        return float((total - self.whole).abs().max()) <= EQUAL.get(total.dtype, 5e-2) * scale
+        return is_equal(total, self.whole)
 
     @contextmanager
     def _cut(self, cuts: dict[str, Cut], edits: Sequence[Edit], tp: int, rank: int) -> Iterator[None]:
         """While open, the module has the parameters and attributes of one rank."""
+        held: list[tuple[Tensor, Tensor]] = []
+        for name, cut in cuts.items():
+            parameter = getattr(self.module, name)
+            if cut.dim is not None:
+                sizes = [cut.size // cut.segments] * cut.segments
+                shard = Shard.by_segments(cut.dim, sizes, sizes, tp, name)
+                held.append((parameter, shard.take(parameter.data, rank)))
+            elif rank > 0:
+                held.append((parameter, torch.zeros_like(parameter.data)))
         with ExitStack() as stack:
-            for name, cut in cuts.items():
-                parameter = getattr(self.module, name)
-                stack.callback(setattr, parameter, "data", parameter.data)
-                if cut.dim is None:
-                    parameter.data = parameter.data if rank == 0 else torch.zeros_like(parameter.data)
-                else:
-                    parts = [cut.size // cut.segments] * cut.segments
-                    shard = Shard.by_segments(cut.dim, parts, parts, tp, name)
-                    parameter.data = shard.take(parameter.data, rank)
+            stack.enter_context(other_data(held))
             for edit in edits:
                 stack.enter_context(changed_attribute(self.module, str(edit.key), edit.value))
             yield

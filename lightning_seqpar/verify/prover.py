@@ -16,8 +16,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.phases import Phases
 from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError
-from lightning_seqpar.inference.infer import PROPOSAL, Inference, infer_blocks, infer_plan
+from lightning_seqpar.inference.infer import PROPOSAL, infer_blocks, infer_plan
 from lightning_seqpar.inference.pipeline_cut import HowToCut, find_cut, leaves_blocks
+from lightning_seqpar.inference.stack_planner import Inference
 from lightning_seqpar.inference.trainer_view import (
     NoExampleError,
     OneRankOnly,
