@@ -12,7 +12,7 @@ import math
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning.fabric.loggers.logger import _DummyExperiment as DummyExperiment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.core.optimizer import (
+    LightningOptimizer,
     _configure_optimizers,
     _configure_schedulers_automatic_opt,
     _configure_schedulers_manual_opt,
@@ -47,12 +48,7 @@ class PlainBackwardError(NoExampleError):
 
 
 def attach_view(model: nn.Module, trainer: Trainer | None) -> None:
-    """Let the steps of a copy use the trainer, without any effect on it (see the module's docstring).
-
-    Args:
-        model: the copy; its LightningModules get what stands for the trainer.
-        trainer: the real one; with None nothing is changed.
-    """
+    """Let the steps of a copy use the trainer, without any effect on it (see the module's docstring)."""
     own_containers(model)
     if isinstance(model, LightningModule) and trainer is not None:
         view = _view(model, trainer)
@@ -92,15 +88,12 @@ def answer_harmlessly(
     answers: dict[str, Any] = {
         "log": log,
         "log_dict": log_dict,
-        "print": _nothing,
         "manual_backward": backward,
         "optimizers": lambda use_pl_optimizer=True: _one_or_all(
-            [_NoStep(one) for one in steps.optimizers()] if use_pl_optimizer else steps.optimizers()
+            [_wrapped(one) for one in steps.optimizers()] if use_pl_optimizer else steps.optimizers()
         ),
-        "lr_schedulers": lambda: _one_or_all(steps.schedulers()) or None,
-        "toggle_optimizer": _nothing,
-        "untoggle_optimizer": _nothing,
-        "clip_gradients": _nothing,
+        "lr_schedulers": lambda: _one_or_all([config.scheduler for config in steps.configs()]) or None,
+        **dict.fromkeys(("print", "toggle_optimizer", "untoggle_optimizer", "clip_gradients"), _nothing),
     }
     for module in model.modules():
         if isinstance(module, LightningModule):
@@ -159,22 +152,11 @@ def _without_steps(real: Any) -> None:
         real.zero_grad = _nothing  # gradients are those of the example alone
 
 
-class _NoStep:
-    """Stands for Lightning's wrapper of an optimizer of the copy, which does nothing either."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return type(self.optimizer)
-
-    def toggle_model(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """Which parameters train is the example's matter."""
-        return nullcontext()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
+def _wrapped(optimizer: Any) -> LightningOptimizer:
+    """Lightning's wrapper of an optimizer of the copy, which does nothing either."""
+    wrapped = LightningOptimizer(optimizer)
+    vars(wrapped).update(step=optimizer.step, zero_grad=_nothing, toggle_model=lambda **options: nullcontext())
+    return wrapped
 
 
 class _Steps:
@@ -185,7 +167,6 @@ class _Steps:
 
     @functools.cached_property
     def _configured(self) -> tuple[list[Any], list[Any]]:
-        """Optimizers, and Lightning's configurations of schedulers."""
         answer: Any = self._model.configure_optimizers()
         optimizers, schedulers, monitor = _configure_optimizers(answer) if answer is not None else ([], [], None)
         configs: list[Any] = (
@@ -204,10 +185,6 @@ class _Steps:
     def configs(self) -> list[Any]:
         """All schedulers, as Lightning configures them."""
         return list(self._configured[1])
-
-    def schedulers(self) -> list[Any]:
-        """All schedulers."""
-        return [config.scheduler for config in self.configs()]
 
 
 def _one_or_all(items: list[Any]) -> Any:
@@ -316,7 +293,7 @@ def _of_strategy(steps: _Steps) -> dict[str, Any]:
         "all_gather": all_gather,
         "reduce": reduce,
         "optimizers": property(lambda self: steps.optimizers()),
-        "_lightning_optimizers": property(lambda self: [_NoStep(one) for one in steps.optimizers()]),
+        "_lightning_optimizers": property(lambda self: [_wrapped(one) for one in steps.optimizers()]),
         "lr_scheduler_configs": property(lambda self: steps.configs()),
     }
 
