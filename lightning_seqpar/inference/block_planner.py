@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +27,7 @@ from lightning_seqpar.inference.unwrapped_parameters import UnwrappedProducts
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.layout.linear_kind import linear_kind
-from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.layout.module_names import Argument, inside
 
 
 @dataclass
@@ -54,12 +53,8 @@ class BlockPlan:
 class BlockPlanner:
     """Makes the plan of one block from its data flow and from runs of the block.
 
-    Args:
-        flow: the block's data flow.
-        tp: number of tensor-parallel ranks.
-        covers: whether the user's own rules decide these modules.
-        stack: names of all blocks of the stack.
-        sums: whether a module that deals its tokens out to experts is reduced where it returns.
+    ``covers`` says whether the user's own rules decide some modules, ``sums`` whether a module that deals its tokens out to experts
+    is reduced where it returns; ``stack`` are the names of all blocks of the stack.
     """
 
     def __init__(
@@ -69,6 +64,7 @@ class BlockPlanner:
         self._covers, self._sums = covers, sums
         self._block = Block(flow, set(stack) - {flow.name})
         self._plan = BlockPlan()
+        self._rules: list[tuple[str, str, dict[str, Any]]] = []  # as the plan's, with full names
         self._groups: list[GroupLayout] = []
         self._edits: list[Edit] = []
         self._idle: list[str] = []
@@ -77,28 +73,27 @@ class BlockPlanner:
         """A name as seen from the block."""
         return name[len(self._flow.name) + 1 :]
 
-    def _shown(self, name: str) -> str:
-        """A name as seen from the block, for a sentence; the block's own forward."""
-        return self._inner(name) or "the block's own forward"
-
     def _stop(self, error: str | Exception, row: str) -> CantInferError:
         """The error to raise for a row, with the module around it that could be computed whole."""
         around, text = part_around(self._flow, row), str(error)
-        advice = "" if around else f"\n  {_what_to_write(self._block.module)}"
+        advice = "\n  It stands in the block's own forward, so no rule can have it computed whole" * (not around)
+        if not around and not is_installed(type(self._block.module)):
+            advice += "; as a module of its own it could be"
         kind = type(error) if isinstance(error, UserDecidesError) else CantInferError
         return kind(f"{text}{advice}", around, text)
 
     def make(self) -> BlockPlan:
-        """Make the plan.
-
-        Raises:
-            CantInferError: naming the module, why, and the rule to write.
-        """
+        """Make the plan; raises CantInferError naming the module, why, and the rule to write."""
         for row in self._flow.rows:
             if row in {group.row for group in self._groups} or self._covers(row, *self._flow.columns[row]):
                 continue
-            with self._telling(row):
+            try:
                 self._plan_any(row)
+            except CantInferError:
+                raise
+            except Exception as error:  # of the model's own code, run in another way than it was made for
+                tried = f"{row}: cutting it for tp={self._tp} was tried, and the block's code raised"
+                raise self._stop(f"{tried} {describe_failure(error)}", row) from error
             if around := part_around(self._flow, row):
                 self._plan.parts.append(self._inner(around))
         for edit in self._edits:
@@ -106,26 +101,13 @@ class BlockPlanner:
         self._keep_whole_sequences()
         self._write_gathers()
         self._write_linears()
-        edited = {f"{edit.module}.{edit.key}" for edit in self._edits if edit.kind == "tensor"}
-        self._write_gradients(edited)
-        self._plan.rules += _edit_rules(self._model, self._edits, self._tp, len(self._flow.name) + 1)
-        self._plan.rules += _idle_experts(self._model, self._flow, self._plan.rules)
-        self._check_idle()
-        self._plan.rules = _one_for_all_experts(self._block.module, self._plan.rules)
+        self._write_gradients()
+        self._write_edits(self._edits)
+        rules = [(self._inner(name), style, options) for name, style, options in self._rules]
+        rules += _idle_experts(self._flow, rules)
+        self._check_idle({name for name, style, _ in rules if style == "row"})
+        self._plan.rules = _one_for_all_experts(self._block.module, rules)
         return self._plan
-
-    @contextmanager
-    def _telling(self, row: str) -> Iterator[None]:
-        """What the model's own code raises, run in another way than it was made for, is told as a reason."""
-        try:
-            yield
-        except CantInferError:
-            raise
-        except Exception as error:
-            what = (
-                f"{row}: cutting it for tp={self._tp} was tried, and the block's code raised {describe_failure(error)}"
-            )
-            raise self._stop(what, row) from error
 
     def _plan_any(self, row: str) -> None:
         """Plan one row, whatever it is."""
@@ -139,7 +121,7 @@ class BlockPlanner:
         elif self._flow.linears[row].is_unwrapped:
             self._plan_products(row)
         elif row in self._flow.attentions:
-            self._plan.rules.append((self._inner(row), "replace", {}))
+            self._rule(row, "replace")
             self._reason(f"{row}: an nn.MultiheadAttention, which calls its projections through raw weights")
         else:
             self._plan_row(row)
@@ -147,6 +129,10 @@ class BlockPlanner:
     def _reason(self, text: str) -> None:
         """Add a reason."""
         self._plan.reasons.append(text)
+
+    def _rule(self, name: str, style: str, **options: Any) -> None:
+        """Add a rule."""
+        self._rules.append((name, style, options))
 
     # ---- rows and columns ------------------------------------------------------------------------------------
 
@@ -172,11 +158,8 @@ class BlockPlanner:
             )
             self._reason(
                 f"{flow.name}: {self._plan.no_sp}: no sequence parallelism here"
-                + (
-                    ""
-                    if is_installed(type(self._block.module))
-                    else "; a module of its own for the attention would allow it"
-                )
+                + "; a module of its own for the attention would allow it"
+                * (not is_installed(type(self._block.module)))
             )
         shown = ", ".join(self._inner(column) for column in group.columns)
         self._reason(
@@ -207,8 +190,7 @@ class BlockPlanner:
     def _plan_products(self, row: str) -> None:
         """Plan a module that multiplies its parameters itself: all its rows and columns at once, or leave it whole."""
         flow, owner = self._flow, row.rpartition(".")[0]
-        inner = self._inner(owner)
-        if any(name == inner and style == "gather" for name, style, _ in self._plan.rules):
+        if any(name == owner and style == "gather" for name, style, _ in self._rules):
             return  # the module was planned for another of its rows
         rows = [name for name in flow.rows if name.rpartition(".")[0] == owner]
         columns = list(dict.fromkeys(column for name in rows for column in flow.columns[name]))
@@ -219,27 +201,28 @@ class BlockPlanner:
                 row,
             )
         products = UnwrappedProducts(self._block, owner, rows, columns)
-        try:
-            products.check_used()
-        except CantInferError as error:
-            raise self._stop(error, row) from None
+        if idle := products.idle():
+            raise self._stop(
+                f"{owner}: the example does not use its parameter{'s' * (len(idle) > 1)} {', '.join(idle)}, so nothing tells how "
+                "to cut it; set example_input_array to an input that does",
+                row,
+            )
         try:
             layout = products.deal(self._tp)
         except CantInferError as error:
             if any(products.mixes_positions(arg) for arg in flow.sums[owner]):
                 raise self._stop(error, row) from None
             self._reason(f"{owner}: left whole; it works on each token alone ({error})")
-            self._plan.whole[inner] = f"it works on each token alone, and can't be split: {error}"
+            self._plan.whole[self._inner(owner)] = f"it works on each token alone, and can't be split: {error}"
             return
-        args = flow.sums[owner]
-        self._plan.rules.append((inner, "gather", {} if args == [0] else {"args": list(args)}))
+        self._rule(owner, "gather", **_args(flow.sums[owner]))
         for name, part in layout.cuts.items():
             style = "once" if part.dim is None else "row" if name in products.rows else "column"
             options = {} if part.dim is None else {"dim": part.dim}
             if part.segments > 1:
                 options["segments"] = part.segments
-            self._plan.rules.append((f"{inner}.{name}", style, options))
-        self._plan.rules += _edit_rules(self._model, layout.edits, self._tp, len(flow.name) + 1)
+            self._rule(f"{owner}.{name}", style, **options)
+        self._write_edits(layout.edits)
         dims = ", ".join(f"{name} at dim {part.dim}" for name, part in layout.cuts.items() if part.dim is not None)
         self._reason(
             f"{owner}: it multiplies parameters itself; cut into {self._tp} parts ({dims}), what it returns sums up to the whole"
@@ -247,20 +230,21 @@ class BlockPlanner:
 
     def _keep_whole_sequences(self) -> None:
         """Turn sequence parallelism off for the block if something in it is right on whole sequences only."""
+        own = "the block's own forward"
         if (moved := reorders_tokens(self._flow)) is not None:
-            self._plan.no_sp = f"{self._shown(moved)} works on tokens in another order than the block's"
+            self._plan.no_sp = f"{self._inner(moved) or own} works on tokens in another order than the block's"
             self._reason(f"{moved}: its tokens are in another order than the block's: no sequence parallelism here")
         if (counted := orders_tokens(self._flow, self._covers)) is not None:
-            self._plan.no_sp = f"{self._shown(counted[0])} counts, sorts or reduces tokens ({counted[1]})"
+            self._plan.no_sp = f"{self._inner(counted[0]) or own} counts, sorts or reduces tokens ({counted[1]})"
             self._reason(
                 f"{counted[0]}: it counts, sorts or reduces tokens ({counted[1]}) where it would see this rank's part of them: no "
                 "sequence parallelism here"
             )
 
-    def _check_idle(self) -> None:
+    def _check_idle(self, rows: Collection[str]) -> None:
         """Refuse an expert without tokens that did not get the rules of an equal expert."""
         for row in self._idle if self._sums else ():
-            if not any(name == self._inner(row) and style == "row" for name, style, _ in self._plan.rules):
+            if self._inner(row) not in rows:
                 raise self._stop(
                     f"{row}: the example gives it no token, and no module like it shows how to deal it out; set "
                     "example_input_array to an input that does",
@@ -275,15 +259,15 @@ class BlockPlanner:
         used = {name for group in groups for name in (group.row, *flow.columns[group.row])}
         for (name, style), args in flow.gathers.items():
             if any(inside(one, name) for one in used):
-                options: dict[str, Any] = {} if args == [0] else {"args": list(args)}
+                options = _args(args)
                 narrow = [edit.key for edit in self._edits if edit.kind == "narrow" and edit.module == name]
                 if style == "gather" and any(key in args for key in narrow):
                     options["local_width"] = True
-                self._plan.rules.append((self._inner(name), style, options))
+                self._rule(name, style, **options)
         for name, args in flow.sums.items():
             if any(inside(group.row, name) for group in groups):
-                self._plan.rules.append((self._inner(name), "gather", {} if args == [0] else {"args": list(args)}))
-                self._plan.rules.append((self._inner(name), "reduce", {}))
+                self._rule(name, "gather", **_args(args))
+                self._rule(name, "reduce")
                 self._reason(
                     f"{name}: columns in it read some of its tokens (experts), or in another order; what rows make is summed "
                     "where it returns"
@@ -291,64 +275,87 @@ class BlockPlanner:
 
     def _write_linears(self) -> None:
         """Rules for columns, norms over the whole width, and rows."""
-        rules = self._plan.rules
         for group in self._groups:
             for column, layout in group.columns.items():
                 linear, options = self._flow.linears[column], _column_options(self._model, column, layout)
                 if linear.is_called:
-                    rules.append((self._inner(column), "column", options))
+                    self._rule(column, "column", **options)
                     continue
                 dim = {"dim": linear.out_dim} if linear.out_dim else {}
-                rules.append((self._inner(linear.parameter), "local_heads", {**dim, **options}))
+                self._rule(linear.parameter, "local_heads", **dim, **options)
                 module = self._block.modules.get(column)
                 if linear_kind(module) is not None and isinstance(getattr(module, "bias", None), Tensor):
-                    rules.append((f"{self._inner(column)}.bias", "local_heads", options))
+                    self._rule(f"{column}.bias", "local_heads", **options)
             for norm in group.full_width:
-                rules.append((self._inner(norm), "full_width", {}))
+                self._rule(norm, "full_width")
             if (summed := self._flow.linears[group.row].summed) is not None:
                 self._write_summed(group, summed)
-                continue
-            rules.append((self._inner(group.row), "row", _row_options(self._model, group)))
+            else:
+                self._rule(group.row, "row", **_row_options(self._model, group))
 
     def _write_summed(self, group: GroupLayout, summed: SummedRow) -> None:
         """Rules for a module of several rows, which leave partial sums that are reduced where it returns."""
-        rules, options = self._plan.rules, _row_options(self._model, group)
+        options = _row_options(self._model, group)
         for name, dim in summed.rows:
             place = {} if dim is None or dim == self._model.get_parameter(name).ndim - 1 else {"dim": dim}
-            rules.append((self._inner(name), "row", {**place, **options}))
-        rules += [(self._inner(name), "once", {}) for name in summed.once]
-        local = options if len(group.segments) > 1 else {}
-        rules += [(self._inner(name), "local_heads", dict(local)) for name in summed.local]
-        rules.append((self._inner(group.row), "reduce", {}))
+            self._rule(name, "row", **place, **options)
+        for name in summed.once:
+            self._rule(name, "once")
+        for name in summed.local:
+            self._rule(name, "local_heads", **(options if len(group.segments) > 1 else {}))
+        self._rule(group.row, "reduce")
         shown = ", ".join(name[len(group.row) + 1 :] for name, _ in summed.rows)
         self._reason(
             f"{group.row}: it returns a sum of products of its input and is linear in it; {shown} are cut along that input's "
             "features, and what it returns is summed over the ranks"
         )
 
-    def _write_gradients(self, edited: set[str]) -> None:
+    def _write_gradients(self) -> None:
         """Rules for parameters that are whole, where the gather points do not tell whether their gradients come in parts."""
         flow = self._flow
-        openers = [
-            f"{flow.name}.{name}" for name, style, _ in self._plan.rules if style in ("gather", "copy", "full_width")
-        ]
-        known = {f"{flow.name}.{name}" for name, _, _ in self._plan.rules}
+        openers = [name for name, style, _ in self._rules if style in ("gather", "copy", "full_width")]
+        known = {name for name, _, _ in self._rules}
+        known |= {f"{edit.module}.{edit.key}" for edit in self._edits if edit.kind == "tensor"}
         rows = [group.row for group in self._groups]
         for parameter in flow.used_with:
             module = parameter.rpartition(".")[0]
-            if parameter in edited | known or module in flow.linears or not inside(module, flow.name):
+            if parameter in known or module in flow.linears or not inside(module, flow.name):
                 continue
             if any(inside(parameter, name) for name, one in flow.linears.items() if one.summed is not None):
                 continue  # such a module's own style says it of all that it holds
             inner = any(inside(module, opener) for opener in openers)
             if flow.between(parameter, rows) and not inner:
-                self._plan.rules.append((self._inner(parameter), "gradient", {"summed": True}))
+                self._rule(parameter, "gradient", summed=True)
                 self._reason(
                     f"{parameter}: all heads or features share it, so its gradient is the sum of the ranks' parts"
                 )
             elif inner and flow.behind_rows(parameter):
-                self._plan.rules.append((self._inner(parameter), "gradient", {"summed": False}))
+                self._rule(parameter, "gradient", summed=False)
                 self._reason(f"{parameter}: it is used behind the row, where every rank computes the same")
+
+    def _write_edits(self, edits: Sequence[Edit]) -> None:
+        """Rules for edits; an argument of another block needs none, and a narrow one is an option of the gather rule."""
+        sets: dict[str, dict[str, Any]] = {}
+        for edit in edits:
+            if edit.kind == "set":
+                before = read_attribute(self._block.modules[edit.module], str(edit.key))
+                options = sets.setdefault(edit.module, {})
+                if before == edit.value * self._tp:
+                    options.setdefault("divide", []).append(edit.key)
+                else:
+                    options.setdefault("values", {})[edit.key] = edit.value
+        for name, options in sets.items():
+            self._rule(name, "set", **options)
+        for edit in edits:
+            if edit.kind == "tensor":
+                self._rule(f"{edit.module}.{edit.key}", "local_heads", **({"dim": edit.dim} if edit.dim else {}))
+            elif edit.kind == "arg":
+                self._rule(edit.module, "local_heads", args=[edit.key], dim=edit.dim)
+
+
+def _args(args: Sequence[Argument]) -> dict[str, Any]:
+    """The option that names the arguments that a module gathers or copies; none for the first one alone."""
+    return {} if list(args) == [0] else {"args": list(args)}
 
 
 def _row_options(model: nn.Module, group: GroupLayout) -> dict[str, Any]:
@@ -396,17 +403,16 @@ def _lists_around(block: nn.Module, name: str) -> Iterator[tuple[dict[str, nn.Mo
 
 
 def _idle_experts(
-    model: nn.Module, flow: BlockFlow, rules: Sequence[tuple[str, str, dict[str, Any]]]
+    flow: BlockFlow, rules: Sequence[tuple[str, str, dict[str, Any]]]
 ) -> list[tuple[str, str, dict[str, Any]]]:
     """Rules for experts that get no token of the example: those of an equal expert."""
     known = {(name, style) for name, style, _ in rules}
-    block = model.get_submodule(flow.name)
     copied = []
     for name, style, options in rules:
         full = f"{flow.name}.{name}"
         if style == "reduce" or not any(inside(full, owner) and full != owner for owner in flow.sums):
             continue
-        for holder, like in _lists_around(block, name):
+        for holder, like in _lists_around(flow.call.module, name):
             own = next(module for key, module in holder.items() if like.format(key) == name)
             for key, other in holder.items():
                 if (like.format(key), style) not in known and alike(other, own):
@@ -422,13 +428,6 @@ def part_around(flow: BlockFlow, row: str) -> str:
     while len(around) > len(flow.name) and not flow.trace.calls_of(around):
         around = around.rpartition(".")[0]  # a list of modules is called by nobody
     return around if len(around) > len(flow.name) else ""
-
-
-def _what_to_write(block: nn.Module) -> str:
-    """Advice on a row that stands in the block's own forward, so that no module around it could be computed whole."""
-    if is_installed(type(block)):
-        return "It stands in the block's own forward, so no rule can have it computed whole"
-    return "It stands in the block's own forward, so no rule can have it computed whole; as a module of its own it could be"
 
 
 def _column_options(model: nn.Module, column: str, layout: ColumnLayout) -> dict[str, Any]:
@@ -463,26 +462,6 @@ def _counts(key: str) -> bool:
     """Whether an attribute counts heads, by its name."""
     low = key.lower()
     return "head" in low and "dim" not in low and "size" not in low and not low.startswith("_")
-
-
-def _edit_rules(model: nn.Module, edits: Sequence[Edit], tp: int, cut: int) -> list[tuple[str, str, dict[str, Any]]]:
-    """Rules for edits; ``cut`` is the number of characters of a name that lead to the inside of the block."""
-    sets: dict[str, dict[str, Any]] = {}
-    out: list[tuple[str, str, dict[str, Any]]] = []
-    for edit in edits:
-        if edit.kind == "tensor":
-            out.append((f"{edit.module}.{edit.key}"[cut:], "local_heads", {"dim": edit.dim} if edit.dim else {}))
-        elif edit.kind in ("given", "narrow"):
-            continue  # an argument of another block needs no rule, and a narrow one is an option of the gather rule
-        elif edit.kind == "arg":
-            out.append((edit.module[cut:], "local_heads", {"args": [edit.key], "dim": edit.dim}))
-        else:
-            options = sets.setdefault(edit.module, {})
-            if read_attribute(model.get_submodule(edit.module), str(edit.key)) == edit.value * tp:
-                options.setdefault("divide", []).append(edit.key)
-            else:
-                options.setdefault("values", {})[edit.key] = edit.value
-    return [*((name[cut:], "set", options) for name, options in sets.items()), *out]
 
 
 # ---- names -----------------------------------------------------------------------------------------------------

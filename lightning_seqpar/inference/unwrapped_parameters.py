@@ -60,14 +60,8 @@ class SumLayout:
 class UnwrappedProducts:
     """One module that multiplies its parameters itself, called as in a recorded forward.
 
-    Args:
-        block: the block that it is in.
-        owner: its name.
-        rows: full names of the parameters that act as rows.
-        columns: full names of those that act as columns.
-
-    Raises:
-        CantInferError: if the block does not call it, or it returns no tensor.
+    ``rows`` and ``columns`` are full names of the parameters that act as such. Raises CantInferError if the block does not call the
+    module ``owner``, or it returns no tensor.
     """
 
     def __init__(self, block: Block, owner: str, rows: Sequence[str], columns: Sequence[str]) -> None:
@@ -96,24 +90,8 @@ class UnwrappedProducts:
 
     # ---- the search ------------------------------------------------------------------------------------------
 
-    def check_used(self) -> None:
-        """Refuse a module with parameters that its output does not depend on: the example shows nothing of them.
-
-        Raises:
-            CantInferError: naming the parameters.
-        """
-        if idle := self._idle():
-            raise CantInferError(
-                f"{self.owner}: the example does not use its parameter{'s' * (len(idle) > 1)} {', '.join(idle)}, so nothing "
-                "tells how to cut it; set example_input_array to an input that does"
-            )
-
     def deal(self, tp: int) -> SumLayout:
-        """Find cuts under which the outputs of ``tp`` ranks sum up to the whole output.
-
-        Raises:
-            CantInferError: if none of those that are tried do.
-        """
+        """The cuts under which the outputs of ``tp`` ranks sum up to the whole output; raises CantInferError if none do."""
         for edits, cuts in islice(self._candidates(tp), _MAX_TRIES):
             if self._sums_up(cuts, edits, tp):
                 return SumLayout(cuts, edits)
@@ -123,8 +101,8 @@ class UnwrappedProducts:
             "parts sum up to its output"
         )
 
-    def _idle(self) -> list[str]:
-        """Parameters on which the output does not depend for the example's input."""
+    def idle(self) -> list[str]:
+        """Parameters on which the output does not depend for the example's input, which shows nothing of them."""
         own = {name: p for name, p in self.module.named_parameters(recurse=False) if p.is_floating_point()}
         frozen = [parameter for parameter in own.values() if not parameter.requires_grad]
         try:
