@@ -28,11 +28,8 @@ def is_settings(value: Any) -> bool:
 def kind_of(module: nn.Module, decisive: dict[type, frozenset[str]] | None = None) -> Any:
     """A key that is equal for blocks of a stack that are alike: classes, shapes, hooks and settings.
 
-    A block's own index counts only if its code decides by it; most blocks merely hand it to a cache.
-
-    Args:
-        module: the block.
-        decisive: what is known of the code of classes; kept by who asks for several blocks, since source is slow to read.
+    A block's own index counts only if its code decides by it; most blocks merely hand it to a cache. ``decisive`` is what is known
+    of the code of classes, kept by who asks for several blocks, since source is slow to read.
     """
     decisive = {} if decisive is None else decisive
 
@@ -169,27 +166,26 @@ def stacks(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
 
 
 def share_equal_blocks(model: nn.Module, rules: Mapping[str, str], memo: dict[int, Any]) -> None:
-    """Write into ``memo`` that equal blocks of a stack are copied as one module, so that they need the memory of one.
+    """Write into ``memo``, for ``copy.deepcopy``, that equal blocks of a stack are copied as one module, to need the memory of one.
 
-    Args:
-        model: the model that will be copied.
-        rules: what a plan says of modules and parameters, by name; blocks of which it says different things are not equal. Empty
-            for a copy that no plan is carried out on.
-        memo: for ``copy.deepcopy``.
+    ``rules`` is what a plan says of modules and parameters, by name; blocks of which it says different things are not equal.
     """
+    for block, first in _with_first(model, rules, planned=bool(rules)):
+        if id(block) not in memo:
+            memo[id(block)] = copy.deepcopy(first, memo)
+
+
+def _with_first(model: nn.Module, rules: Mapping[str, str], *, planned: bool) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """The blocks of every stack, each with the first one that is equal to it."""
     decisive: dict[type, frozenset[str]] = {}
     for blocks in stacks(model):
-        first: dict[Any, Any] = {}
+        first: dict[Any, nn.Module] = {}
         last = next(reversed(blocks), "")
         for name, block in blocks.items():
-            if id(block) in memo:
-                continue
             told = tuple((key[len(name) :], rule) for key, rule in rules.items() if inside(key, name))
             # Under a plan the last one is a module of its own: activations may become whole behind it, but not between the blocks.
-            kind = kind_of(block, decisive), told, bool(rules) and name == last
-            if kind not in first:
-                first[kind] = copy.deepcopy(block, memo)
-            memo[id(block)] = first[kind]
+            kind = kind_of(block, decisive), told, planned and name == last
+            yield block, first.setdefault(kind, block)
 
 
 def spread_equal_blocks(copied: nn.Module) -> None:
@@ -217,13 +213,7 @@ def _alike(block: nn.Module, model: nn.Module) -> nn.Module:
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The blocks that a copy under a plan has no module of its own for, since an earlier one is alike."""
-    decisive: dict[type, frozenset[str]] = {}
-    for blocks in stacks(model):
-        first: dict[Any, nn.Module] = {}
-        last = next(reversed(blocks), "")
-        for name, block in blocks.items():
-            if first.setdefault((kind_of(block, decisive), name == last), block) is not block:
-                yield block
+    return (block for block, first in _with_first(model, {}, planned=True) if first is not block)
 
 
 def in_repeated_blocks(model: nn.Module) -> set[int]:

@@ -32,21 +32,17 @@ from lightning_seqpar.layout.module_names import Argument, inside
 
 @dataclass
 class BlockPlan:
-    """The plan of one block.
+    """The plan of one block."""
 
-    Attributes:
-        rules: a triple each: name inside the block, style, options.
-        reasons: why, a sentence each.
-        parts: names inside the block of the modules around what is sharded, each of which could be computed whole instead.
-        no_sp: why it is right on whole sequences only, so that its stack runs without sequence parallelism; empty if it is
-            right on shards.
-        whole: names inside the block of modules and parameters that are left whole, each with the reason.
-    """
-
+    # A triple each: name inside the block, style, options.
     rules: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)  # why, a sentence each
+    # Names inside the block of the modules around what is sharded, each of which could be computed whole instead.
     parts: list[str] = field(default_factory=list)
+    # Why it is right on whole sequences only, so that its stack runs without sequence parallelism; empty if it is right on
+    # shards.
     no_sp: str = ""
+    # Names inside the block of modules and parameters that are left whole, each with the reason.
     whole: dict[str, str] = field(default_factory=dict)
 
 

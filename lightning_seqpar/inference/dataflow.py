@@ -60,48 +60,32 @@ class UnevenError(UserDecidesError):
 
 @dataclass(frozen=True)
 class SummedRow:
-    """A module that is one row: the sum of several products of its input, such as a linear with an adapter, ``W x + B(A x)``.
+    """A module that is one row: the sum of several products of its input, such as a linear with an adapter, ``W x + B(A x)``."""
 
-    Attributes:
-        rows: names of the products that read its input, each with the dim of its in-features; a linear module has none.
-        once: parameters that it adds to their sum.
-        local: parameters that belong to its input's features.
-    """
-
+    # Names of the products that read its input, each with the dim of its in-features; a linear module has none.
     rows: tuple[tuple[str, int | None], ...]
-    once: tuple[str, ...] = ()
-    local: tuple[str, ...] = ()
+    once: tuple[str, ...] = ()  # parameters that it adds to their sum
+    local: tuple[str, ...] = ()  # parameters that belong to its input's features
 
 
 @dataclass
 class Linear:
-    """One product of an activation and a parameter, in one block.
+    """One product of an activation and a parameter, in one block."""
 
-    Attributes:
-        name: the linear module (or ``nn.MultiheadAttention``) that owns the weight; for a parameter that a module multiplies
-            itself, the parameter's own name.
-        parameter: the weight's name; empty for an ``nn.MultiheadAttention`` and for a module of several products.
-        upstream: the nearest linears that its input comes from, or :data:`RESIDUAL`, :data:`OTHER_INPUT`.
-        op: index of the product's operation.
-        reads: id of the value that it reads, the activation.
-        also_reads: ids of the values that it reads in its further calls in the block.
-        makes: ids of the values that it makes.
-        is_called: whether all its products happen in calls of a module that is known to be a linear, and none past it
-            (``F.linear(x, linear.weight)``, or in a module that adds more to its product).
-        out_dim: the dim of the parameter along which its out-features are.
-        summed: the products that it consists of, if it is a module of several.
-    """
-
+    # The linear module (or `nn.MultiheadAttention`) that owns the weight; for a parameter that a module multiplies itself,
+    # the parameter's own name.
     name: str
-    parameter: str
-    upstream: frozenset[str]
-    op: int
-    reads: int
-    makes: tuple[int, ...]
+    parameter: str  # the weight's name; empty for an `nn.MultiheadAttention` and for a module of several products
+    upstream: frozenset[str]  # the nearest linears that its input comes from, or `RESIDUAL`, `OTHER_INPUT`
+    op: int  # index of the product's operation
+    reads: int  # id of the value that it reads, the activation
+    makes: tuple[int, ...]  # ids of the values that it makes
+    # Whether all its products happen in calls of a module that is known to be a linear, and none past it (`F.linear(x,
+    # linear.weight)`, or in a module that adds more to its product).
     is_called: bool = True
-    out_dim: int = 0
-    summed: SummedRow | None = None
-    also_reads: tuple[int, ...] = ()
+    out_dim: int = 0  # the dim of the parameter along which its out-features are
+    summed: SummedRow | None = None  # the products that it consists of, if it is a module of several
+    also_reads: tuple[int, ...] = ()  # ids of the values that it reads in its further calls in the block
 
     @property
     def feeding(self) -> frozenset[str]:
@@ -116,39 +100,29 @@ class Linear:
 
 @dataclass
 class BlockFlow:
-    """The data flow of one block.
+    """The data flow of one block."""
 
-    Attributes:
-        trace: the recorded forward.
-        call: the recorded call of the block.
-        arg: which argument of it is the activation.
-        linears: every product with a parameter, by name.
-        rows: names of the rows, in order of execution.
-        columns: the columns of each row.
-        gathers: by module and style (``gather`` or ``copy``), the arguments to make whole where it is entered.
-        attentions: names of modules of the class ``nn.MultiheadAttention``.
-        sums: modules that return partial sums, with the arguments to gather for them: those that multiply parameters
-            themselves, and those that deal their tokens out to experts.
-        row_segments: of rows whose input is put together of parts along the features, the parts' sizes.
-        streams: other arguments that are activations too, to which the block adds what it makes, and which it returns (the
-            text's tokens beside the picture's).
-        ungathered: rows with a column whose input can't be gathered anywhere, and why.
-        used_with: for each parameter that is computed with activations past a product (a norm's, a scale), the nearest linears
-            that those activations come from.
-    """
-
-    trace: ForwardTrace
-    call: Call
-    arg: Argument
-    linears: dict[str, Linear] = field(default_factory=dict)
-    rows: list[str] = field(default_factory=list)
-    columns: dict[str, list[str]] = field(default_factory=dict)
+    trace: ForwardTrace  # the recorded forward
+    call: Call  # the recorded call of the block
+    arg: Argument  # which argument of it is the activation
+    linears: dict[str, Linear] = field(default_factory=dict)  # every product with a parameter, by name
+    rows: list[str] = field(default_factory=list)  # names of the rows, in order of execution
+    columns: dict[str, list[str]] = field(default_factory=dict)  # the columns of each row
+    # By module and style (`gather` or `copy`), the arguments to make whole where it is entered.
     gathers: dict[tuple[str, str], list[Argument]] = field(default_factory=dict)
-    attentions: list[str] = field(default_factory=list)
+    attentions: list[str] = field(default_factory=list)  # names of modules of the class `nn.MultiheadAttention`
+    # Modules that return partial sums, with the arguments to gather for them: those that multiply parameters themselves,
+    # and those that deal their tokens out to experts.
     sums: dict[str, list[Argument]] = field(default_factory=dict)
+    # Of rows whose input is put together of parts along the features, the parts' sizes.
     row_segments: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # Other arguments that are activations too, to which the block adds what it makes, and which it returns (the text's
+    # tokens beside the picture's).
     streams: tuple[Argument, ...] = ()
+    # Rows with a column whose input can't be gathered anywhere, and why.
     ungathered: dict[str, CantInferError] = field(default_factory=dict)
+    # For each parameter that is computed with activations past a product (a norm's, a scale), the nearest linears that
+    # those activations come from.
     used_with: dict[str, frozenset[str]] = field(default_factory=dict)
 
     @property

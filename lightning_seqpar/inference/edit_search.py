@@ -134,19 +134,9 @@ def _is_made_in_another_block(block: Block, value: int) -> bool:
 
 
 def find_edits(block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edit], tp: int) -> list[Edit]:
-    """Find the smallest set of edits with which every rank computes its part of the block.
+    """The smallest set of edits that the last of the groups needs beside ``edits``, those of the others.
 
-    Args:
-        block: the block.
-        groups: rows with their columns, and how they are split; the last one is new.
-        edits: those that the other groups need.
-        tp: number of ranks.
-
-    Returns:
-        The edits that the last group needs more.
-
-    Raises:
-        CantInferError: if no set of them will do.
+    With them every rank computes its part of the block. Raises CantInferError if no set will do.
     """
     norms = [edit for edit in _batch_norms(block, groups[-1], tp) if edit not in edits]
     edits = [*edits, *norms]

@@ -37,32 +37,20 @@ def backward_at_once(loss: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Example:
-    """An input of a model, and the method that takes it.
+    """An input of a model, and the method that takes it."""
 
-    Attributes:
-        source: where it comes from, for messages.
-        method: ``forward``, or the name of a step such as ``training_step``.
-        args: positional arguments.
-        kwargs: named arguments.
-        draws: whether the method needs random draws to be random.
-        path: name of the submodule that takes it; empty for the model itself.
-        reduction: how a copy that takes it is smaller than the model.
-        iterates: whether the step is given an iterator of batches (``training_step(self, dataloader_iter)``); ``args`` is what
-            that gives.
-        reads_gradients: whether ``manual_backward`` computes gradients at once, for a step that reads them.
-        frozen: whether parameters that are frozen stay so in copies that take it. Else all of them ask for gradients, so that
-            what is found is right when they thaw.
-    """
-
-    source: str
-    method: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    draws: bool = False
-    path: str = ""
-    reduction: Reduction = WHOLE
+    source: str  # where it comes from, for messages
+    method: str  # `forward`, or the name of a step such as `training_step`
+    args: tuple[Any, ...]  # positional arguments
+    kwargs: Mapping[str, Any]  # named arguments
+    draws: bool = False  # whether the method needs random draws to be random
+    path: str = ""  # name of the submodule that takes it; empty for the model itself
+    reduction: Reduction = WHOLE  # how a copy that takes it is smaller than the model
+    # Whether the step is given an iterator of batches (`training_step(self, dataloader_iter)`); `args` is what that gives.
     iterates: bool = False
-    reads_gradients: bool = False
+    reads_gradients: bool = False  # whether `manual_backward` computes gradients at once, for a step that reads them
+    # Whether parameters that are frozen stay so in copies that take it. Else all of them ask for gradients, so that what is
+    # found is right when they thaw.
     frozen: bool = False
 
     @property
@@ -211,8 +199,7 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
 def find_evaluation(module: LightningModule, trainer: Trainer) -> Example | None:
     """The first batch that the run evaluates, for the step that takes it; None if it evaluates nothing.
 
-    Raises:
-        NoExampleError: if its loader can be read only once.
+    Raises NoExampleError if its loader can be read only once.
     """
     running, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
     if step != "training_step":
@@ -260,13 +247,8 @@ def _step_args(method: Callable[..., Any], batch: Any, several: bool) -> tuple[A
 def peek_batch(make_loaders: Callable[[], Any], what: str, *, in_turn: bool = False) -> Any:
     """The first batch, read in this process; random streams and generators are put back as they were.
 
-    Args:
-        make_loaders: gives the user's loader, or a container of loaders.
-        what: for messages: ``training``, ``validation``, ...
-        in_turn: loaders in a container are read one after the other, as in evaluation; else each gives a part of a batch.
-
-    Raises:
-        NoExampleError: for an empty loader, or a stream that can be read only once.
+    ``make_loaders`` gives the user's loader, or a container of loaders, which with ``in_turn`` are read one after the other, as in
+    evaluation; else each gives a part of a batch. Raises NoExampleError for an empty loader, or a stream to be read once only.
     """
     with kept_streams(torch.device("cpu")):
         return _peek(make_loaders(), what, in_turn=in_turn)[0]
@@ -343,35 +325,38 @@ def _put_back(held: Any, counts: Mapping[str, int | float], lists: Sequence[tupl
 def _first(loader: Any, what: str) -> Any:
     """The first batch of one loader, which is put back to where it was."""
     if not isinstance(loader, DataLoader):
-        return _first_of(loader, what)
+        return next(_reading(loader, f"{what} loader"))
     inner = getattr(loader.batch_sampler, "sampler", None)
     with _state_kept([loader, loader.sampler, loader.batch_sampler, inner, loader.dataset], _LEVELS):
         return _first_of(loader, what)
 
 
-def _first_of(loader: Any, what: str) -> Any:
+def _first_of(loader: DataLoader[Any], what: str) -> Any:
     """The first batch of one loader, read without its workers."""
-    advice = "set example_input_array on the module (a tensor, tuple or dict that its forward takes)"
-    if isinstance(loader, DataLoader):
-        data = loader.dataset
-        if isinstance(data, IterableDataset):
-            iterator: Any = iter(data)
-            if iterator is data:
-                raise NoExampleError(f"the {what} data set is a stream that can be read once only; {advice}")
-            if loader.batch_size is None:
-                return loader.collate_fn(next(iterator))
-            samples = list(islice(iterator, loader.batch_size))
-        elif loader.batch_sampler is not None:
-            samples = [data[index] for index in next(iter(loader.batch_sampler))]
-        else:
-            return loader.collate_fn(data[next(iter(loader.sampler))])
-        if not samples:
-            raise NoExampleError(f"the {what} loader is empty; {advice}")
-        return loader.collate_fn(samples)
-    iterator = iter(loader)
-    if iterator is loader:
-        raise NoExampleError(f"the {what} loader is a stream that can be read once only; {advice}")
-    return next(iterator)
+    data = loader.dataset
+    if isinstance(data, IterableDataset):
+        iterator = _reading(data, f"{what} data set")
+        if loader.batch_size is None:
+            return loader.collate_fn(next(iterator))
+        samples = list(islice(iterator, loader.batch_size))
+    elif loader.batch_sampler is not None:
+        samples = [data[index] for index in next(iter(loader.batch_sampler))]
+    else:
+        return loader.collate_fn(data[next(iter(loader.sampler))])
+    if not samples:
+        raise NoExampleError(f"the {what} loader is empty; {_ADVICE}")
+    return loader.collate_fn(samples)
+
+
+def _reading(data: Any, what: str) -> Iterator[Any]:
+    """An iterator over data that can be read again."""
+    iterator: Iterator[Any] = iter(data)
+    if iterator is data:
+        raise NoExampleError(f"the {what} is a stream that can be read once only; {_ADVICE}")
+    return iterator
+
+
+_ADVICE = "set example_input_array on the module (a tensor, tuple or dict that its forward takes)"
 
 
 def small(batch: Any, limit: int = 4096) -> Any:

@@ -31,40 +31,28 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class ColumnLayout:
-    """How a column's out-features are split over the ranks.
+    """How a column's out-features are split over the ranks."""
 
-    Attributes:
-        ranges: for each rank, the ranges of out-features that it gets.
-        segments: sizes of the parts of a fused projection, such as ``[q|k|v]``; one for an ordinary linear.
-        units: for each segment, the number of units (heads) that must stay whole.
-    """
-
-    ranges: tuple[Ranges, ...]
-    segments: tuple[int, ...]
-    units: tuple[int, ...]
+    ranges: tuple[Ranges, ...]  # for each rank, the ranges of out-features that it gets
+    segments: tuple[int, ...]  # sizes of the parts of a fused projection, such as `[q|k|v]`; one for an ordinary linear
+    units: tuple[int, ...]  # for each segment, the number of units (heads) that must stay whole
 
 
 @dataclass
 class GroupLayout:
-    """How one row and its columns are split over the ranks.
+    """How one row and its columns are split over the ranks."""
 
-    Attributes:
-        row: the row's name.
-        features: number of its in-features.
-        units: number of units (heads) among them that must stay whole; of several segments, of the one with the largest units.
-        segments: sizes of the parts of which its input is put together, ``[attention|mlp]``; one for most rows.
-        segment_units: for each of them, the number of units.
-        columns: layout of each column; a column that is missing stays whole.
-        full_width: norms between them that need the whole width.
-    """
-
-    row: str
-    features: int
-    units: int
-    segments: tuple[int, ...] = ()
-    segment_units: tuple[int, ...] = ()
-    columns: dict[str, ColumnLayout] = field(default_factory=dict)
-    full_width: list[str] = field(default_factory=list)
+    row: str  # the row's name
+    features: int  # number of its in-features
+    units: int  # number of units (heads) among them that must stay whole; of several segments, of the one with the largest units
+    segments: tuple[
+        int, ...
+    ] = ()  # sizes of the parts of which its input is put together, `[attention|mlp]`; one for most rows
+    segment_units: tuple[int, ...] = ()  # for each of them, the number of units
+    columns: dict[str, ColumnLayout] = field(
+        default_factory=dict
+    )  # layout of each column; a column that is missing stays whole
+    full_width: list[str] = field(default_factory=list)  # norms between them that need the whole width
 
     def part(self, rank: int, tp: int) -> Tensor:
         """The indices of the row's in-features that a rank has."""

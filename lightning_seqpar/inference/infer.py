@@ -251,13 +251,8 @@ def with_tried_rules(
 ) -> CantInferError:
     """The error with rules that let inference go on, or with the sentence that no such rule was found.
 
-    The rule of each error is tried together with those of the errors before it, so that what is proposed works as a whole.
-
-    Args:
-        error: where inference stopped.
-        attempt: inference with more rules of the user's; raises where it stops.
-        tp: number of tensor-parallel ranks, for the sentence.
-        own: the user's own rules, which stand in front of those.
+    The rule of each error is tried together with those of the errors before it, so that what is proposed works as a whole:
+    ``attempt`` is inference with more rules, and raises where it stops. The user's ``own`` stand in front of what is proposed.
     """
     if isinstance(error, NothingToSplitError):
         return error

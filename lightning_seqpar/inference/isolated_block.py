@@ -35,16 +35,7 @@ def other_data(tensors: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 class Block:
-    """One block of a copy, which is run with the input that it had in a recorded forward.
-
-    Args:
-        flow: the block's data flow.
-        blocks: names of the other blocks of the stack.
-
-    Attributes:
-        module: the block.
-        modules: every module of the copy, by name.
-    """
+    """A block of a copy that is run with the input that it had in a recorded forward; ``blocks`` are the others of its stack."""
 
     def __init__(self, flow: BlockFlow, blocks: Collection[str] = ()) -> None:
         self.flow, self.model, self.blocks = flow, flow.trace.model, blocks
@@ -62,15 +53,9 @@ class Block:
     def inputs(self, seed: int = 0, grad: bool = False) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
         """Positional and named arguments for a run, and the activation among them, as leaves of a new graph.
 
-        Args:
-            seed: above 0, the activation is noise drawn from it; else it is the recorded one.
-            grad: whether the activation requires a gradient.
+        With a ``seed`` above 0 the activation is noise drawn from it; else it is the recorded one.
         """
-
-        def leaf(tensor: Tensor) -> Tensor:
-            return tensor.detach().clone()
-
-        args, kwargs = tree_map_only(Tensor, leaf, self.flow.call.given)
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), self.flow.call.given)
         # The recorded forward filled a cache of keys and values, which the block would read instead of computing them.
         args = [None if is_cache(arg) else arg for arg in args]
         kwargs = {key: None if is_cache(arg) else arg for key, arg in kwargs.items()}

@@ -65,15 +65,7 @@ class LazyCopies:
         self._classes: dict[type, type] = {}
 
     def of(self, value: Any, path: str) -> Any:
-        """What stands for ``value``.
-
-        Args:
-            value: any object.
-            path: how the user's code reaches it, for messages.
-
-        Raises:
-            CantCopyError: if it can't be copied harmlessly; the message has the path.
-        """
+        """What stands for ``value``, which the user's code reaches by ``path``; raises CantCopyError if nothing harmless can."""
         if isinstance(value, _UNCHANGEABLE):
             return value
         if id(value) not in self._made:
@@ -221,12 +213,9 @@ def _is_plain_class(cls: type) -> bool:
 
 def _array(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """A copy of an array, or of a large one a view that can't be written to."""
-    copied: np.ndarray[Any, Any]
-    if value.nbytes < _LARGE_ARRAY and not isinstance(value, np.memmap):
-        copied = value.copy()
-    else:
-        copied = value.view()
-        copied.flags.writeable = False
+    large = value.nbytes >= _LARGE_ARRAY or isinstance(value, np.memmap)
+    copied: np.ndarray[Any, Any] = value.view() if large else value.copy()
+    copied.flags.writeable = not large
     return copied
 
 
@@ -235,10 +224,7 @@ def deep_copy(
 ) -> nn.Module:
     """``copy.deepcopy`` of a model, whose modules may hold what has no copy: locks, open files, tensors with a graph, ...
 
-    Args:
-        model: the model.
-        memo: for ``deepcopy``; it gets all copies.
-        begin: is called with the memo before.
+    ``memo`` gets all copies; ``begin`` is called with it before.
     """
     attempt = dict(memo)
     try:
@@ -246,20 +232,15 @@ def deep_copy(
         copied = copy.deepcopy(model, attempt)
     except Exception:  # whatever a class raises that can't be copied
         attempt = dict(memo)
-        attempt |= stand_ins(model, attempt)
+        attempt |= _stand_ins(model, attempt)
         begin(attempt)
         copied = copy.deepcopy(model, attempt)
     memo.update(attempt)
     return copied
 
 
-def stand_ins(model: nn.Module, copies: Mapping[int, Any]) -> dict[int, Any]:
-    """A memo for ``copy.deepcopy`` with what stands for values that it can't copy among the attributes of a model's modules.
-
-    Args:
-        model: the model.
-        copies: the memo of the ``deepcopy`` that is to come; while it runs and after, it has the copies of the modules.
-    """
+def _stand_ins(model: nn.Module, copies: Mapping[int, Any]) -> dict[int, Any]:
+    """What stands, by id, for attributes that ``copy.deepcopy`` can't copy; ``copies`` is its memo, which gets the modules."""
     parts = [*model.modules(), *model.parameters(), *model.buffers()]
     known = {id(part): part for part in parts}
     known |= {key: known.get(key, value) for key, value in copies.items()}

@@ -20,12 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.inference.block_kinds import share_equal_blocks
 from lightning_seqpar.inference.lazy_copy import deep_copy
-from lightning_seqpar.inference.reduction import (
-    WHOLE,
-    Reduction,
-    cut_vocabularies,
-    tell_vocabularies,
-)
+from lightning_seqpar.inference.reduction import WHOLE, Reduction, cut_vocabularies, tell_vocabularies
 
 
 class Quiet(TorchDispatchMode):
@@ -126,16 +121,10 @@ def detached_copy(
 def change_attribute_tensors(
     model: nn.Module, which: Callable[[Tensor], bool], change: Callable[[Tensor], Tensor]
 ) -> None:
-    """Replace tensors that modules have as plain attributes, in lists and dicts too, in place.
-
-    Args:
-        model: a copy.
-        which: the tensors that are replaced.
-        change: makes what takes a tensor's place.
-    """
+    """Replace tensors that a copy's modules have as plain attributes, in lists and dicts too, in place."""
     for module in model.modules():
         for key, value in vars(module).items():
-            if key not in ("_parameters", "_buffers", "_modules") and any(map(which, tensors_in(value))):
+            if key not in _REGISTERED and any(map(which, tensors_in(value))):
                 module.__dict__[key] = map_tensors(lambda x: change(x) if which(x) else x, value)
 
 
@@ -179,11 +168,7 @@ _MANY = 1024
 def point_to_copy(copied: nn.Module, memo: dict[int, Any]) -> None:
     """Let what a copy's attributes and hooks hold lead to the copy, in place: ``deepcopy`` leaves functions and weak references.
 
-    They would run the model itself, or write to it, and a proof on copies would prove nothing.
-
-    Args:
-        copied: the copy of a model.
-        memo: of the ``deepcopy``.
+    They would run the model itself, or write to it, and a proof on copies would prove nothing. ``memo`` is the ``deepcopy``'s.
     """
     leads = _Leads(memo)
     for module in copied.modules():
@@ -247,9 +232,8 @@ class _Leads:
 
     def _function(self, value: types.FunctionType) -> types.FunctionType:
         """A function that holds copies where ``value`` holds parts of the model; itself if it holds none."""
-        code, space = value.__code__, value.__globals__
         cells = tuple(types.CellType() for _ in value.__closure__ or ())
-        made = types.FunctionType(code, space, value.__name__, value.__defaults__, cells if cells else None)
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, cells or None)
         self._made[id(value)] = made  # before its cells, which may hold it
         same = True
         for cell, old in zip(cells, value.__closure__ or (), strict=True):
@@ -365,8 +349,7 @@ def nudge_weights(model: nn.Module) -> None:
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
     """While open, new tensors have ``dtype`` by default; None changes nothing."""
     before = torch.get_default_dtype()
-    if dtype is not None:
-        torch.set_default_dtype(dtype)
+    torch.set_default_dtype(dtype or before)
     try:
         yield
     finally:

@@ -27,19 +27,12 @@ from lightning_seqpar.styles.style import Stack
 
 
 class HowToCut(NamedTuple):
-    """What the configuration says of a pipeline.
-
-    Attributes:
-        stages: over how many stages.
-        rounds: how many chunks of blocks each stage has.
-        layers: how many blocks each chunk has; None for chunks that cost alike.
-        split: the first stage of the second stack of blocks; None for whatever costs alike.
-    """
+    """What the configuration says of a pipeline."""
 
     stages: int
-    rounds: int = 1
-    layers: Sequence[int] | None = None
-    split: int | None = None
+    rounds: int = 1  # chunks of blocks that each stage has
+    layers: Sequence[int] | None = None  # blocks of each chunk; None for chunks that cost alike
+    split: int | None = None  # the first stage of the second stack of blocks; None for whatever costs alike
 
     @property
     def chunks(self) -> int:
@@ -63,13 +56,7 @@ def find_cut(
 ) -> Cut:
     """Run a copy on an example, and follow the graph from each block's end to the parameters behind it, not across a cut.
 
-    Args:
-        model: the whole model.
-        example: an input.
-        stacks: its blocks.
-        how: the stages.
-        dtype: of the copy.
-        prepare: is called with the copy before it runs.
+    ``dtype`` is the copy's, and ``prepare`` is called with it before it runs.
 
     Raises:
         CantInferError: if there are too few blocks, a block returns what no other block takes, or a stage reads what the blocks
@@ -122,11 +109,7 @@ def leaves_blocks(module: nn.Module, plans: Sequence[ShardingPlan]) -> bool:
 
 
 def check_stacks(stacks: Sequence[Stack], how: HowToCut) -> None:
-    """Look whether stacks of blocks are there, and can be dealt out so.
-
-    Raises:
-        CantInferError: if the blocks are too few, or others than the configuration says.
-    """
+    """Refuse stacks that can't be dealt out so: the blocks are too few, or others than the configuration says."""
     shown = " and ".join(stack.shown for stack in stacks)
     counts = [len(stack.blocks) for stack in stacks]
     count = sum(counts)
@@ -253,15 +236,7 @@ def trace_cut(
 ) -> Cut:
     """:func:`find_cut` on a model that is run as it is.
 
-    Args:
-        model: whose blocks get hooks while it runs.
-        run: runs it, and returns the loss.
-        stacks: its blocks.
-        how: the stages.
-        numel: size of each parameter of the whole model, by name.
-
-    Raises:
-        CantInferError: as :func:`find_cut`.
+    ``run`` runs it and returns the loss; ``numel`` is the size of each parameter of the whole model, by name.
     """
     called: list[str] = []
     at_blocks: list[bytes] = []  # the state of the host's generators at the first block
@@ -270,11 +245,10 @@ def trace_cut(
         for one in traced:
             for name in one.stack.blocks:
                 block = model.get_submodule(name)
-                hooks.callback(block.register_forward_hook(one.look(name)).remove)
-                hooks.callback(block.register_forward_pre_hook(one.take(name), with_kwargs=True).remove)
+                hooks.enter_context(block.register_forward_hook(one.look(name)))
+                hooks.enter_context(block.register_forward_pre_hook(one.take(name), with_kwargs=True))
             first = model.get_submodule(one.stack.blocks[0])
-            noted = first.register_forward_pre_hook(lambda module, args: at_blocks.append(host_state()))
-            hooks.callback(noted.remove)
+            hooks.enter_context(first.register_forward_pre_hook(lambda module, args: at_blocks.append(host_state())))
         loss = run()
     host_draws = at_blocks != [] and at_blocks[0] != host_state()
     if idle := next((one.stack for one in traced if one.stack.blocks[0] not in called), None):
@@ -346,11 +320,7 @@ def deal_out(costs: Sequence[int], stages: int) -> list[int]:
     """How many of the blocks in a row each stage gets, so that the most expensive stage costs as little as it can.
 
     Among equal ways, that in which the stages cost most alike; of those the one that has fewer blocks in front, since the first
-    stages keep the activations of most micro-batches.
-
-    Args:
-        costs: of the blocks, in order.
-        stages: how many; each gets one block at least.
+    stages keep the activations of most micro-batches. Each stage gets one block at least.
     """
     # Of the first so many blocks over so many stages: the highest cost, the sum of squares, and the numbers of blocks.
     best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}

@@ -50,19 +50,14 @@ def is_large(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a copy is smaller than its model, and its example than the batch.
+    """How a copy is smaller than its model, and its example than the batch."""
 
-    Attributes:
-        skips_repeats: equal blocks share one module, and are computed at its first two calls.
-        vocabularies: number of rows of each vocabulary, and how many of them the copy has.
-        lengths: length of the example's sequences, and of those that the copy is run on; None leaves them.
-        samples: how many samples of a batch are kept at most; None for all.
-    """
-
-    skips_repeats: bool = False
+    skips_repeats: bool = False  # equal blocks share one module, and are computed at its first two calls
+    # Number of rows of each vocabulary, and how many of them the copy has.
     vocabularies: Mapping[int, int] = field(default_factory=dict)
+    # Length of the example's sequences, and of those that the copy is run on; None leaves them.
     lengths: tuple[int, int] | None = None
-    samples: int | None = None
+    samples: int | None = None  # how many samples of a batch are kept at most; None for all
 
     @staticmethod
     def variants(model: nn.Module, tp: int, length: int | None, longest: int = 0) -> list[Reduction]:
@@ -174,13 +169,7 @@ _WINDOW_NAME = re.compile(r"window|chunk|local", re.IGNORECASE)
 
 
 def cut_vocabularies(model: nn.Module, vocabularies: Mapping[int, int], memo: dict[int, Any]) -> None:
-    """Write into ``memo`` that tensors over a vocabulary are copied with its first rows only.
-
-    Args:
-        model: the model that will be copied.
-        vocabularies: rows, and how many the copy has.
-        memo: for ``copy.deepcopy``.
-    """
+    """Write into ``memo``, for ``copy.deepcopy``, that tensors over a vocabulary are copied with its first rows only."""
     repeated = in_repeated_blocks(model)
     for module in model.modules():
         if id(module) in repeated:
@@ -198,13 +187,7 @@ def cut_vocabularies(model: nn.Module, vocabularies: Mapping[int, int], memo: di
 
 
 def tell_vocabularies(copied: nn.Module, original: nn.Module, reduction: Reduction) -> None:
-    """Give the copy's attributes and configs the sizes of the short vocabularies, in place, and ids inside them.
-
-    Args:
-        copied: the copy.
-        original: its model; objects that both hold are left alone.
-        reduction: how the copy is smaller.
-    """
+    """Give a copy's attributes and configs the sizes of the short vocabularies and ids inside them; not what its model holds."""
     shared = {id(value) for value in _holders(original)}
     smallest, largest = min(reduction.vocabularies.values()), max(reduction.vocabularies)
     for holder in _holders(copied):

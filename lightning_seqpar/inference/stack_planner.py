@@ -25,20 +25,16 @@ from lightning_seqpar.plan.sharding_plan import ShardingPlan
 
 @dataclass
 class Inference:
-    """An inferred plan: of a model, or of one stack of its blocks.
+    """An inferred plan: of a model, or of one stack of its blocks."""
 
-    Attributes:
-        rules: as data.
-        reasons: why they are as they are, a sentence each.
-        parts: rules, each of which has one sharded part of the blocks computed whole.
-        whole: patterns of the modules that are left whole, each with the reason.
-        no_sp: patterns of the blocks that are given whole sequences, each with the reason.
-    """
-
-    rules: list[dict[str, Any]] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
+    rules: list[dict[str, Any]] = field(default_factory=list)  # as data
+    reasons: list[str] = field(default_factory=list)  # why they are as they are, a sentence each
+    # Rules, each of which has one sharded part of the blocks computed whole.
     parts: list[dict[str, Any]] = field(default_factory=list)
-    whole: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, str] = field(
+        default_factory=dict
+    )  # patterns of the modules that are left whole, each with the reason
+    # Patterns of the blocks that are given whole sequences, each with the reason.
     no_sp: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -66,14 +62,7 @@ class _PlannedBlocks:
 
 
 class StackPlanner:
-    """Plans the stacks of one model.
-
-    Args:
-        trace: the recorded forward.
-        tp: number of tensor-parallel ranks.
-        covers: whether the user's own rules decide some modules.
-        sums: whether a module that deals its tokens out to experts may be reduced where it returns.
-    """
+    """Plans the stacks of one model; ``covers`` and ``sums`` are as in :class:`BlockPlanner`."""
 
     def __init__(self, trace: ForwardTrace, tp: int, covers: Callable[..., bool], *, sums: bool) -> None:
         self._trace, self._model, self._tp = trace, trace.model, tp

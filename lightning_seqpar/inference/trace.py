@@ -55,42 +55,25 @@ def _ordered_dims(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor between two writes: a tensor that is written in place has another value from then on.
+    """A tensor between two writes: a tensor that is written in place has another value from then on."""
 
-    Attributes:
-        id: its index in :attr:`ForwardTrace.values`.
-        shape: its shape.
-        floating: whether gradients can flow through it.
-        root: id of the value whose content it has; views and copies have the same root.
-        parameter: name of the parameter that it is, or is a view or a cast of; None for an activation.
-    """
-
-    id: int
-    shape: tuple[int, ...]
-    floating: bool
-    root: int
-    parameter: str | None = None
+    id: int  # its index in :attr:`ForwardTrace.values`
+    shape: tuple[int, ...]  # its shape
+    floating: bool  # whether gradients can flow through it
+    root: int  # id of the value whose content it has; views and copies have the same root
+    parameter: str | None = None  # name of the parameter that it is, or is a view or a cast of; None for an activation
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation.
+    """One operation."""
 
-    Attributes:
-        index: its index in :attr:`ForwardTrace.ops`.
-        name: as torch's dispatcher calls it; ``rewrite`` for a view of memory that an operation wrote to.
-        inputs: ids of the values that it read.
-        outputs: ids of the values that it made.
-        stack: ids of the module calls that were open, outermost first.
-        dims: the dims of its first input along which it orders or reduces elements.
-    """
-
-    index: int
-    name: str
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    stack: tuple[int, ...]
-    dims: tuple[int, ...] = ()
+    index: int  # its index in :attr:`ForwardTrace.ops`
+    name: str  # as torch's dispatcher calls it; `rewrite` for a view of memory that an operation wrote to
+    inputs: tuple[int, ...]  # ids of the values that it read
+    outputs: tuple[int, ...]  # ids of the values that it made
+    stack: tuple[int, ...]  # ids of the module calls that were open, outermost first
+    dims: tuple[int, ...] = ()  # the dims of its first input along which it orders or reduces elements
 
     @property
     def is_product(self) -> bool:
@@ -105,29 +88,19 @@ class Op:
 
 @dataclass
 class Call:
-    """One call of a module.
+    """One call of a module."""
 
-    Attributes:
-        id: its index in :attr:`ForwardTrace.calls`.
-        name: the module's name in the model.
-        module: the module.
-        around: ids of the calls around it, outermost first.
-        first_op: index of the first operation inside it.
-        args: id of the value of each tensor argument, by position or name.
-        outputs: ids of the values that it returned.
-        last_op: one past the index of the last operation inside it.
-        given: the arguments themselves, positional and named.
-    """
-
-    id: int
-    name: str
-    module: nn.Module
-    around: tuple[int, ...]
-    first_op: int
-    args: dict[int | str, int] = field(default_factory=dict)
-    outputs: list[int] = field(default_factory=list)
-    last_op: int = -1
-    given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    id: int  # its index in :attr:`ForwardTrace.calls`
+    name: str  # the module's name in the model
+    module: nn.Module  # the module
+    around: tuple[int, ...]  # ids of the calls around it, outermost first
+    first_op: int  # index of the first operation inside it
+    args: dict[int | str, int] = field(
+        default_factory=dict
+    )  # ids of the values of tensor arguments, by position or name
+    outputs: list[int] = field(default_factory=list)  # ids of the values that it returned
+    last_op: int = -1  # one past the index of the last operation inside it
+    given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # the arguments themselves, positional and named
 
 
 class ForwardTrace(TorchDispatchMode):

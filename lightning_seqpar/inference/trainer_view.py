@@ -65,11 +65,8 @@ def answer_harmlessly(
 ) -> None:
     """Replace what a step calls on its module, in place, so that running a step on a copy has no effects.
 
-    Args:
-        model: the copy.
-        logged: gets the names and values that the step logs.
-        losses: gets the losses that it passes to ``manual_backward``.
-        at_once: computes the gradients of such a loss, for a step that reads them; None for not at all.
+    ``logged`` gets the names and values that the step logs, and ``losses`` what it passes to ``manual_backward``. ``at_once``
+    computes the gradients of such a loss, for a step that reads them.
     """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:

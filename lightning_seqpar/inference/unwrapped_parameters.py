@@ -31,30 +31,19 @@ _SEGMENTS = (1, 2, 3)
 
 @dataclass(frozen=True)
 class Cut:
-    """How one parameter is cut.
+    """How one parameter is cut."""
 
-    Attributes:
-        dim: the tensor dim; None for a parameter that stays whole and that the first rank alone adds (a bias).
-        size: that dim's length.
-        segments: number of equal parts of a fused parameter, each of which is split over the ranks.
-    """
-
-    dim: int | None
-    size: int = 0
-    segments: int = 1
+    dim: int | None  # the tensor dim; None for a parameter that stays whole and that the first rank alone adds (a bias)
+    size: int = 0  # that dim's length
+    segments: int = 1  # number of equal parts of a fused parameter, each of which is split over the ranks
 
 
 @dataclass
 class SumLayout:
-    """How a module is split whose output is the sum of what the ranks make with their parts of its parameters.
+    """How a module is split whose output is the sum of what the ranks make with their parts of its parameters."""
 
-    Attributes:
-        cuts: by the parameter's own name; one that is missing stays whole.
-        edits: attributes that change.
-    """
-
-    cuts: dict[str, Cut] = field(default_factory=dict)
-    edits: tuple[Edit, ...] = ()
+    cuts: dict[str, Cut] = field(default_factory=dict)  # by the parameter's own name; one that is missing stays whole
+    edits: tuple[Edit, ...] = ()  # attributes that change
 
 
 class UnwrappedProducts:
