@@ -499,7 +499,7 @@ MANNERS: dict[str, Callable[[int, str], Any]] = {
 @sees(
     "habits: an MLP in front taken for a block",
     "find_stacks",
-    "outermost = _without_lone_mlps(trace, outermost, model)",
+    "outermost = _without_lone_mlps(trace, outermost)",
     "pass",
 )
 @sees("habits: shards are pickled", "guard_pickling", "PickleGuard(why)", "None")

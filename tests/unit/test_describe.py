@@ -131,7 +131,7 @@ IDS = torch.zeros(2, 12, dtype=torch.long)
 @sees(
     "what a copy can't hold ends a plan",
     "lazy_copy:deep_copy",
-    "        attempt |= stand_ins(model, attempt)\n",
+    "        attempt |= _stand_ins(model, attempt)\n",
     "",
     case="tensor",
 )

@@ -169,7 +169,7 @@ def build(kind: str) -> nn.Module:
 @sees(
     "a list of modules taken for a module that is called",
     "part_around",
-    "and not trace.calls_of(around)",
+    "and not flow.trace.calls_of(around)",
     "and False",
     case="listed",
 )
@@ -282,7 +282,7 @@ def build(kind: str) -> nn.Module:
 @sees(
     "what a column reads beside the activation is not copied",
     "GatherPoints.settle",
-    'self._write(point, "copy", [key for key in sources if call.args[key] not in self.made])',
+    'self._write(point, "copy", [key for key in sources if call.args[key] not in flow.made])',
     "pass",
     case="positioned",
 )
@@ -504,8 +504,8 @@ NO_ROWS = [
 @sees(
     "a module with a nonlinearity is taken for a row",
     "summed_rows:_Candidate._sums_up",
-    "if not float((total - whole).abs().max())",
-    "if not 0.0 * float((total - whole).abs().max())",
+    "if not is_equal(total, whole):",
+    "if False:",
     case="BentLinear",
 )
 @sees(

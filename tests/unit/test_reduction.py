@@ -131,14 +131,14 @@ def test_of_a_small_model_long_sequences_are_cut_and_nothing_else():
 
 @sees(
     "the self-check skips a kind of block",
-    "share_equal_blocks",
-    "            kind = kind_of(block, decisive), told, bool(rules) and name == last\n",
-    "            kind = type(block), told, bool(rules) and name == last\n",
+    "_with_first",
+    "kind = kind_of(block, decisive), told, planned and name == last",
+    "kind = type(block), told, planned and name == last",
 )
 @sees(
     "behind each block of a reduced copy activations may become whole",
-    "share_equal_blocks",
-    ", told, bool(rules) and name == last\n",
+    "_with_first",
+    ", told, planned and name == last\n",
     ", told\n",
 )
 def test_blocks_of_each_kind_are_there_once():
@@ -260,9 +260,9 @@ def test_each_form_of_call_is_computed_with_all_that_is_in_the_block():
 
 @sees(
     "the self-check skips blocks that the plan treats in another way",
-    "share_equal_blocks",
-    "            kind = kind_of(block, decisive), told, bool(rules) and name == last\n",
-    "            kind = kind_of(block, decisive), name == last\n",
+    "_with_first",
+    "kind = kind_of(block, decisive), told, planned and name == last",
+    "kind = kind_of(block, decisive), planned and name == last",
 )
 def test_blocks_that_a_plan_treats_differently_are_kinds_of_their_own():
     copied = detached_copy(tower({}, {}, {}, {}, {}), CPU, torch.float64, reduced(), {"layers.2.up": "column"})
