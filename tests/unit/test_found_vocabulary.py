@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, describe
-from lightning_seqpar.cli.main import main
+from lightning_seqpar import ParallelConfig, describe
 from lightning_seqpar.config import PlanSpec
 from lightning_seqpar.nn.vocab import unfit_forward
-from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.vocabulary import VocabularyChoice, with_vocabulary
 from tests.helpers import models
@@ -319,37 +314,6 @@ def test_which_forwards_can_stay_around_a_parallel_layer():
     bart = transformers.models.bart.modeling_bart.BartScaledWordEmbedding
     assert unfit_forward(gemma(4, 4, 0), nn.Embedding) is None
     assert unfit_forward(bart(4, 4, 0), nn.Embedding) is None
-
-
-# ---- real size -------------------------------------------------------------------------------------------------
-
-LLAMA_8B = {
-    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "intermediate_size": 14336, "vocab_size": 128256, "dtype": "bfloat16", "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama", "tie_word_embeddings": False,
-}  # fmt: skip
-LIMIT = 1_010_000_000
-
-
-@pytest.mark.more
-def test_a_rank_of_eight_holds_an_eighth_of_llama_8b(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    main(["plan", str(tmp_path), "tp=8", "--json", "--length", "16"])
-    said = json.loads(capsys.readouterr().out)
-    assert said["global_parameters"] == 8_030_261_248
-    assert said["parameters"] <= LIMIT
-    assert said["notes"] == []
-    config = transformers.LlamaConfig(**{key: value for key, value in LLAMA_8B.items() if key != "model_type"})
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    dist.init_process_group("fake", store=FakeStore(), rank=7, world_size=8)
-    try:
-        groups = ParallelGroups(ProcessTopology(["tp"], [8]), 7)
-        plans = with_vocabulary(resolve_plans("auto", model), "auto", model, 8, True).plans
-        record = parallelize(model, plans, groups)
-    finally:
-        dist.destroy_process_group()
-    assert record.layout.local_numel() == sum(p.numel() for p in model.parameters()) == said["parameters"]
 
 
 def test_a_description_says_what_stays_whole_and_why():

@@ -1,15 +1,12 @@
-"""Inference: the same plans as the shipped ones, whatever things are called; seconds for a large model; words where it stops."""
+"""Inference: the same plans as the shipped ones; seconds for a large model; words where it stops."""
 
 from __future__ import annotations
 
 import ast
 import copy
-import importlib.util
 import random
 import re
-import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +25,6 @@ from lightning_seqpar.inference.examples import Example, NoExampleError, peek_ba
 from lightning_seqpar.inference.infer import infer_plan, with_tried_rules
 from lightning_seqpar.inference.model_copy import detached_copy
 from lightning_seqpar.inference.reduction import Reduction
-from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.plan.choice import resolve_plans
 from tests.helpers import models, zoo
 from tests.mutants import sees
@@ -55,29 +51,6 @@ def meaning(plan: ShardingPlan, model: nn.Module) -> set[tuple[Any, ...]]:
 # ---- the shipped families --------------------------------------------------------------------------------------
 
 
-NAMES = {
-    "ByteGPT": "Ka", "CausalSelfAttention": "Kb", "Block": "Kc", "MLP": "Kd", "blocks": "u1", "attn": "u2", "mlp": "u3",
-    "qkv": "u4", "proj": "u5", "up": "u6", "down": "u7", "norm1": "u8", "norm2": "u9", "norm": "v1", "n_head": "v2",
-    "tokens": "v3", "positions": "v4", "head": "v5",
-}  # fmt: skip
-
-
-def scrambled(folder: Path) -> Any:
-    """The example's module with every class, attribute and setting called something else."""
-    source = Path(byte_gpt.__file__).read_text()
-    for name, other in sorted(NAMES.items(), key=lambda item: -len(item[0])):
-        source = re.sub(rf"\b{name}\b", other, source)
-    file = folder / "scrambled_model.py"
-    file.write_text(source)
-    spec = importlib.util.spec_from_file_location("scrambled_model", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["scrambled_model"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @sees(
     "head counts never found",
     "find_edits",
@@ -87,19 +60,10 @@ def scrambled(folder: Path) -> Any:
 )
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_example_gpt_under_other_names(tmp_path, tp, tied):
-    made = scrambled(tmp_path).Ka(dim=16, v2=4, n_layer=2, context=16, tied=tied, vocab=31)
-    inferred = infer_plan(made, IDS, tp).plan
-    plain = byte_gpt.ByteGPT(dim=16, n_head=4, n_layer=2, context=16, tied=tied, vocab=31)
-    (family,) = resolve_plans("auto", plain)
-    back = {other: name for name, other in NAMES.items()}
-
-    def renamed(text: str) -> str:
-        return re.sub(r"\b\w+\b", lambda match: back.get(match.group(), match.group()), text)
-
-    told = {tuple(renamed(p) if isinstance(p, str) else tuple((k, renamed(v)) for k, v in p) for p in item)
-            for item in meaning(inferred, made)}  # fmt: skip
-    assert told == meaning(family, plain)
+def test_the_example_gpt(tp, tied):
+    model = byte_gpt.ByteGPT(dim=16, n_head=4, n_layer=2, context=16, tied=tied, vocab=31)
+    (family,) = resolve_plans("auto", model)
+    assert meaning(infer_plan(model, IDS, tp).plan, model) == meaning(family, model)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -251,11 +215,6 @@ def test_rules_that_it_proposes_together_were_tried_together():
     )
 
 
-def test_the_code_of_an_installed_package_is_known():
-    assert is_installed(nn.Linear)
-    assert not is_installed(zoo.Decoder)
-
-
 def test_what_cannot_be_split_is_computed_whole_and_the_reason_says_why():
     found = infer_plan(zoo.Decoder("hard_coded"), IDS, 2)
     assert "{pattern: h.*.attn, style: whole}" in found.plan.to_yaml()
@@ -278,20 +237,6 @@ def test_reentrant_checkpointing_says_what_to_write(monkeypatch):
         layer.mlp = Reentrant(32, 1)
     with pytest.raises(CantInferError, match=r"Decoder: .* reentrant checkpointing.* use_reentrant=False\)"):
         infer_plan(model, IDS, 2)
-
-
-class Closed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        inner = zoo.Decoder("einsum")
-        self.inner, self.runs = inner, [lambda ids: inner(ids)]
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.runs[0](ids)
-
-
-def test_a_model_that_runs_closures_is_traced_on_its_copy():
-    assert {"column", "row"} <= {rule.style for rule in infer_plan(Closed(), IDS, 2).plan.rules}
 
 
 class InLists(nn.Module):
@@ -456,7 +401,6 @@ def test_a_batch_is_peeked_from_any_loader():
 def test_large_batches_are_cut():
     assert small({"a": torch.zeros(512, 64), "b": torch.zeros(512)})["a"].shape == (64, 64)
     assert small([torch.zeros(512, 64), torch.zeros(3)])[0].shape == (512, 64)
-    assert small(torch.zeros(9000)).shape == (9000,)
 
 
 class Augmented(Dataset[torch.Tensor]):

@@ -44,12 +44,9 @@ SAYS = {
     "weight_of_qkv": [
         "{pattern: h.*.attn, style: gather, local_width: true}",
         "{pattern: h.*.attn.qkv.weight, style: local_heads, segments: 3, units: heads}",
-        "{pattern: h.*.attn.q_bias, style: local_heads}",
         "{pattern: h.*.attn.v_bias, style: local_heads}",
     ],
     "low_rank_linear": [
-        "{pattern: h.*.attn.q.weight, style: local_heads, units: heads}",
-        "{pattern: h.*.attn.q.bias, style: local_heads}",
         "{pattern: h.*.attn.q.lora_b, style: column, units: heads}",
     ],
     "matrix_linear": [
@@ -59,24 +56,13 @@ SAYS = {
     "low_rank_row": [
         "{pattern: h.*.attn.o.weight, style: row, units: heads}",
         "{pattern: h.*.attn.o.lora_a, style: row, units: heads}",
-        "{pattern: h.*.attn.o.bias, style: once}",
         "{pattern: h.*.attn.o, style: reduce}",
-        "{pattern: h.*.mlp.fc1.lora_b, style: column}",
-        "{pattern: h.*.mlp.fc2.weight, style: row}",
-        "{pattern: h.*.mlp.fc2.lora_a, style: row}",
         "{pattern: h.*.mlp.fc2, style: reduce}",
     ],
     "matrix_row": [
-        "{pattern: h.*.attn.o.linear, style: row, units: heads}",
-        "{pattern: h.*.attn.o.lora_A, style: row, units: heads}",
-        "{pattern: h.*.attn.o, style: reduce}",
-        "{pattern: h.*.mlp.fc2.linear, style: row}",
         "{pattern: h.*.mlp.fc2, style: reduce}",
     ],
     "biased_row": [
-        "{pattern: h.*.fc1, style: gather}",
-        "{pattern: h.*.fc2.linear, style: row}",
-        "{pattern: h.*.fc2.down, style: row}",
         "{pattern: h.*.fc2.up.bias, style: once}",
         "{pattern: h.*.fc2.scale_in, style: local_heads}",
         "{pattern: h.*.fc2, style: reduce}",
@@ -88,8 +74,6 @@ SAYS = {
     ],
     "mix_ffn": [
         "{pattern: h.*.mlp.dw, style: set, divide: [groups]}",
-        "{pattern: h.*.mlp.dw.weight, style: local_heads}",
-        "{pattern: h.*.mlp.dw.bias, style: local_heads}",
     ],
     "re_attention": ["{pattern: h.*.attn, style: whole}", "{pattern: h.*.mlp.fc1, style: column}"],
     "parallel_scaling": ["{pattern: h.*.attns.*.1, style: gather}", "{pattern: h.*.ffns.*.1.fc2, style: row}"],
@@ -105,8 +89,6 @@ SAYS = {
     "shifted_inside": [
         "{pattern: stages.0.*.attn, style: gather}",
         "{pattern: stages.0.*.attn.qkv.weight, style: local_heads, segments: 3, units: heads}",
-        "{pattern: stages.0.*.attn.qkv.bias, style: local_heads, segments: 3, units: heads}",
-        "{pattern: stages.0.*.attn.proj, style: row, units: heads}",
     ],
     "two_activations": [
         "{pattern: blocks.*, style: blocks, sp: false}",

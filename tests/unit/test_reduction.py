@@ -70,10 +70,6 @@ class Asking(Block):
         return x if is_first(self.layer_idx) else super().forward(x)
 
 
-class Derived(Indexed):
-    """A block whose base class decides."""
-
-
 class Switched(nn.Module):
     """A block that does what it is told."""
 
@@ -113,10 +109,6 @@ def reduced(**options: Any) -> Reduction:
     return Reduction(skips_repeats=True, **options)
 
 
-def test_a_small_model_is_copied_as_it_is():
-    assert Reduction.variants(zoo.Zoo("gqa"), 2, 256, 256) == [Reduction()]
-
-
 @sees(
     "cp: long sequences of small models are proved whole",
     "Reduction.variants",
@@ -124,6 +116,7 @@ def test_a_small_model_is_copied_as_it_is():
     "            return [Reduction()]\n",
 )
 def test_of_a_small_model_long_sequences_are_cut_and_nothing_else():
+    assert Reduction.variants(zoo.Zoo("gqa"), 2, 256, 256) == [Reduction()]
     short, whole = Reduction.variants(zoo.Zoo("gqa"), 2, 8191, 8191)
     assert short == Reduction(lengths=(8191, 35))
     assert whole == Reduction()
@@ -141,6 +134,12 @@ def test_of_a_small_model_long_sequences_are_cut_and_nothing_else():
     ", told, planned and name == last\n",
     ", told\n",
 )
+@sees(
+    "the self-check skips blocks that the plan treats in another way",
+    "_with_first",
+    "kind = kind_of(block, decisive), told, planned and name == last",
+    "kind = kind_of(block, decisive), planned and name == last",
+)
 def test_blocks_of_each_kind_are_there_once():
     blocks = tower({}, {"window": 4}, {}, {"window": 4}, {}, {"width": 12}, {"index": 9}, {})
     copied = detached_copy(blocks, CPU, torch.float64, reduced(), {"head": "vocab"})
@@ -149,18 +148,8 @@ def test_blocks_of_each_kind_are_there_once():
     without_plan = list(detached_copy(blocks, CPU, torch.float64, reduced()).layers)
     assert [without_plan.index(block) for block in without_plan] == [0, 1, 0, 1, 0, 5, 0, 0]
     assert reduced().numel(blocks) == sum(parameter.numel() for parameter in copied.parameters())
-
-
-@sees(
-    "blocks that decide by their index pass for equal ones",
-    "_names_decided_by",
-    "method.args.args[0].arg and _decides(node, around)",
-    "method.args.args[0].arg and False",
-)
-def test_blocks_that_decide_by_their_index_are_kinds_of_their_own():
-    found = [kind_of(Indexed(index=at)) == kind_of(Indexed(index=0)) for at in range(3)]
-    assert found == [True, False, False]
-    assert kind_of(Cached(index=1)) == kind_of(Cached(index=0))
+    told = list(detached_copy(tower(*[{}] * 5), CPU, torch.float64, reduced(), {"layers.2.up": "column"}).layers)
+    assert [told.index(block) for block in told] == [0, 0, 2, 0, 4]
 
 
 def double(x: Tensor) -> Tensor:
@@ -189,9 +178,9 @@ UNLIKE: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     ),
     "a hook": (Block, with_hook),
     "what trains": (Block, lambda: Block().requires_grad_(False)),
+    "its own index": (Indexed, lambda: Indexed(index=1)),
     "an index under another name": (Renaming, lambda: Renaming(index=1)),
     "an index that a function gets": (Asking, lambda: Asking(index=1)),
-    "an index that a base class reads": (Derived, lambda: Derived(index=1)),
 }
 
 
@@ -209,11 +198,19 @@ UNLIKE: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "(n, tuple(t.shape))",
     case="what trains",
 )
+@sees(
+    "blocks that decide by their index pass for equal ones",
+    "_names_decided_by",
+    "method.args.args[0].arg and _decides(node, around)",
+    "method.args.args[0].arg and False",
+    case="its own index",
+)
 @pytest.mark.parametrize("case", UNLIKE)
 def test_blocks_that_may_do_different_things_are_kinds_of_their_own(case):
     one, other = UNLIKE[case]
     assert kind_of(one()) == kind_of(one())
     assert kind_of(one()) != kind_of(other())
+    assert kind_of(Cached(index=1)) == kind_of(Cached())  # a cache alone is given the index
 
 
 class Told(Tower):
@@ -256,18 +253,6 @@ def test_each_form_of_call_is_computed_with_all_that_is_in_the_block():
     assert copied.layers[0].calls == [False, False, True, True]
     assert copied.layers[0].inner.calls == [5] * 4
     assert float(copied.between.weight.grad.abs().max()) > 0
-
-
-@sees(
-    "the self-check skips blocks that the plan treats in another way",
-    "_with_first",
-    "kind = kind_of(block, decisive), told, planned and name == last",
-    "kind = kind_of(block, decisive), planned and name == last",
-)
-def test_blocks_that_a_plan_treats_differently_are_kinds_of_their_own():
-    copied = detached_copy(tower({}, {}, {}, {}, {}), CPU, torch.float64, reduced(), {"layers.2.up": "column"})
-    at = list(copied.layers)
-    assert [at.index(block) for block in at] == [0, 0, 2, 0, 4]
 
 
 @sees("experts share the weights of one", "stacks", "if kinds.count(type(block)) > 1:", "if False:")
