@@ -183,20 +183,6 @@ class BlockFlow:
         return bool(made_by) and made_by <= leading
 
 
-def read_block(
-    trace: ForwardTrace, call: Call, streams: tuple[Argument, ...], summed: Mapping[str, SummedRow] | None = None
-) -> BlockFlow:
-    """The rows and columns of the block that ``call`` is a call of; where to gather is not decided yet.
-
-    Args:
-        trace: the recorded forward.
-        call: the block's call.
-        streams: arguments that are activations beside the first one, as :func:`find_streams` finds them.
-        summed: modules inside it that are one row each, by name.
-    """
-    return _BlockReader(trace, call, streams, summed or {}).run()
-
-
 def find_streams(trace: ForwardTrace, call: Call) -> tuple[Argument, ...]:
     """The arguments of a block, other than its activation, that it adds to and returns.
 
@@ -218,8 +204,15 @@ def find_streams(trace: ForwardTrace, call: Call) -> tuple[Argument, ...]:
     return tuple(found)
 
 
-class _BlockReader:
-    """Walks through a block's operations and keeps, for every value, the nearest linears that it was made by."""
+class BlockReader:
+    """Walks through a block's operations and keeps, for every value, the nearest linears that it was made by.
+
+    Args:
+        trace: the recorded forward.
+        call: the block's call.
+        streams: arguments that are activations beside the first one, as :func:`find_streams` finds them.
+        summed: modules inside it that are one row each, by name.
+    """
 
     def __init__(
         self, trace: ForwardTrace, call: Call, streams: tuple[Argument, ...], summed: Mapping[str, SummedRow]
@@ -242,7 +235,7 @@ class _BlockReader:
         return self.trace.values[number]
 
     def run(self) -> BlockFlow:
-        """The block's data flow."""
+        """The block's data flow; where to gather is not decided yet."""
         for key, number in self.call.args.items():
             mark = RESIDUAL if key == self.out.arg or key in self.out.streams else OTHER_INPUT
             if self.value(number).floating:

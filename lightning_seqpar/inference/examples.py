@@ -238,12 +238,6 @@ def _dummies(module: nn.Module) -> Iterator[Example]:
             return
 
 
-def _step_args(method: Callable[..., Any], batch: Any, several: bool) -> tuple[Any, ...]:
-    """The arguments that a loop gives to a step: the batch, its number if that is taken, and the loader's if there are several."""
-    number = (0,) if is_param_in_hook_signature(method, "batch_idx", min_args=2) else ()
-    return (batch, *number, *((0,) if several else ()))
-
-
 def peek_batch(make_loaders: Callable[[], Any], what: str, *, in_turn: bool = False) -> Any:
     """The first batch, read in this process; random streams and generators are put back as they were.
 
@@ -265,6 +259,12 @@ def _peek(loaders: Any, what: str, *, in_turn: bool) -> tuple[Any, bool]:
             raise NoExampleError(f"there is no {what} loader")
         return _first(combined.flattened[0], what), len(combined.flattened) > 1
     return tree_unflatten([_first(one, what) for one in combined.flattened], combined._spec), False
+
+
+def _step_args(method: Callable[..., Any], batch: Any, several: bool) -> tuple[Any, ...]:
+    """The arguments that a loop gives to a step: the batch, its number if that is taken, and the loader's if there are several."""
+    number = (0,) if is_param_in_hook_signature(method, "batch_idx", min_args=2) else ()
+    return (batch, *number, *((0,) if several else ()))
 
 
 @contextmanager

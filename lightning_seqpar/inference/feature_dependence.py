@@ -367,8 +367,6 @@ class _FeatureSupport:
             raise CantInferError(f"{column}: out-feature {missing} reaches nothing, so no rank would own it")
         ranges = self._runs(column)
         segments = _segments(column, ranges)
-        if segments[-1][1] != len(covered):
-            raise CantInferError(f"{column}: the parts that ranks need leave a gap: {_shown(ranges)}")
         owners = self._owners(column)
         sizes = [stop - start for start, stop, _ in segments]
         counts = [

@@ -9,9 +9,9 @@ from lightning_seqpar.inference.dataflow import (
     OTHER_INPUT,
     RESIDUAL,
     BlockFlow,
+    BlockReader,
     CantInferError,
     find_streams,
-    read_block,
 )
 from lightning_seqpar.inference.summed_rows import summed_rows
 from lightning_seqpar.inference.trace import Call, ForwardTrace, Value
@@ -57,9 +57,9 @@ def read_blocks(
 
 def _read(trace: ForwardTrace, call: Call, streams: tuple[Argument, ...]) -> BlockFlow:
     """The data flow of a block, in which a module that is a sum of products of its input is one row."""
-    flow = read_block(trace, call, streams)
+    flow = BlockReader(trace, call, streams, {}).run()
     summed = summed_rows(flow)
-    return read_block(trace, call, streams, summed) if summed else flow
+    return BlockReader(trace, call, streams, summed).run() if summed else flow
 
 
 def _end_rows_at_attention(flow: BlockFlow, mixes: Callable[[BlockFlow, str], bool]) -> None:

@@ -65,7 +65,7 @@ def rehearse(block: Block, groups: Sequence[GroupLayout], tp: int, edits: Sequen
         wanted = _inputs_of(block, [g.row for g in groups] + [n for g in groups for n in g.full_width])
     for rank in range(tp):
         try:
-            with _Rehearsal(block, groups, tp, rank, wanted, rounds=casts.to_float32).cut(edits), torch.no_grad():
+            with _Rehearsal(block, tp, rank, wanted, rounds=casts.to_float32).cut(groups, edits), torch.no_grad():
                 args, kwargs, _ = block.inputs()
                 block.run(args, kwargs)
         except _MismatchError as error:
@@ -105,28 +105,18 @@ class _Casts(TorchDispatchMode):
 class _Rehearsal:
     """The block cut down to what one rank would hold, with hooks that compare the rows' inputs with the whole block's."""
 
-    def __init__(
-        self,
-        block: Block,
-        groups: Sequence[GroupLayout],
-        tp: int,
-        rank: int,
-        wanted: Mapping[str, list[Tensor]],
-        *,
-        rounds: bool,
-    ) -> None:
+    def __init__(self, block: Block, tp: int, rank: int, wanted: Mapping[str, list[Tensor]], *, rounds: bool) -> None:
         self._limits = {**EQUAL, torch.float64: _ROUNDED} if rounds else EQUAL
-        self._block, self._groups, self._tp, self._rank, self._wanted = block, groups, tp, rank, wanted
+        self._block, self._tp, self._rank, self._wanted = block, tp, rank, wanted
         self._counts = dict.fromkeys(wanted, 0)
 
     @contextmanager
-    def cut(self, edits: Sequence[Edit]) -> Iterator[None]:
+    def cut(self, groups: Sequence[GroupLayout], edits: Sequence[Edit]) -> Iterator[None]:
         """While open, columns make this rank's features, rows check what they read, and ``edits`` hold."""
         with ExitStack() as stack:
-            for group in self._groups:
+            for group in groups:
                 self._cut_columns(group, stack)
                 self._check_readers(group, stack)
-                self._slice_norms(group, stack)
                 row = self._block.modules[group.row]
                 stack.enter_context(changed_attribute(row, "in_features", group.features // self._tp))
             for edit in edits:
@@ -174,7 +164,7 @@ class _Rehearsal:
             stack.enter_context(changed_attribute(module, "out_features", len(mine)))
 
     def _check_readers(self, group: GroupLayout, stack: ExitStack) -> None:
-        """Let the row, and norms over the whole width, check their input and go on with the whole block's."""
+        """Let the row, and norms over the whole width, check their input and read the whole block's; norms make a part of it."""
         for name in (group.row, *group.full_width):
 
             def swap(module: nn.Module, args: Any, name: str = name) -> Any:
@@ -186,9 +176,6 @@ class _Rehearsal:
                 return (self._compare(name, args[0], mine.to(args[0].device)), *args[1:])
 
             stack.enter_context(self._block.modules[name].register_forward_pre_hook(swap))
-
-    def _slice_norms(self, group: GroupLayout, stack: ExitStack) -> None:
-        """Let norms over the whole width return this rank's features."""
 
         def narrow(module: nn.Module, args: Any, out: Tensor) -> Tensor:
             width = out.shape[-1] // self._tp

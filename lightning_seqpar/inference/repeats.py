@@ -15,10 +15,7 @@ class Repeats:
     """The blocks of a copy that stand for more than two of the model, while only their first two calls are computed.
 
     Later calls hand on the activation as it is. When the module that runs the blocks is called once more (on another input),
-    counting begins again.
-
-    Args:
-        model: the copy; None if every call is to be computed.
+    counting begins again. Without a copy every call is computed.
     """
 
     def __init__(self, model: nn.Module | None) -> None:

@@ -51,16 +51,6 @@ class Inference:
         self.no_sp |= other.no_sp
 
 
-@dataclass
-class _PlannedBlocks:
-    """The plans of the blocks of one stack."""
-
-    kinds: list[BlockPlan]
-    examples: list[BlockFlow]  # one of each kind
-    of_block: dict[str, BlockPlan]  # by all names of each block
-    wholes: dict[str, CantInferError]  # by its name inside a block, what can't be split
-
-
 class StackPlanner:
     """Plans the stacks of one model; ``covers`` and ``sums`` are as in :class:`BlockPlanner`."""
 
@@ -111,9 +101,9 @@ class StackPlanner:
         self._refuse_unknown_linears(calls)
         flows = read_blocks(trace, calls, mixes, sums=self._sums)
         names = all_names(model, [flow.name for flow in flows])
-        planned = self._plan_blocks(flows, names)
-        known, plans, wholes = planned.kinds, planned.of_block, planned.wholes
-        dims = {flow.name: Block(flow).sequence_dim() for flow in planned.examples}
+        examples, plans, wholes = self._plan_blocks(flows, names)
+        known = [plans[flow.name] for flow in examples]
+        dims = {flow.name: Block(flow).sequence_dim() for flow in examples}
         _refuse_idle_stack(model, flows[0].name, known, wholes.values())
         blocks = pattern_of(model, names)
         dim = next(iter(dims.values())) if len(set(dims.values())) == 1 else None
@@ -164,8 +154,13 @@ class StackPlanner:
             return f"{names} stay whole between these blocks"
         return next((plan.no_sp for plan in plans if plan.no_sp), "")
 
-    def _plan_blocks(self, flows: Sequence[BlockFlow], names: Sequence[str]) -> _PlannedBlocks:
-        """Plan each kind of block; what can't be split is left whole in all of them, and the rest is planned again."""
+    def _plan_blocks(
+        self, flows: Sequence[BlockFlow], names: Sequence[str]
+    ) -> tuple[list[BlockFlow], dict[str, BlockPlan], dict[str, CantInferError]]:
+        """Plan each kind of block; what can't be split is left whole in all of them, and the rest is planned again.
+
+        A block of each kind, the plans by all names of each block, and by its name inside a block what can't be split.
+        """
         model = self._model
         wholes: dict[str, CantInferError] = {}
 
@@ -194,7 +189,7 @@ class StackPlanner:
                     examples.append(flow)
                 of_block.update(dict.fromkeys(all_names(model, [flow.name]), plans[key]))
             else:
-                return _PlannedBlocks([*plans.values()], examples, of_block, wholes)
+                return examples, of_block, wholes
 
     def _refuse_unknown_linears(self, calls: Sequence[Call]) -> None:
         """Refuse a subclass of ``nn.Linear`` that may compute something else (quantised?), unless the user's rules decide it.

@@ -84,6 +84,7 @@ class _Candidate:
         self._module = call.module
         self._x: Tensor = call.given[0][0]
         self._features = self._x.shape[-1]
+        self._parts = torch.arange(self._features).tensor_split(2)
         names = {one.name for one in linears}
         self._count = len(linears)
         self._readers = [one for one in linears if not one.upstream & names]
@@ -115,10 +116,6 @@ class _Candidate:
         """What may be done with a vector: added by one rank, cut with the input's features, or left whole."""
         return ["once", *(["local"] if len(vector) == self._features else []), "whole"]
 
-    def _parts(self) -> list[Tensor]:
-        """The input's features in two parts."""
-        return list(torch.arange(self._features).tensor_split(2))
-
     def _inputs(self) -> Iterator[Tensor]:
         """Inputs to try, of the shape of the recorded one."""
         for seed, scale in enumerate(_SCALES):
@@ -134,7 +131,7 @@ class _Candidate:
                 if whole is None:
                     return False
                 total = torch.zeros_like(whole)
-                for at, mine in enumerate(self._parts()):
+                for at, mine in enumerate(self._parts):
                     with self._cut(mine, once, local, first=at == 0):
                         part = self._run(x.index_select(-1, mine.to(x.device)))
                     if part is None or part.shape != whole.shape:
@@ -155,11 +152,12 @@ class _Candidate:
     def _draws_for_features(self, once: Iterable[str], local: Iterable[str]) -> bool:
         """Whether all that the module draws is for the features of its input, of which each rank draws for its own."""
         drawn: list[Drawn] = []
-        mine = self._parts()[0]
-        for width in (self._features, len(mine)):
+        mine = self._parts[0]
+        for part, x in (
+            (nullcontext(), self._x),
+            (self._cut(mine, once, local, first=True), self._x.index_select(-1, mine.to(self._x.device))),
+        ):
             drawn.clear()
-            x = self._x.index_select(-1, mine.to(self._x.device)) if width == len(mine) else self._x
-            part = self._cut(mine, once, local, first=True) if width == len(mine) else nullcontext()
             try:
                 with kept_streams(x.device), self._mode(True), part, torch.no_grad(), DrawWatch(drawn.append):
                     seed_streams()

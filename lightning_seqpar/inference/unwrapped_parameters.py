@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, combinations, islice, product
+from itertools import combinations, islice, product
 from typing import Any
 
 import torch
@@ -110,12 +110,10 @@ class UnwrappedProducts:
 
     def _candidates(self, tp: int) -> Iterator[tuple[tuple[Edit, ...], dict[str, Cut]]]:
         """Edits and cuts to try, the likeliest first: cuts alone, then with one or two edits, then unlikely cuts."""
-        plain = list(self._cuts(tp, likely=True))
+        plain, found = list(self._cuts(tp, likely=True)), self._edits(tp)
+        sets = [*combinations(found, 1), *combinations(found, 2)]
         yield from (((), cuts) for cuts in plain)
-        for cuts in plain:
-            found = self._edits(tp)
-            for edits in chain(combinations(found, 1), combinations(found, 2)):
-                yield edits, cuts
+        yield from ((edits, cuts) for cuts in plain for edits in sets)
         yield from (((), cuts) for cuts in self._cuts(tp, likely=False))
 
     def _cuts(self, tp: int, *, likely: bool) -> Iterator[dict[str, Cut]]:

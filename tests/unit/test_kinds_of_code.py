@@ -136,7 +136,7 @@ def build(kind: str) -> nn.Module:
 )
 @sees(
     "a parametrized weight is not seen as one",
-    "_BlockReader._parametrized",
+    "BlockReader._parametrized",
     "if not any(",
     "if any(",
     case="parametrized",
@@ -200,7 +200,7 @@ def build(kind: str) -> nn.Module:
 )
 @sees(
     "a row's joined input taken for one part",
-    "_BlockReader._segments_of",
+    "BlockReader._segments_of",
     "return sizes if sum(sizes) == self.value(number).shape[-1] else ()",
     "return ()",
     case="one_way_out",
@@ -221,7 +221,7 @@ def build(kind: str) -> nn.Module:
 )
 @sees(
     "positions that a block is given taken for a weight",
-    "_BlockReader._step",
+    "BlockReader._step",
     " and not self.upstream_of.get(n)]",
     "]",
     case="shared_queries",
@@ -277,7 +277,7 @@ def build(kind: str) -> nn.Module:
 )
 @sees(
     "a weight that is read past its linear dealt out by its in-features",
-    "_BlockReader._out_dim",
+    "BlockReader._out_dim",
     "return turns % 2",
     "return 1 - turns % 2",
     case="weight_of_qkv",
