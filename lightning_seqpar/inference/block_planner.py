@@ -14,7 +14,6 @@ from lightning_seqpar.inference.dataflow import (
     BlockFlow,
     CantInferError,
     SummedRow,
-    UnknownLinearError,
     UserDecidesError,
 )
 from lightning_seqpar.inference.edit_search import find_edits
@@ -138,7 +137,7 @@ class BlockPlanner:
         try:
             groups, more_edits = self._split(row)
         except CantInferError as error:
-            if isinstance(error, UnknownLinearError) or mixes_positions(flow, row, unknown=True):
+            if mixes_positions(flow, row, unknown=True):
                 raise self._stop(error, row) from None
             self._reason(f"{row}: left whole, as are its columns; they work on each position alone ({error})")
             names = [self._inner(name) for name in (row, *flow.columns[row])]
@@ -204,7 +203,7 @@ class BlockPlanner:
                 row,
             )
         try:
-            layout = products.deal(self._tp)
+            cuts, edits = products.deal(self._tp)
         except CantInferError as error:
             if any(products.mixes_positions(arg) for arg in flow.sums[owner]):
                 raise self._stop(error, row) from None
@@ -212,14 +211,14 @@ class BlockPlanner:
             self._plan.whole[self._inner(owner)] = f"it works on each token alone, and can't be split: {error}"
             return
         self._rule(owner, "gather", **_args(flow.sums[owner]))
-        for name, part in layout.cuts.items():
+        for name, part in cuts.items():
             style = "once" if part.dim is None else "row" if name in products.rows else "column"
             options = {} if part.dim is None else {"dim": part.dim}
             if part.segments > 1:
                 options["segments"] = part.segments
             self._rule(f"{owner}.{name}", style, **options)
-        self._write_edits(layout.edits)
-        dims = ", ".join(f"{name} at dim {part.dim}" for name, part in layout.cuts.items() if part.dim is not None)
+        self._write_edits(edits)
+        dims = ", ".join(f"{name} at dim {part.dim}" for name, part in cuts.items() if part.dim is not None)
         self._reason(
             f"{owner}: it multiplies parameters itself; cut into {self._tp} parts ({dims}), what it returns sums up to the whole"
         )
@@ -411,7 +410,7 @@ def _idle_experts(
         for holder, like in _lists_around(flow.call.module, name):
             own = next(module for key, module in holder.items() if like.format(key) == name)
             for key, other in holder.items():
-                if (like.format(key), style) not in known and alike(other, own):
+                if (like.format(key), style) not in known and kind_of(other) == kind_of(own):
                     known.add((like.format(key), style))
                     copied.append((like.format(key), style, options))
     return copied
@@ -461,11 +460,6 @@ def _counts(key: str) -> bool:
 
 
 # ---- names -----------------------------------------------------------------------------------------------------
-
-
-def alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules have the same classes, settings and shapes."""
-    return bool(kind_of(one) == kind_of(other))
 
 
 def pattern_of(model: nn.Module, names: Sequence[str]) -> str:

@@ -161,11 +161,6 @@ class BlockFlow:
         stack = self.trace.ops[self.linears[name].op].stack
         return [self.trace.calls[number] for number in stack[stack.index(self.call.id) + 1 :]]
 
-    @property
-    def all_columns(self) -> list[str]:
-        """The columns of all rows, each once."""
-        return list(dict.fromkeys(column for row in self.rows for column in self.columns[row]))
-
     def behind_rows(self, parameter: str) -> bool:
         """Whether a parameter that is no linear's is computed with what rows made, and nothing else."""
         made_by = self.used_with.get(parameter, frozenset())
@@ -207,11 +202,7 @@ def find_streams(trace: ForwardTrace, call: Call) -> tuple[Argument, ...]:
 class BlockReader:
     """Walks through a block's operations and keeps, for every value, the nearest linears that it was made by.
 
-    Args:
-        trace: the recorded forward.
-        call: the block's call.
-        streams: arguments that are activations beside the first one, as :func:`find_streams` finds them.
-        summed: modules inside it that are one row each, by name.
+    ``streams`` are what :func:`find_streams` finds, and ``summed`` the modules inside the block that are one row each, by name.
     """
 
     def __init__(

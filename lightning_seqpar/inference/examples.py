@@ -54,19 +54,18 @@ class Example:
     frozen: bool = False
 
     @property
+    def _given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.args, dict(self.kwargs)
+
+    @property
     def length(self) -> int | None:
         """How long its sequences of tokens are; None if it has no tokens ``[b, s]``."""
-        for tensor in tensors_in((self.args, dict(self.kwargs))):
-            if tensor.ndim > 1 and tensor.dtype in IDS:
-                return tensor.shape[1]
-        return None
+        return next((one.shape[1] for one in tensors_in(self._given) if one.ndim > 1 and one.dtype in IDS), None)
 
     @property
     def longest(self) -> int:
         """The largest dim of its tensors behind the first; 0 without tensors."""
-        return max(
-            (size for tensor in tensors_in((self.args, dict(self.kwargs))) for size in tensor.shape[1:]), default=0
-        )
+        return max((size for tensor in tensors_in(self._given) for size in tensor.shape[1:]), default=0)
 
     def repeats(self, copied: nn.Module) -> Repeats:
         """A context in which equal blocks of a copy are computed twice, if it is a reduced one."""
@@ -76,14 +75,14 @@ class Example:
         """The part of it that a smaller copy is run on."""
         if reduction == WHOLE:
             return self
-        tensors = [tensor for tensor in tensors_in((self.args, dict(self.kwargs))) if tensor.ndim]
+        tensors = [tensor for tensor in tensors_in(self._given) if tensor.ndim]
         counts = {tensor.shape[0] for tensor in tensors}
         samples = reduction.samples if len(counts) == 1 and any(tensor.ndim > 1 for tensor in tensors) else None
 
         def part(tensor: Tensor) -> Tensor:
             return reduction.of_tensor(tensor if samples is None or not tensor.ndim else tensor[:samples])
 
-        args, kwargs = map_tensors(part, (self.args, dict(self.kwargs)))
+        args, kwargs = map_tensors(part, self._given)
         return replace(self, args=args, kwargs=kwargs, reduction=reduction)
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> Example:
@@ -93,7 +92,7 @@ class Example:
             wanted = dtype if tensor.is_floating_point() and dtype is not None else tensor.dtype
             return tensor.detach().to(device=device, dtype=wanted)
 
-        args, kwargs = map_tensors(move, (self.args, dict(self.kwargs)))
+        args, kwargs = map_tensors(move, self._given)
         return replace(self, args=args, kwargs=kwargs)
 
     def run(self, model: nn.Module, backward: Callable[[Tensor], None] = backward_at_once) -> Tensor:
@@ -143,7 +142,7 @@ class Example:
         if isinstance(model, LightningModule):
             answer_harmlessly(model, logged, losses, at_once)
         target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
-        args, kwargs = own_tensors((self.args, dict(self.kwargs)))
+        args, kwargs = own_tensors(self._given)
         return target(*((_batches(args),) if self.iterates else args), **kwargs), logged, losses
 
 

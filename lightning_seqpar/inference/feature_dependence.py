@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnevenError, UnknownLinearError
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnevenError
 from lightning_seqpar.inference.isolated_block import Block
-from lightning_seqpar.layout.linear_kind import is_parametrized, linear_kind
+from lightning_seqpar.layout.linear_kind import is_parametrized
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.user_input import sizes_that_divide
 
@@ -74,7 +74,6 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
     Raises:
         CantInferError: if the features can't be split into ``tp`` independent parts.
         UnevenError: if they could be, into another number of them.
-        UnknownLinearError: if one of them is not known to compute what ``nn.Linear`` does.
     """
     columns = block.flow.columns[row]
     for name in (row, *columns):
@@ -84,10 +83,6 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
             raise CantInferError(
                 f"{name}: its weight is parametrized, that is computed of other parameters before each product "
                 "(torch.nn.utils.parametrize, weight_norm, spectral_norm), and those are not cut"
-            )
-        if isinstance(module, nn.Linear) and linear_kind(module) is None:
-            raise UnknownLinearError(
-                f"{name}: a {type(module).__name__}, which is not known to compute what nn.Linear does"
             )
         if not linear.is_called and (name == row or block.model.get_parameter(linear.parameter).ndim != 2):
             raise CantInferError(f"{linear.parameter}: a parameter that is multiplied past any linear module (einsum?)")
@@ -263,7 +258,7 @@ class _FeatureSupport:
         columns: Sequence[str],
         skipped: Sequence[str],
         tp: int,
-        segments: tuple[int, ...] = (),
+        segments: tuple[int, ...],
     ) -> None:
         self.skipped = skipped  # norms over the whole width, which pass their input on unchanged
         self._probes = [_Probe(block, row, columns, 0, skipped)]
@@ -397,13 +392,11 @@ def _segments(column: str, ranges: Sequence[Ranges]) -> list[tuple[int, int, int
     segments, start = [], 0
     for runs in zip(*ranges, strict=True):
         distinct = list(dict.fromkeys(runs))
-        stop = start
-        for low, high in distinct:
-            if low != stop:
-                raise CantInferError(f"{column}: the parts that ranks need are not side by side: {_shown(ranges)}")
-            stop = high
-        segments.append((start, stop, len(distinct)))
-        start = stop
+        ends = [start, *(high for _, high in distinct)]
+        if [low for low, _ in distinct] != ends[:-1]:
+            raise CantInferError(f"{column}: the parts that ranks need are not side by side: {_shown(ranges)}")
+        segments.append((start, ends[-1], len(distinct)))
+        start = ends[-1]
     return segments
 
 

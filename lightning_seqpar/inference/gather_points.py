@@ -23,14 +23,9 @@ def read_blocks(
 ) -> list[BlockFlow]:
     """The data flow of every block, with the modules at whose entry the input of its columns is gathered.
 
-    A row with a column whose input can be gathered nowhere is noted in the flow.
-
-    Args:
-        trace: the recorded forward.
-        calls: the first call of each block.
-        mixes: whether positions mix between the columns of a row and the row, as attention does.
-        sums: whether a module that deals its tokens out to experts is given all tokens and returns a partial sum; if not,
-            each expert gathers for itself.
+    ``calls`` are the first of each block; ``mixes`` says whether positions mix between the columns of a row and the row, as in
+    attention; ``sums``, whether a module that deals its tokens out to experts is given all tokens and returns a partial sum: if
+    not, each expert gathers for itself. A row with a column whose input can be gathered nowhere is noted in the flow.
     """
     streams = tuple(dict.fromkeys(key for call in calls for key in find_streams(trace, call)))
     flows = [_read(trace, call, streams) for call in calls]
@@ -78,17 +73,14 @@ def _end_rows_at_attention(flow: BlockFlow, mixes: Callable[[BlockFlow, str], bo
 
 
 class GatherPoints:
-    """Finds the gather points of one block, and writes them into its data flow.
-
-    Args:
-        flow: the block's data flow.
-        reduced: ids of all values that rows make, in any block: they are reduced, so they are shards again.
-        blocks: names of all blocks.
-        sums: as in :func:`read_blocks`.
-    """
+    """Finds the gather points of one block, and writes them into its data flow."""
 
     def __init__(self, flow: BlockFlow, reduced: set[int], blocks: set[str], *, sums: bool) -> None:
-        self.trace, self.flow, self.reduced, self.blocks, self.sums = flow.trace, flow, reduced, blocks, sums
+        self.trace, self.flow, self.sums = flow.trace, flow, sums
+        self.reduced = (
+            reduced  # ids of all values that rows make, in any block: they are reduced, so they are shards again
+        )
+        self.blocks = blocks  # names of all blocks
 
     def _leaks(self, call: Call, root: int) -> bool:
         """Whether something whole that the call makes of the value ``root`` leaves the block other than through its rows.
@@ -236,7 +228,7 @@ class GatherPoints:
         points = {name for name, _ in flow.gathers}
         for point in sorted(points, key=len):
             call = flow.call_of(point)
-            inner = [column for column in flow.all_columns if inside(column, point)]
+            inner = {column for row in flow.rows for column in flow.columns[row] if inside(column, point)}
             sources = {
                 key
                 for column in inner

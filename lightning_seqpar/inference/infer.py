@@ -27,7 +27,6 @@ from lightning_seqpar.inference.stacks import activation, find_stacks, only_conv
 from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.layout.adapters import without_adapters
-from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.styles.style import LINEAR
@@ -157,13 +156,10 @@ def _of_the_run(model: nn.Module, error: Exception) -> str:
     name = type(model).__name__
     if "use_reentrant" not in str(error):
         return f"{name}: a copy of it was run to see what it computes, which raised {describe_failure(error)}"
-    installed = [kind for kind in {type(module) for module in model.modules()} if is_installed(kind)]
-    own = not [kind for kind in installed if not kind.__module__.startswith(("torch.", "lightning."))]
     return (
-        f"{name}: its forward runs blocks under reentrant checkpointing, through which no plan can be inferred; "
-        + ("write checkpoint(..., use_reentrant=False)" if own else "turn that off, or make it use_reentrant=False")
-        + " (Hugging Face: gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}))"
-        * (not own)
+        f"{name}: its forward runs blocks under reentrant checkpointing, through which no plan can be inferred; turn that off, or "
+        "write checkpoint(..., use_reentrant=False) (Hugging Face: "
+        "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}))"
     )
 
 

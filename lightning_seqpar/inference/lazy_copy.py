@@ -50,9 +50,8 @@ class CantCopyError(ValueError):
 class LazyCopies:
     """Copies of objects that refer to each other, each made once.
 
-    Args:
-        given: what stands for an object, by the object's id; its values are called for it when it is first read.
-        changes: for a class, attributes that copies of its objects have in place of its own.
+    ``given`` has by an object's id what is called, when the object is first read, for what stands for it; ``changes`` gives for a
+    class the attributes that copies of its objects have in place of its own.
     """
 
     def __init__(

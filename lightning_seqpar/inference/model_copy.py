@@ -26,8 +26,7 @@ from lightning_seqpar.inference.reduction import WHOLE, Reduction, cut_vocabular
 class Quiet(TorchDispatchMode):
     """A mode in which random draws give constants, so that two runs of a model are alike; dropout drops nothing.
 
-    Args:
-        draws: whether draws that make no dropout mask stay random, for a step that needs them (to choose masked tokens).
+    With ``draws`` those that make no dropout mask stay random, for a step that needs them (to choose masked tokens).
     """
 
     def __init__(self, *, draws: bool = False) -> None:
@@ -339,10 +338,8 @@ def nudge_weights(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
-                signs = (
-                    torch.arange(parameter.numel(), device=parameter.device).remainder(3).sub(1).view(parameter.shape)
-                )
-                parameter.mul_(1 + 64 * torch.finfo(parameter.dtype).eps * signs)
+                signs = torch.arange(parameter.numel(), device=parameter.device).remainder(3).sub(1)
+                parameter.mul_(1 + 64 * torch.finfo(parameter.dtype).eps * signs.view(parameter.shape))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_seqpar.inference.dataflow import Linear
-from lightning_seqpar.inference.feature_dependence import GroupLayout, Ranges
+from lightning_seqpar.inference.feature_dependence import GroupLayout
 from lightning_seqpar.inference.isolated_block import EQUAL, Block, is_equal, other_data
 from lightning_seqpar.layout.attribute_override import write_attribute
 from lightning_seqpar.layout.linear_kind import linear_kind
@@ -132,7 +132,7 @@ class _Rehearsal:
         """Let columns read the whole input and return this rank's features."""
 
         for column, layout in group.columns.items():
-            mine = _indices(layout.ranges[self._rank])
+            mine = torch.cat([torch.arange(start, stop) for start, stop in layout.ranges[self._rank]])
             linear = self._block.flow.linears[column]
             if not linear.is_called:
                 stack.enter_context(_cut_weight(self._block, linear, mine))
@@ -247,7 +247,3 @@ def _edited(module: nn.Module, edit: Edit, tp: int, rank: int) -> AbstractContex
         return (*args[: edit.key], changed(args[edit.key]), *args[edit.key + 1 :]), kwargs
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _indices(ranges: Ranges) -> Tensor:
-    return torch.cat([torch.arange(start, stop) for start, stop in ranges])

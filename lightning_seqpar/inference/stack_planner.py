@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, alike, pattern_of
+from lightning_seqpar.inference.block_kinds import kind_of
+from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, pattern_of
 from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError, UserDecidesError
 from lightning_seqpar.inference.feature_dependence import mixes_positions
 from lightning_seqpar.inference.gather_points import read_blocks
@@ -61,12 +62,8 @@ class StackPlanner:
     def plan(self, calls: Sequence[Call], *, alone: bool) -> Inference:
         """The plan of one stack; kinds of blocks in it that can't be planned at all stay whole, between whole sequences.
 
-        Args:
-            calls: the first call of each block.
-            alone: whether no other stack has the same owner.
-
-        Raises:
-            CantInferError: if a block can't be planned, or none has a row, and nothing is left of the stack.
+        ``calls`` are the first of each block; ``alone`` says whether no other stack has the same owner. Raises CantInferError if
+        nothing is left of the stack that could be planned, or no block has a row.
         """
         left: dict[str, str] = {}
         first: CantInferError | None = None
@@ -78,7 +75,11 @@ class StackPlanner:
                 raise
             except CantInferError as error:
                 first = first or error
-                failing = [c for c in rest if error.block and alike(c.module, self._model.get_submodule(error.block))]
+                failing = [
+                    c
+                    for c in rest
+                    if error.block and kind_of(c.module) == kind_of(self._model.get_submodule(error.block))
+                ]
                 rest = [call for call in rest if call not in failing]
                 if not failing or not rest:
                     raise first from None

@@ -22,11 +22,8 @@ def activation(trace: ForwardTrace, call: Call) -> Argument | None:
     out = trace.values[call.outputs[0]]
     if not out.floating or len(out.shape) < 2:
         return None
-    for key, value in call.args.items():
-        argument = trace.values[value]
-        if argument.floating and argument.shape == out.shape:
-            return key
-    return None
+    given = ((key, trace.values[value]) for key, value in call.args.items())
+    return next((key for key, value in given if value.floating and value.shape == out.shape), None)
 
 
 def find_stacks(trace: ForwardTrace) -> list[list[Call]]:

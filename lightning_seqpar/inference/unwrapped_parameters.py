@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations, islice, product
 from typing import Any
 
@@ -36,14 +36,6 @@ class Cut:
     dim: int | None  # the tensor dim; None for a parameter that stays whole and that the first rank alone adds (a bias)
     size: int = 0  # that dim's length
     segments: int = 1  # number of equal parts of a fused parameter, each of which is split over the ranks
-
-
-@dataclass
-class SumLayout:
-    """How a module is split whose output is the sum of what the ranks make with their parts of its parameters."""
-
-    cuts: dict[str, Cut] = field(default_factory=dict)  # by the parameter's own name; one that is missing stays whole
-    edits: tuple[Edit, ...] = ()  # attributes that change
 
 
 class UnwrappedProducts:
@@ -79,11 +71,14 @@ class UnwrappedProducts:
 
     # ---- the search ------------------------------------------------------------------------------------------
 
-    def deal(self, tp: int) -> SumLayout:
-        """The cuts under which the outputs of ``tp`` ranks sum up to the whole output; raises CantInferError if none do."""
+    def deal(self, tp: int) -> tuple[dict[str, Cut], Sequence[Edit]]:
+        """Cuts, by the parameters' own names, and edits with which the outputs of ``tp`` ranks sum up to the whole output.
+
+        A parameter that is missing stays whole. Raises CantInferError if there are none.
+        """
         for edits, cuts in islice(self._candidates(tp), _MAX_TRIES):
             if self._sums_up(cuts, edits, tp):
-                return SumLayout(cuts, edits)
+                return cuts, edits
         names = ", ".join((*self.columns, *self.rows))
         raise CantInferError(
             f"{self.owner}: it multiplies the parameters {names} itself, and no way of cutting them for tp={tp} makes the ranks' "
