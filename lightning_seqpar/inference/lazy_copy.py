@@ -279,3 +279,14 @@ class _NoCopy:
 
     def __deepcopy__(self, memo: Any) -> _NoCopy:
         return self
+
+
+def own_containers(model: nn.Module) -> None:
+    """Give a copy of a model containers of its own where its classes hold some as class attributes, in place."""
+    for module in model.modules():
+        for base in type(module).__mro__:
+            if base.__module__.startswith(("torch.", "lightning.")):
+                continue
+            for name, value in vars(base).items():
+                if isinstance(value, dict | list | set | collections.deque) and not name.startswith("__"):
+                    module.__dict__.setdefault(name, copy.copy(value))

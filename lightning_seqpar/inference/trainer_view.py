@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_seqpar.inference.lazy_copy import LazyCopies
+from lightning_seqpar.inference.lazy_copy import LazyCopies, own_containers
 
 
 class NoExampleError(ValueError):
@@ -49,6 +49,7 @@ class PlainBackwardError(NoExampleError):
 
 def attach_view(model: nn.Module, trainer: Trainer | None) -> None:
     """Let the steps of a copy use the trainer, without any effect on it (see the module's docstring)."""
+    own_containers(model)
     if isinstance(model, LightningModule) and trainer is not None:
         view = _view(model, trainer)
         for module in model.modules():

@@ -112,6 +112,8 @@ class Data(L.LightningDataModule):
 class Using(L.LightningModule):
     """A step that uses everything that a trainer has."""
 
+    history: ClassVar[list[float]] = []
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
@@ -134,6 +136,7 @@ class Using(L.LightningModule):
         with trainer.profiler.profile("part"):
             self.metric(loss.detach())
         self.outputs.append(loss)
+        self.history.append(float(loss.detach()))
         self.print("not seen")
         self.log("loss", loss, sync_dist=True)
         self.log_dict({"again": loss})
@@ -205,7 +208,7 @@ def state_of(trainer: Any) -> Any:
         [
             *(data.asked, data.mean.tolist(), data.numbers.tolist(), counting.losses, counting.nested),
             *(counting.settings.scale, list(vars(counting)), float(counting.mean.weight), len(trainer.callbacks)),
-            *(trainer.should_stop, trainer.logger.told, counting.closed, counting.file.closed),
+            *(trainer.should_stop, trainer.logger.told, counting.closed, counting.file.closed, Using.history),
         ]
     )
 
@@ -218,6 +221,12 @@ EXAMPLE = Example("a batch", "training_step", ([torch.ones(2, 2)], 0), {})
     "LazyCopies._copy",
     "        if isinstance(value, dict | list",
     "        if isinstance(value, list):\n            return value\n        if isinstance(value, dict | list",
+)
+@sees(
+    "a step before training grows a list of the user's class",
+    "own_containers",
+    "module.__dict__.setdefault(name, copy.copy(value))",
+    "pass",
 )
 @sees(
     "a step before training logs",
