@@ -66,35 +66,31 @@ def _holder(block: Block, group: GroupLayout) -> str:
 def _candidates(block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Edit]:
     """Edits that may be needed, the likeliest first: attributes, then the width of arguments, tensors and arguments."""
     shares = _local_numbers(block, groups, tp)
-    group = groups[-1]
+    group, columns = groups[-1], block.flow.columns[groups[-1].row]
     around = _modules_around(block, group)
     edits: list[Edit] = []
     parts = [name for name in around if name != block.flow.name] or [block.flow.name]
     within = [name for name in block.modules if name not in around and any(inside(name, part) for part in parts)]
     for name in (*around, *within):
-        if inside(name, group.row):
-            continue
         module = block.modules[name]
-        if type(module).__module__.startswith("torch.nn") or name in (group.row, *block.flow.columns[group.row]):
+        if inside(name, group.row) or name in columns or type(module).__module__.startswith("torch.nn"):
             continue
         for key, value in vars(module).items():
-            if type(value) is int and value in shares:
-                edits.append(Edit("set", name, key, value=shares[value]))
-            elif is_settings(value):
-                inner = vars(value)
-                edits += [
-                    Edit("set", name, f"{key}.{leaf}", value=shares[number])
-                    for leaf, number in inner.items()
-                    if type(number) is int and number in shares and not leaf.startswith("_")
-                ]
+            numbers = {key: value}
+            if is_settings(value):
+                numbers = {f"{key}.{leaf}": one for leaf, one in vars(value).items() if not leaf.startswith("_")}
+            edits += [
+                Edit("set", name, path, value=shares[number])
+                for path, number in numbers.items()
+                if type(number) is int and number in shares
+            ]
     heads = {group.units, group.features, *(block.width(column) for column in group.columns)}
-    columns = block.flow.columns[group.row]
     linears = {group.row, *(name for name in columns if linear_kind(block.modules.get(name)) is not None)}
     products = {block.flow.linears[name].parameter for name in columns}
     for name, module in block.modules.items():
-        if not any(inside(name, one) for one in parts) or name in linears or name in group.full_width:
+        if not any(inside(name, one) for one in parts) or inside(name, group.row):
             continue
-        if inside(name, group.row):
+        if name in linears or name in group.full_width:
             continue
         for key, value in vars(module).items():  # sizes by name, as einops' layers keep them
             if not key.startswith(_OWN_OF_MODULES):

@@ -252,6 +252,10 @@ def with_tried_rules(
     """
     if isinstance(error, NothingToSplitError):
         return error
+
+    def told(text: str) -> CantInferError:
+        return type(error)(text, error.whole, error.why)
+
     rules: list[dict[str, Any]] = []
     reasons = [error.why]
     stopped = error
@@ -265,19 +269,11 @@ def with_tried_rules(
             continue
         text = "\n  ".join(dict.fromkeys(reasons))
         more = [*(rule.dump() for rule in own.rules), *rules] if own is not None else rules
-        return type(error)(
-            f"{text}{PROPOSAL}; with it a plan is found for tp={tp}:\n    plan={{'rules': {more}}}",
-            error.whole,
-            error.why,
-        )
+        return told(f"{text}{PROPOSAL}; with it a plan is found for tp={tp}:\n    plan={{'rules': {more}}}")
     if not rules:
-        return type(error)(f"{error}\n  No rule was found that works", error.whole, error.why)
+        return told(f"{error}\n  No rule was found that works")
     instead = "it stops there too" if stopped.why == error.why else f"inference stops at\n  {stopped.why}"
-    return type(error)(
-        f"{error}\n  No rule was found that works. Tried:{_shown(rules)}\n  with which {instead}",
-        error.whole,
-        error.why,
-    )
+    return told(f"{error}\n  No rule was found that works. Tried:{_shown(rules)}\n  with which {instead}")
 
 
 def _shown(rules: Sequence[dict[str, Any]]) -> str:
