@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
-from lightning_seqpar.inference.block_planner import pattern_of
 from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError, UserDecidesError
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, without_checkpoints
 from lightning_seqpar.inference.reduction import Reduction, is_large
 from lightning_seqpar.inference.repeats import owner_of
-from lightning_seqpar.inference.stack_planner import Inference, StackPlanner, all_names, left_whole
+from lightning_seqpar.inference.stack_planner import Inference, StackPlanner, left_whole, pattern_of_all
 from lightning_seqpar.inference.stacks import activation, find_stacks, only_convolutions
 from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.inference.trainer_view import describe_failure
@@ -128,10 +127,9 @@ def infer_blocks(
             trace = _record(copied, on_cpu)
         except Exception as error:
             raise CantInferError(_of_the_run(model, error)) from error
-        stacks = [[call.name for call in calls] for calls in find_stacks(trace)]
-        if not stacks:
+        patterns = [pattern_of_all(copied, calls) for calls in find_stacks(trace)]
+        if not patterns:
             raise CantInferError(_no_blocks(model))
-        patterns = [pattern_of(copied, all_names(copied, names)) for names in stacks]
     return ShardingPlan.from_rules([{"pattern": one, "style": "blocks"} for one in patterns], source="inferred")
 
 
@@ -207,7 +205,7 @@ def _infer(
             why = f"{calls[0].name}: planning it was tried, which raised {describe_failure(caught)}"
             error = caught if isinstance(caught, CantInferError) else CantInferError(why)
             failed.append(error)
-            found.add(left_whole({pattern_of(model, all_names(model, [call.name for call in calls])): error.why}))
+            found.add(left_whole({pattern_of_all(model, calls): error.why}))
     if not found.rules:
         raise failed[0]
     return found

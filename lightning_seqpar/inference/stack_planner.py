@@ -75,15 +75,12 @@ class StackPlanner:
                 raise
             except CantInferError as error:
                 first = first or error
-                failing = [
-                    c
-                    for c in rest
-                    if error.block and kind_of(c.module) == kind_of(self._model.get_submodule(error.block))
-                ]
+                kind = kind_of(self._trace.modules[error.block]) if error.block else None
+                failing = [call for call in rest if kind is not None and kind_of(call.module) == kind]
                 rest = [call for call in rest if call not in failing]
                 if not failing or not rest:
                     raise first from None
-                left[pattern_of(self._model, all_names(self._model, [call.name for call in failing]))] = error.why
+                left[pattern_of_all(self._model, failing)] = error.why
                 continue
             plan.add(left_whole(left))
             return plan
@@ -208,8 +205,7 @@ class StackPlanner:
                 block = next(block.name for block in calls if inside(call.name, block.name))
                 around = call.name.rpartition(".")[0]
                 part = (around if around != block else call.name)[len(block) + 1 :]
-                stack = pattern_of(self._model, all_names(self._model, [one.name for one in calls]))
-                error.rules = [{"pattern": f"{stack}.{part}", "style": "whole"}]
+                error.rules = [{"pattern": f"{pattern_of_all(self._model, calls)}.{part}", "style": "whole"}]
                 raise error
 
 
@@ -285,6 +281,11 @@ def all_names(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     """All names of the blocks, in the model's order; in the copy of a large model one module has the names of many blocks."""
     objects = {id(model.get_submodule(name)) for name in blocks}
     return [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in objects]
+
+
+def pattern_of_all(model: nn.Module, calls: Iterable[Call]) -> str:
+    """The pattern of the blocks of which these are calls."""
+    return pattern_of(model, all_names(model, [call.name for call in calls]))
 
 
 def _likeness(flow: BlockFlow) -> Any:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_seqpar import ParallelConfig
-from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.describe import describe
 from tests.helpers import models
 from tests.helpers.families import HuggingFace
@@ -237,10 +237,6 @@ def test_all_decoder_stages_read_the_same_encoding_under_dropout():
     assert len({tuple(encoded.tolist()) for encoded in readers[0]}) == len(readers[0]) == 6
 
 
-def refused(model: str, args: dict[str, Any], sizes: dict[str, Any]) -> None:
-    trainer_of(sizes).fit(class_named(model)(**args), models.loader(4, length=9, count=24))
-
-
 @pytest.mark.parametrize(
     ("case", "sizes", "says"),
     [
@@ -249,19 +245,17 @@ def refused(model: str, args: dict[str, Any], sizes: dict[str, Any]) -> None:
         (LONG, {"pp": 2, "pp_split_rank": 1, "pp_layers": [4, 3]},
          r"pp_layers=\[4, 3\] with pp_split_rank=1: the first 1 are 4 blocks, and model\.encoder has 3"),
         (T5, {"pp": 2, "pp_layers": [3, 2]}, r"pp_layers=\[3, 2\]: they are 5 blocks together, and .* have 4 blocks"),
+        (T5, {"pp": 4, "pp_split_rank": 1},
+         r"pp_split_rank=1 with pp=4: model\.decoder has 2 blocks for 3 stages, and each stage needs one"),
     ],
-    ids=["turns", "one stack", "layers beside split", "layers"],
+    ids=["turns", "one stack", "layers beside split", "layers", "too few blocks"],
 )  # fmt: skip
+@pytest.mark.core
 def test_what_does_not_fit_the_stacks_is_refused(case, sizes, says):
-    with pytest.raises(RankFailedError, match=says):
-        run_distributed(refused, 2, *case, sizes)
-
-
-def test_a_decoder_of_too_few_blocks_for_its_stages_is_refused():
+    model, args = case
     batch = next(iter(models.loader(2, length=9, count=2)))
-    says = r"pp_split_rank=1 with pp=4: model\.decoder has 2 blocks for 3 stages, and each stage needs one"
     with pytest.raises(ValueError, match=says):
-        describe(class_named("HuggingFace")("t5").double(), ParallelConfig(pp=4, pp_split_rank=1), batch=batch)
+        describe(class_named(model)(**args).double(), ParallelConfig(**sizes), batch=batch)
 
 
 def test_a_description_shows_the_stages_of_both_stacks():
