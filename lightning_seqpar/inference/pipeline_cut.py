@@ -185,7 +185,8 @@ class _Traced:
             found = [find_argument(name, arg, args, kwargs) for arg in carried]
             self.given.append([x for _, x in found])
             for where, x in found:
-                args, kwargs = put_argument(where, _detached(x), args, kwargs)
+                leaf = x.detach().requires_grad_(x.is_floating_point())
+                args, kwargs = put_argument(where, _changeable(leaf), args, kwargs)
             return args, kwargs
 
         return hook
@@ -196,7 +197,8 @@ class _Traced:
         def hook(module: nn.Module, args: Any, out: Any) -> Any:
             x = out[0] if isinstance(out, tuple) and out else out
             others = out[1:] if isinstance(out, tuple) else ()
-            if not isinstance(x, Tensor) or not all(one is None or _can_go(one) for one in others):
+            can_go = (one is None or (isinstance(one, Tensor) and one.is_floating_point()) for one in others)
+            if not isinstance(x, Tensor) or not all(can_go):
                 raise CantInferError(
                     f"{name} returns more than its activation, which stages behind would not have; use pp=1"
                 )
@@ -213,18 +215,10 @@ class _Traced:
         return hook
 
 
-def _detached(x: Tensor) -> Tensor:
-    return _changeable(x.detach().requires_grad_(x.is_floating_point()))
-
-
 def _changeable(leaf: Tensor) -> Tensor:
     """A copy that a block may change in place, as it may what another one returned."""
     with torch.enable_grad():
         return leaf.clone()
-
-
-def _can_go(one: Any) -> bool:
-    return isinstance(one, Tensor) and one.is_floating_point()
 
 
 def trace_cut(

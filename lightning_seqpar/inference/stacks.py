@@ -125,9 +125,10 @@ def only_convolutions(model: nn.Module) -> str:
 
     Empty if there are no such modules, or linears among them.
     """
-    listed = {name: module for name, module in model.named_modules() if _is_listed(model, name)}
     sizes: dict[tuple[str, type], int] = defaultdict(int)
-    for name, module in listed.items():
+    for name, module in model.named_modules():
+        if not _is_listed(model, name):
+            continue
         # A single linear in a list is a head: nothing repeats around it.
         if sum(parameter.ndim == 2 for parameter in module.parameters()) > 1:
             return ""

@@ -104,13 +104,12 @@ class _Candidate:
             chosen = dict(zip(self._vectors, ways, strict=True))
             once, local = ([n for n, way in chosen.items() if way == one] for one in ("once", "local"))
             if self._sums_up(once, local) and self._draws_for_features(once, local):
-                rows = ((one.name, None) if one.is_called else self._at(one) for one in self._readers)
+                dims = {name: dim for name, (_, dim) in self._weights.items()}
+                rows = [
+                    (one.name, None) if one.is_called else (one.parameter, dims[one.parameter]) for one in self._readers
+                ]
                 return SummedRow(tuple(rows), tuple(once), tuple(local))
         return None
-
-    def _at(self, linear: Linear) -> tuple[str, int | None]:
-        """The parameter of a product past a linear, and the dim of its in-features."""
-        return linear.parameter, self._weights[linear.parameter][1]
 
     def _ways(self, vector: Tensor) -> list[str]:
         """What may be done with a vector: added by one rank, cut with the input's features, or left whole."""

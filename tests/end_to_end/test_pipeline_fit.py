@@ -102,7 +102,7 @@ def fit_all(sizes: dict[str, Any]) -> list[Found]:
 @sees(
     "pp: a stage's graph is followed across the cut",
     "_Traced.take",
-    "put_argument(where, _detached(x), args, kwargs)",
+    "put_argument(where, _changeable(leaf), args, kwargs)",
     "put_argument(where, x, args, kwargs)",
     case="pp2",
 )
