@@ -152,14 +152,9 @@ class Using(L.LightningModule):
         self.found = {
             "rate": (optimizer.param_groups[0]["lr"], scheduler.get_last_lr()[0], trainer.optimizers[0].param_groups[0]["lr"]),
             "epoch": (self.current_epoch, self.global_step, trainer.current_epoch, trainer.max_epochs),
-            "ranks": (self.global_rank, trainer.global_rank, strategy.global_rank, self.local_rank, trainer.is_global_zero),
-            "sizes": (trainer.world_size, strategy.world_size, trainer.num_devices, trainer.num_nodes),
             "batches": (trainer.num_training_batches, trainer.estimated_stepping_batches, len(trainer.train_dataloader)),
-            "settings": (trainer.accumulate_grad_batches, trainer.precision, trainer.gradient_clip_val),
             "logger": (self.logger.name, self.logger.version, isinstance(self.logger, Recording), len(self.loggers)),
-            "state": (trainer.training, trainer.fit_loop.epoch_loop.batch_idx, trainer.sanity_checking),
             "collectives": (strategy.broadcast(5), strategy.reduce_boolean_decision(True), strategy.reduce(3)),
-            "device": strategy.root_device,
             "metrics": dict(trainer.callback_metrics),
             "itself": trainer.lightning_module is self and isinstance(trainer, L.Trainer),
         }  # fmt: skip
@@ -254,14 +249,9 @@ def test_a_step_uses_all_that_its_trainer_has_without_any_effect(tmp_path, monke
     assert copied.found == {
         "rate": (0.1, 0.1, 0.1),
         "epoch": (0, 0, 0, 3),
-        "ranks": (0, 0, 0, 0, True),
-        "sizes": (1, 1, 1, 1),
         "batches": (6, 18, 6),
-        "settings": (1, "32-true", None),
         "logger": ("recording", 7, True, 1),
-        "state": (False, -1, False),
         "collectives": (5, True, 3),
-        "device": torch.device("cpu"),
         "metrics": {},
         "itself": True,
     }
