@@ -356,21 +356,11 @@ def test_modules_of_one_class_that_own_a_chain_are_no_blocks():
     "if before:",
 )
 def test_two_blocks_outside_any_list_keep_their_experts():
-    class Mixture(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Linear(16, 3)
-            self.experts = nn.ModuleList([zoo.FeedForward(16, 32) for _ in range(3)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            scores = self.gate(x).softmax(-1)
-            return sum(scores[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
-
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.tokens, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
-            self.a, self.b = (zoo.PreNorm(16, zoo.EinsumAttention(16, 4), Mixture()) for _ in range(2))
+            self.a, self.b = (zoo.PreNorm(16, zoo.EinsumAttention(16, 4), zoo.ListMoE(16, 24)) for _ in range(2))
 
         def forward(self, ids: torch.Tensor) -> Any:
             return self.head(self.b(self.a(self.tokens(ids))))
