@@ -151,8 +151,8 @@ def _without_steps(real: Any) -> None:
 
 def _wrapped(optimizer: Any) -> LightningOptimizer:
     """Lightning's wrapper of an optimizer of the copy, which does nothing either."""
-    wrapped = LightningOptimizer(optimizer)
-    vars(wrapped).update(step=optimizer.step, zero_grad=_nothing, toggle_model=lambda **options: nullcontext())
+    wrapped = optimizer if isinstance(optimizer, LightningOptimizer) else LightningOptimizer(optimizer)
+    vars(wrapped).update(step=optimizer.step, zero_grad=_nothing, toggle_model=lambda *given, **named: nullcontext())
     return wrapped
 
 
