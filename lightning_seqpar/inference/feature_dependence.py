@@ -49,9 +49,7 @@ class GroupLayout:
         int, ...
     ] = ()  # sizes of the parts of which its input is put together, `[attention|mlp]`; one for most rows
     segment_units: tuple[int, ...] = ()  # for each of them, the number of units
-    columns: dict[str, ColumnLayout] = field(
-        default_factory=dict
-    )  # layout of each column; a column that is missing stays whole
+    columns: dict[str, ColumnLayout] = field(default_factory=dict)  # one that is missing stays whole
     full_width: list[str] = field(default_factory=list)  # norms between them that need the whole width
 
     def part(self, rank: int, tp: int) -> Tensor:

@@ -77,9 +77,7 @@ class GatherPoints:
 
     def __init__(self, flow: BlockFlow, reduced: set[int], blocks: set[str], *, sums: bool) -> None:
         self.trace, self.flow, self.sums = flow.trace, flow, sums
-        self.reduced = (
-            reduced  # ids of all values that rows make, in any block: they are reduced, so they are shards again
-        )
+        self.reduced = reduced  # ids of all values that rows make, in any block: they are reduced, so they are shards
         self.blocks = blocks  # names of all blocks
 
     def _leaks(self, call: Call, root: int) -> bool:

@@ -32,11 +32,8 @@ class Inference:
     reasons: list[str] = field(default_factory=list)  # why they are as they are, a sentence each
     # Rules, each of which has one sharded part of the blocks computed whole.
     parts: list[dict[str, Any]] = field(default_factory=list)
-    whole: dict[str, str] = field(
-        default_factory=dict
-    )  # patterns of the modules that are left whole, each with the reason
-    # Patterns of the blocks that are given whole sequences, each with the reason.
-    no_sp: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)  # patterns of modules that are left whole, with the reasons
+    no_sp: dict[str, str] = field(default_factory=dict)  # patterns of blocks that are given whole sequences, likewise
 
     @property
     def plan(self) -> ShardingPlan:

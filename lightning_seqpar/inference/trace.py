@@ -95,9 +95,7 @@ class Call:
     module: nn.Module  # the module
     around: tuple[int, ...]  # ids of the calls around it, outermost first
     first_op: int  # index of the first operation inside it
-    args: dict[int | str, int] = field(
-        default_factory=dict
-    )  # ids of the values of tensor arguments, by position or name
+    args: dict[int | str, int] = field(default_factory=dict)  # values of tensor arguments, by position or name
     outputs: list[int] = field(default_factory=list)  # ids of the values that it returned
     last_op: int = -1  # one past the index of the last operation inside it
     given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # the arguments themselves, positional and named
