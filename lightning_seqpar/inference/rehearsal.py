@@ -30,21 +30,16 @@ _ROUNDED = 16 * torch.finfo(torch.float32).eps
 class Edit:
     """One more thing that must change on a rank beside the linears.
 
-    Attributes:
-        kind: ``set``: an attribute gets another value. ``tensor``: a parameter or buffer is cut along ``dim``. ``arg``: an
-            argument is cut along ``dim``. ``given``: an argument comes from another block, so it is this rank's part already
-            (the rehearsal cuts it). ``narrow``: the module sees an argument of this rank's width, which only columns resolve.
-        module: name of the module; for a tensor, of the one that owns it.
-        key: the attribute, the tensor's own name, or the argument.
-        value: the attribute's new value.
-        dim: the tensor dim of the heads.
+    Of the kind ``set`` an attribute gets another value, ``tensor``: a parameter or buffer is cut along ``dim``, ``arg``: an argument
+    is cut along ``dim``, ``given``: an argument comes from another block, so it is this rank's part already (the rehearsal cuts it),
+    ``narrow``: the module sees an argument of this rank's width, which only columns resolve.
     """
 
     kind: str
-    module: str
-    key: int | str
-    value: int = 0
-    dim: int = 0
+    module: str  # its name; for a tensor, of the one that owns it
+    key: int | str  # the attribute, the tensor's own name, or the argument
+    value: int = 0  # the attribute's new value
+    dim: int = 0  # the tensor dim of the heads
 
     @property
     def shown(self) -> str:

@@ -192,14 +192,13 @@ class StackPlanner:
         One that returns more than one tensor (a router) is not taken for a linear.
         """
         for call in self._trace.calls:
-            module = call.module
+            module, block = call.module, next((one.name for one in calls if inside(call.name, one.name)), None)
             unknown = isinstance(module, nn.Linear) and linear_kind(module) is None and len(call.outputs) == 1
             unknown = unknown and not is_parametrized(module)  # what it computes is known: its part is left whole
-            if unknown and any(inside(call.name, block.name) for block in calls) and not self._covers(call.name):
+            if unknown and block is not None and not self._covers(call.name):
                 error = UnknownLinearError(
                     f"{call.name}: a {type(module).__name__}, which is not known to compute what nn.Linear does (is it quantised?)"
                 )
-                block = next(block.name for block in calls if inside(call.name, block.name))
                 around = call.name.rpartition(".")[0]
                 part = (around if around != block else call.name)[len(block) + 1 :]
                 error.rules = [{"pattern": f"{pattern_of_all(self._model, calls)}.{part}", "style": "whole"}]
