@@ -30,9 +30,9 @@ _ROUNDED = 16 * torch.finfo(torch.float32).eps
 class Edit:
     """One more thing that must change on a rank beside the linears.
 
-    Of the kind ``set`` an attribute gets another value, ``tensor``: a parameter or buffer is cut along ``dim``, ``arg``: an argument
-    is cut along ``dim``, ``given``: an argument comes from another block, so it is this rank's part already (the rehearsal cuts it),
-    ``narrow``: the module sees an argument of this rank's width, which only columns resolve.
+    Its kind is ``set``: an attribute gets another value; ``tensor``: a parameter or buffer is cut along ``dim``; ``arg``: an
+    argument is cut along ``dim``; ``given``: an argument comes from another block, so it is this rank's part already (the rehearsal
+    cuts it); or ``narrow``: the module sees an argument of this rank's width, which only columns resolve.
     """
 
     kind: str
