@@ -173,10 +173,8 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
     """Examples of the module's input, the best first.
 
     They are its ``example_input_array``; the first batch of the running loop, for the user's own step and loss; and the
-    ``dummy_inputs`` of a model inside it, as Hugging Face's have them.
-
-    Raises:
-        NoExampleError: after all other examples, if the loader can be read only once.
+    ``dummy_inputs`` of a model inside it, as Hugging Face's have them. If the loader can be read only once, NoExampleError is raised
+    after all others.
     """
     own = module.example_input_array
     if own is not None:

@@ -117,10 +117,7 @@ def infer_blocks(
 ) -> ShardingPlan:
     """The repeated blocks of ``model``, found as :func:`infer_plan` finds them, as rules that say nothing else.
 
-    The arguments are those of :func:`infer_plan`.
-
-    Raises:
-        CantInferError: if there are none, or the copy does not run.
+    Raises CantInferError if there are none, or the copy does not run.
     """
     with example_copy(model, example, dtype, prepare) as (copied, on_cpu):
         try:

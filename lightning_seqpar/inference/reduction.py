@@ -63,11 +63,8 @@ class Reduction:
     def variants(model: nn.Module, tp: int, length: int | None, longest: int = 0) -> list[Reduction]:
         """The reductions to try, the smallest first; the last one leaves the model as it is.
 
-        Args:
-            model: the model.
-            tp: number of ranks that share a sample (tp × cp); what is left of a vocabulary and a length has their remainder.
-            length: of the example's sequences, if it is made of tokens.
-            longest: the largest dim of its tensors: tables of positions keep as many rows.
+        ``tp`` is the number of ranks that share a sample (tp × cp): what is left of a vocabulary and a length has their remainder.
+        ``length`` is that of the example's sequences, if it is made of tokens; tables of positions keep ``longest`` rows.
         """
         if not is_large(model):
             kept = _short_length(model, tp, length) if length is not None and length > _LONG else None

@@ -102,23 +102,13 @@ class Call:
 
 
 class ForwardTrace(TorchDispatchMode):
-    """Records the forward that runs under it.
-
-    All tensors are kept alive, so that no address of memory is used twice.
-
-    Attributes:
-        model: whose module calls are recorded, and whose parameters are recognised.
-        modules: its modules, by name.
-        values: every tensor that was read or made.
-        ops: every operation, in order.
-        calls: every call of a module, in the order in which they began.
-    """
+    """Records the forward of a model that runs under it; all tensors are kept alive, so that no address is used twice."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.values: list[Value] = []
-        self.ops: list[Op] = []
-        self.calls: list[Call] = []
+        self.values: list[Value] = []  # every tensor that was read or made
+        self.ops: list[Op] = []  # every operation, in order
+        self.calls: list[Call] = []  # every call of a module, in the order in which they began
         self._open: list[int] = []
         self._alive: list[Any] = []
         self._current: dict[tuple[Any, ...], int] = {}
