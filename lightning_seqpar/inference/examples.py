@@ -96,11 +96,9 @@ class Example:
         return replace(self, args=args, kwargs=kwargs)
 
     def run(self, model: nn.Module, backward: Callable[[Tensor], None] = backward_at_once) -> Tensor:
-        """Run it on a model: a scalar with a gradient, which is the step's loss or a fixed projection of the outputs.
+        """Run it on a copy: a scalar with a gradient, which is the step's loss or a fixed projection of the outputs.
 
-        Args:
-            model: a copy.
-            backward: computes the gradients of a loss where the step reads them; the loss's graph must stay.
+        ``backward`` computes the gradients of a loss where the step reads them; the loss's graph must stay.
 
         Raises:
             NoExampleError: if no output has a gradient, or the step reads more of the trainer than a copy has.
@@ -173,8 +171,8 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
     """Examples of the module's input, the best first.
 
     They are its ``example_input_array``; the first batch of the running loop, for the user's own step and loss; and the
-    ``dummy_inputs`` of a model inside it, as Hugging Face's have them. If the loader can be read only once, NoExampleError is raised
-    after all others.
+    ``dummy_inputs`` of a model inside it, as Hugging Face's have them. After these NoExampleError is raised if the loader can be
+    read only once.
     """
     own = module.example_input_array
     if own is not None:

@@ -69,9 +69,7 @@ def part_of_segments(segments: Sequence[int], rank: int, tp: int) -> Tensor:
 def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
     """Split one row and its columns over ``tp`` ranks.
 
-    Raises:
-        CantInferError: if the features can't be split into ``tp`` independent parts.
-        UnevenError: if they could be, into another number of them.
+    Raises CantInferError if the features can't be split into ``tp`` independent parts, UnevenError if into another number of them.
     """
     columns = block.flow.columns[row]
     for name in (row, *columns):

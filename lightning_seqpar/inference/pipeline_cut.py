@@ -56,11 +56,8 @@ def find_cut(
 ) -> Cut:
     """Run a copy on an example, and follow the graph from each block's end to the parameters behind it, not across a cut.
 
-    ``dtype`` is the copy's, and ``prepare`` is called with it before it runs.
-
-    Raises:
-        CantInferError: if there are too few blocks, a block returns what no other block takes, or a stage reads what the blocks
-            of another one made.
+    ``dtype`` is the copy's, and ``prepare`` is called with it before it runs. Raises CantInferError if there are too few blocks, a
+    block returns what no other block takes, or a stage reads what the blocks of another one made.
     """
     check_stacks(stacks, how)
     numel = {name: parameter.numel() for name, parameter in model.named_parameters()}
