@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_seqpar.strategy.child_watch import is_lost_peer
+from lightning_seqpar.strategy.missing_ranks import PATIENCE, exchange
+from lightning_seqpar.strategy.refusals import is_lost_peer
 
-PATIENCE = timedelta(seconds=5)
-"""How long a rank waits for what the others raise."""
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 """Of an object, as Python shows it: each rank has its own."""
 
@@ -167,14 +165,11 @@ def save_before_end(trainer: Trainer) -> Path | None:
 
 
 def is_shared(error: BaseException, world: dist.ProcessGroup) -> bool:
-    """Whether every rank raises this error now, with the same text: they say so in the store within :data:`PATIENCE`."""
-    store = dist.distributed_c10d._world.pg_map[world][1]
+    """Whether every rank raises this error now, with the same text: they say so within :data:`PATIENCE`."""
     own = f"{type(error).__name__}: {_ADDRESS.sub('', str(error))}"
     try:
-        number = store.add(f"errors of rank {world.rank()}", 1)
-        keys = [f"error {number} of rank {rank}" for rank in range(world.size())]
-        store.set(keys[world.rank()], own)
-        store.wait(keys, PATIENCE)
-        return all(store.get(key).decode() == own for key in keys)
-    except RuntimeError:  # a rank raises nothing, or the store is gone
+        number = dist.distributed_c10d._world.pg_map[world][1].add(f"errors of rank {world.rank()}", 1)
+        said = exchange(world, f"error {number}", own, PATIENCE)
+    except RuntimeError:  # the store is gone
         return False
+    return len(said) == world.size() and {*said.values()} == {own}
