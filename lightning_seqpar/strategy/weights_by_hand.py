@@ -38,17 +38,8 @@ _OTHER_HOOKS = (
     "configure_callbacks",
 )
 """Ends of the names of hooks that see data, or the model as it is made."""
-_READ_NO_WEIGHTS = (
-    "lightning_seqpar.",
-    *(
-        f"lightning.pytorch.callbacks.{name}"
-        for name in (
-            *("progress.", "model_checkpoint", "early_stopping", "on_exception_checkpoint", "lr_monitor", "timer"),
-            *("model_summary", "rich_model_summary", "device_stats_monitor", "throughput_monitor"),
-        )
-    ),
-)
-"""Beginnings of the modules whose hooks show, log or save, and leave weights alone."""
+_READ_NO_WEIGHTS = ("lightning_seqpar.", "lightning.")
+"""Beginnings of the modules whose hooks change weights and gradients as they are on one process, or are refused elsewhere."""
 _COPIES = {
     *("copy_", "_to_copy", "fill_", "zero_", "masked_fill", "masked_fill_", "lift_fresh", "_unsafe_view"),
     *("empty_like", "zeros_like", "ones_like", "full_like"),

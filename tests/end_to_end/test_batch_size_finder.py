@@ -284,13 +284,11 @@ def ended(folder: str, world: int, options: dict[str, Any]) -> str:
 BEST = "The largest that ran is 8: set the batch size to 8, and leave the finder out"
 
 
-@sees(
-    "ranks try other batch sizes", "BatchSizeSearch.meet", 'if other["end"] != own["end"]:', "if False:", case="behind"
-)
+@sees("ranks try other batch sizes", "Searches.meet", "if end != ended:", "if False:", case="behind")
 @sees(
     "a lack of memory at other points of the step",
-    "BatchSizeSearch.meet",
-    'if not _fit(own["collectives"], other["collectives"]):',
+    "Searches.meet",
+    "if not _fit(collectives, others):",
     "if False:",
     case="apart",
 )

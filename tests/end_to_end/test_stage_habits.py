@@ -300,7 +300,7 @@ def a_buffer_that_later_steps_change() -> Made:
 class Moves(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *more: Any) -> None:
         if trainer.strategy.holds(module.model.tokens.weight):
-            module.model.tokens.weight.data.mul_(0.9)  # which no version tells
+            module.model.tokens.weight.detach().mul_(0.9)
 
 
 @told(r"virtual_pp=2: model\.tokens\.weight was changed between batches whose gradients are accumulated")
@@ -428,8 +428,8 @@ def run_all(names: list[str], sizes: dict[str, Any]) -> dict[str, Any]:
 @sees(
     "turns: metrics count once for each chunk",
     "InterleavedWindow.entered",
-    "        for metric in metrics:\n            metric.restore()\n",
-    "",
+    "setattr(metric, name, value)",
+    "pass",
     case="2-{'pp': 2, 'virtual_pp': 2}",
 )
 @sees(
@@ -481,10 +481,10 @@ def raise_one(name: str) -> None:
     case="a_buffer_that_later_steps_change",
 )
 @sees(
-    "turns: weights that are changed past their versions pass",
+    "turns: weights that are changed within a window pass",
     "InterleavedWindow._check_tensors",
-    "seen[:2] != was[:2] or moved",
-    "seen[:2] != was[:2]",
+    "if seen != was:",
+    "if seen[0] != was[0]:",
     case="weights_that_a_hook_changes_between",
 )
 @pytest.mark.parametrize("name", TOLD)
