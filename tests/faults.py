@@ -21,27 +21,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-
-from lightning_seqpar import SeqParallelStrategy
-from tests.helpers import models
-from tests.helpers.fit import quiet_trainer
+from tests.helpers.ill_run import PLACES
 from tests.helpers.processes import environment, hear_sigint, survivors
 
 TIMEOUT = 30
 """Seconds that a collective waits in these runs: the start of two processes on a busy machine takes some of them."""
 STEPS = 8
-PLACES = (
-    "setup", "on_fit_start", "on_train_start", "on_train_batch_start", "on_before_backward", "on_after_backward",
-    "on_before_optimizer_step", "on_train_batch_end", "on_validation_batch_start", "on_save_checkpoint", "loader",
-)  # fmt: skip
 LAUNCHERS = {
     "Lightning": (sys.executable,),
     "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
@@ -50,13 +40,13 @@ KINDS = {
     "raise": "an exception",
     "KILL": "kill -9",
     "STOP": "kill -STOP, as a machine that hangs",
-    "stall": "a loader (or a hook) that never returns",
+    "stall": "a hook that never returns",
     "TERM": "SIGTERM to one rank: a checkpoint, and the end",
     "INT": "Ctrl-C to all ranks",
     "restart": "kill -9 under torchrun --max-restarts: trained to the end by itself",
 }
 SAYS = {
-    "raise": r"rank {rank} raised RuntimeError: on purpose|RuntimeError: on purpose",
+    "raise": r"ValueError: on purpose",
     "KILL": r"rank {rank} .*(killed by SIGKILL|is missing)|lost another rank|Signal 9|did not meet|main process .* is gone",
     "STOP": r"rank {rank} (is missing: rank \d waited in \w+|.*did not answer)|main process .* (was stopped|is gone)|did not meet",
     "stall": r"rank {rank} (is missing: rank \d waited in \w+|.*did not answer)|did not meet",
@@ -64,94 +54,6 @@ SAYS = {
     "INT": r"interrupted|KeyboardInterrupt|Signal 2|died",
     "restart": r"torchrun started the run again",
 }
-
-
-def strike(kind: str) -> None:
-    """Do to this process what a trial is about."""
-    os.write(2, f"STRUCK {time.time()}\n".encode())
-    if kind == "raise":
-        raise RuntimeError("on purpose")
-    if kind == "stall":
-        while True:
-            signal.pause()
-    if kind == "INT":
-        os.killpg(os.getpgid(0), signal.SIGINT)
-        return
-    os.kill(os.getpid(), signal.SIGKILL if kind == "restart" else getattr(signal, f"SIG{kind}"))
-
-
-class Striker(Callback):
-    """Strikes one rank at one place of one batch, in the first attempt alone."""
-
-    def __init__(self, kind: str, place: str, batch: int, rank: int) -> None:
-        self.kind, self.place, self.batch, self.rank = kind, place, batch, rank
-        self.done = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-    def come_by(self, place: str, batch: int, rank: int) -> None:
-        late = place in ("setup", "on_fit_start", "on_train_start") or batch >= self.batch
-        if place == self.place and late and rank == self.rank and not self.done:
-            self.done = True
-            strike(self.kind)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name not in PLACES:
-            return super().__getattribute__(name)
-
-        def hook(trainer: Any, *args: Any, **kwargs: Any) -> None:
-            self.come_by(name, trainer.global_step, trainer.global_rank)
-
-        return hook
-
-
-class Data(torch.utils.data.Dataset[torch.Tensor]):
-    """Tokens; reading one may strike."""
-
-    def __init__(self, striker: Striker) -> None:
-        self.striker, self.tokens = striker, models.tokens(count=24)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> Any:
-        self.striker.come_by("loader", self.read // 4, int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))))
-        self.read += 1
-        return self.tokens[index]
-
-    read = 0
-
-
-def work(kind: str, place: str, batch: int, rank: int, folder: str) -> None:
-    """Train in this process, as a user's script does."""
-    striker = Striker(kind, place, batch, rank)
-    saver = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, save_on_exception=True)
-    trainer = quiet_trainer(
-        devices=2,
-        strategy=SeqParallelStrategy(tp=2, timeout=TIMEOUT),
-        max_steps=STEPS,
-        val_check_interval=3,
-        limit_val_batches=1,
-        enable_checkpointing=True,
-        callbacks=[saver, striker],
-        default_root_dir=folder,
-    )
-    data = Data(striker)
-    module = Validated().double()
-    kwargs: dict[str, Any] = {"batch_size": 4}
-    trainer.fit(
-        module,
-        torch.utils.data.DataLoader(data, shuffle=True, **kwargs),
-        torch.utils.data.DataLoader(models.tokens(count=4), **kwargs),
-        ckpt_path=os.environ.get("RESUME") or None,
-    )
-    total = sum(float(p.detach().abs().sum()) for p in module.parameters())
-    os.write(1, f"DONE rank {trainer.global_rank} step {trainer.global_step} weights {total!r}\n".encode())
-
-
-class Validated(models.GPT):
-    """A GPT that is validated too."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.training_step(batch, batch_idx))
 
 
 @dataclass
@@ -170,10 +72,15 @@ class Found:
 def run(launcher: str, kind: str, place: str, batch: int, rank: int, folder: str, **env: str) -> Found:
     """Start a run, wait for its end, and look at what is left."""
     tag = f"faults-{os.getpid()}-{time.monotonic_ns()}"
-    command = [*LAUNCHERS[launcher]]
-    if kind == "restart":
-        command += ["--max-restarts", "1"]
-    command += [str(Path(__file__).resolve()), "--work", kind, place, str(batch), str(rank), folder]
+    command = [
+        *LAUNCHERS[launcher],
+        *(["--max-restarts", "1"] if kind == "restart" else []),
+        "-m",
+        "tests.helpers.ill_run",
+    ]
+    happens = {"restart": "KILL", "stall": "pause"}.get(kind, kind)
+    env |= {"BAD": f"{happens}:{rank}", "PLACE": place, "AT": str(batch), "FOLDER": folder, "TIMEOUT": str(TIMEOUT)}
+    env |= {"STEPS": str(STEPS), "EVERY": "2", "VALIDATE": "1", "RAISED": "1"}
     proc = subprocess.Popen(
         command, env=environment(SEQPAR_TAG=tag, PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}", **env), cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=hear_sigint,
@@ -189,7 +96,7 @@ def run(launcher: str, kind: str, place: str, batch: int, rank: int, folder: str
     if status is None:
         told = proc.communicate()[0]
     struck = [float(at) for at in re.findall(r"STRUCK ([\d.]+)", told)]
-    weights = [float(one) for one in re.findall(r"weights ([\d.]+)", told)]
+    weights = [float(one) for one in re.findall(r"WEIGHTS \S+ ([\d.]+)", told)]
     left = [path.name for path in Path(folder).iterdir()] if Path(folder).exists() else []
     return Found(status, ended - struck[0] if struck else 0.0, told, len(orphans), weights, left)
 
@@ -221,7 +128,9 @@ def trial(launcher: str, kind: str, seed: int, undisturbed: Sequence[float]) -> 
             found.wrong = f"{where}: half a checkpoint is left: {found.left}"
         elif kind == "TERM" and found.left and found.status == 143:
             newest = max((name for name in found.left if name.endswith(".ckpt")), key=step_of, default="")
-            again = run(launcher, "none", "nowhere", 0, 0, folder, RESUME=str(Path(folder, newest)) if newest else "")
+            again = run(
+                launcher, "none", "nowhere", 0, 0, folder, **({"RESUME": str(Path(folder, newest))} if newest else {})
+            )
             if sorted(again.weights) != sorted_near(again.weights, undisturbed):
                 found.wrong = f"{where}: resumed from {newest}: {again.weights}\n{again.told[-2000:]}"
         return found
@@ -277,8 +186,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--work"]:
-        torch.set_num_threads(1)
-        work(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), sys.argv[6])
-    else:
-        raise SystemExit(main())
+    raise SystemExit(main())

@@ -10,108 +10,23 @@ import sys
 
 import pytest
 
-from tests.helpers.processes import PYTHON, environment, free_port, run_all, start, survivors
+from tests.helpers.processes import PYTHON, environment, run_all, slurm, start, survivors
 from tests.mutants import sees
 
 pytestmark = pytest.mark.launch
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
-SCRIPT = """
-import os, signal, sys, time
-import lightning as L
-from tests.helpers import models
-from tests.helpers.fit import quiet_trainer
-from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.strategy import child_watch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-
-class Bad(Callback):
-    def setup(self, trainer, module, stage):
-        if os.environ["BAD"] == f"setup:{trainer.global_rank}":
-            os.write(1, b"SETTING UP\\n")
-            signal.pause()
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        what, rank = os.environ["BAD"].split(":")
-        if "ONCE" in os.environ and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-            return
-        at = 5 if "ONCE" in os.environ else 2
-        if batch_idx == at and rank in (str(trainer.global_rank), "every"):
-            if what == "raise":
-                raise ValueError("on purpose")
-            if what == "exit":
-                sys.exit(3)
-            if what == "refused":
-                trainer.strategy.groups.rank("nowhere")
-            if what == "save":
-                trainer.save_checkpoint("half.ckpt")
-            if what == "hang":
-                os.write(1, b"HANGING\\n")
-                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-                signal.pause()
-            if what == "fork":  # as a pool or a data worker that is ended with SIGTERM
-                ready, tell = os.pipe()
-                worker = os.fork()
-                if worker == 0:
-                    os.write(tell, b"r")
-                    signal.pause()
-                os.read(ready, 1)
-                os.kill(worker, signal.SIGTERM)
-                os.waitpid(worker, 0)
-            if what == "pause":
-                os.write(1, b"HANGING\\n")
-                signal.pause()
-            if what in ("KILL", "TERM", "STOP", "USR1"):
-                os.kill(os.getpid(), getattr(signal, "SIG" + what))
-
-def mine(signum, frame):
-    os.write(1, f"MY HANDLER {os.environ['LOCAL_RANK']}\\n".encode())
-    os._exit(7)
-
-if __name__ == "__main__":
-    child_watch.PUT_OFF = float(os.environ.get("PUT_OFF", child_watch.PUT_OFF))
-    if "MINE" in os.environ:
-        signal.signal(signal.SIGTERM, mine)
-    world = int(os.environ.get("WORLD", "2"))
-    refused = {"plan": [{"pattern": "nowhere", "style": "row"}]} if "REFUSED" in os.environ else {}
-    tp = int(os.environ.get("TP", "2"))
-    steps, windows = int(os.environ.get("STEPS", "6")), int(os.environ.get("WINDOWS", "1"))
-    trainings, every = int(os.environ.get("TRAININGS", "1")), int(os.environ.get("EVERY", "100"))
-    parallel = {"tp": tp, "pp": int(os.environ.get("PP", "1")), "timeout": int(os.environ.get("TIMEOUT", "60"))}
-    for training in range(trainings):
-        strategy = SeqParallelStrategy(**parallel, **refused)
-        bad = [Bad()] if "BAD" in os.environ and training == trainings - 1 else []
-        saves = {"accumulate_grad_batches": windows}
-        if folder := os.environ.get("FOLDER"):
-            place = os.path.join(folder, str(training)) if trainings > 1 else folder
-            saver = ModelCheckpoint(place, every_n_train_steps=every, save_top_k=-1, save_on_exception="RAISED" in os.environ)
-            saves |= {"enable_checkpointing": True, "default_root_dir": folder}
-            bad = [*bad, saver]
-        trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=steps, callbacks=bad, **saves)
-        module = models.GPT().double()
-        batches = models.loader(4, count=4 * steps * windows, shuffle=True)
-        trainer.fit(module, batches, ckpt_path=os.environ.get("RESUME"))
-        total = sum(float(p.detach().abs().sum()) for p in module.parameters() if strategy.holds(p))
-        os.write(1, f"WEIGHTS {training}.{trainer.global_rank} {total!r}\\n".encode())
-    os.write(1, f"PID {os.getpid()} RANK {trainer.global_rank} STEPS {trainer.global_step}\\n".encode())
-    if os.environ.get("LATE") and trainer.is_global_zero:
-        child_watch.ChildWatch.of_this_process._procs[0].wait()
-    if os.environ.get("SAVE") and trainer.is_global_zero:
-        trainer.save_checkpoint(os.environ["SAVE"])
-    if os.environ.get("AFTER") and trainer.global_rank == int(os.environ["AFTER"]):
-        raise ValueError("after fit")
-"""
+MODULE = ("-m", "tests.helpers.ill_run")
 
 
 @pytest.fixture
 def script(tmp_path):
-    file = tmp_path / "script.py"
-    file.write_text(SCRIPT)
     tag = f"{tmp_path.parent.name}-{tmp_path.name}"
 
     def run(*command: str, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*(command or (sys.executable,)), str(file)],
+            [*(command or (sys.executable,)), *MODULE],
             env=environment(SEQPAR_TAG=tag, **env),
             capture_output=True,
             text=True,
@@ -119,7 +34,7 @@ def script(tmp_path):
             check=False,
         )
 
-    run.tag, run.path = tag, str(file)
+    run.tag = tag
     yield run
     # No orphan may be left: every process of this run carries the tag in its environment.
     assert survivors(tag) == []
@@ -127,7 +42,7 @@ def script(tmp_path):
 
 FRAMES = r'File ".*/(lightning|torch|lightning_seqpar)/'
 SAVED_ALONE = (
-    r'rank 0: File ".*script.py", line \d+, in on_train_batch_start: trainer\.save',
+    r'rank 0: File ".*ill_run.py", line \d+, in strike: trainer\.save',
     r"rank 1: at no line of yours",
     "must be called on all of them, not under `if trainer.is_global_zero`",
 )
@@ -284,7 +199,7 @@ def test_what_torchrun_starts_again_goes_on_from_the_last_checkpoint(script, tmp
     setup = {"STEPS": "9", "EVERY": "2", "TRAININGS": "2"}
     folders = [str(tmp_path / name) for name in ("whole", "again")]
     whole = script(*TORCHRUN, FOLDER=folders[0], **setup)
-    again = script(*TORCHRUN, "--max-restarts", "1", FOLDER=folders[1], BAD="KILL:1", ONCE="1", **setup)
+    again = script(*TORCHRUN, "--max-restarts", "1", FOLDER=folders[1], BAD="KILL:1", AT="5", **setup)
     told = re.findall(r"torchrun started the run again: it goes on from (\S+)", again.stderr)
     assert [os.path.relpath(path, folders[1]) for path in told] == ["0/epoch=0-step=8.ckpt", "1/epoch=0-step=4.ckpt"], (
         again.stderr[-6000:]
@@ -306,7 +221,7 @@ def test_slurms_requeue_signal_saves_on_all_ranks_at_one_place(script, tmp_path)
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho $@ >> {called}\n")
     (tmp_path / "scontrol").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    results = run_all(slurm(script, BAD="USR1:1", FOLDER=str(tmp_path / "runs"), PATH=path))
+    results = run_all(slurm(*MODULE, SEQPAR_TAG=script.tag, BAD="USR1:1", FOLDER=str(tmp_path / "runs"), PATH=path))
     assert all(code == 0 for code, _ in results), results
     assert called.read_text() == "requeue 5\n"
     assert [file.name for file in (tmp_path / "runs").iterdir()] == ["hpc_ckpt_1.ckpt"]
@@ -327,7 +242,10 @@ def test_slurms_requeue_signal_saves_on_all_ranks_at_one_place(script, tmp_path)
 )
 @pytest.mark.parametrize(
     ("refused", "users"),
-    [({"REFUSED": "1"}, ["<module>"]), ({"BAD": "refused:every"}, ["<module>", "on_train_batch_start"])],
+    [
+        ({"REFUSED": "1"}, ["<module>", "main"]),
+        ({"BAD": "refused:every"}, ["<module>", "main", "come_by", "strike"]),
+    ],
     ids=["at the start", "in a later step"],
 )
 def test_a_refusal_is_told_once_and_without_our_frames(script, refused, users):
@@ -338,7 +256,7 @@ def test_a_refusal_is_told_once_and_without_our_frames(script, refused, users):
     assert done.stderr.count("'nowhere'") == done.stderr.count("Traceback") == 1, done.stderr
     assert "rank1" not in done.stderr
     assert "the run failed" not in done.stderr
-    assert re.findall(r"File .*script.py\", line \d+, in (.*)", told) == users
+    assert re.findall(r"File .*ill_run.py\", line \d+, in (.*)", told) == users
     assert told.count("  File ") == len(users), told
     assert "direct cause" not in told
     assert "During handling" not in told
@@ -364,7 +282,7 @@ def test_torchrun_tells_a_refusal_before_the_ranks_are_connected_once(script):
     done = script(*TORCHRUN, TP="0")
     assert done.returncode == 1
     own = done.stderr[: done.stderr.index("torch/distributed/elastic")]
-    assert own.count("Traceback") == own.count("  File ") == 1, own
+    assert (own.count("Traceback"), own.count("  File ")) == (1, 2), own
     assert own.count("lightning_seqpar: rank 1 raised ValidationError: ") == 1
     assert own.count("tp=0: a size must be 1 or more") == 2
 
@@ -380,18 +298,9 @@ def test_a_refusal_under_torchrun_is_told_by_rank_0(script):
     assert summary.count("'nowhere'") == 1
 
 
-def slurm(script, **env: str) -> list[tuple[tuple[str, ...], dict[str, str]]]:
-    common = {**env, "SEQPAR_TAG": script.tag, "SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2"}
-    common |= {"SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
-    common |= {"MASTER_PORT": str(free_port())}
-    return [
-        ((PYTHON, script.path), {**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}) for rank in range(2)
-    ]
-
-
 @pytest.mark.matrix
 def test_a_rank_that_nobody_meets(script):
-    ((code, told),) = run_all(slurm(script, TIMEOUT="4")[:1])
+    ((code, told),) = run_all(slurm(*MODULE, SEQPAR_TAG=script.tag, TIMEOUT="4")[:1])
     assert code != 0
     assert re.search(r"RuntimeError: rank 0 of 2 did not meet the others at 127.0.0.1:\d+ within timeout=4 s", told), (
         told
@@ -408,7 +317,7 @@ def test_a_rank_that_nobody_meets(script):
 )
 @pytest.mark.more
 def test_slurm_with_a_rank_that_dies(script, bad, says):
-    results = run_all(slurm(script, BAD=bad))
+    results = run_all(slurm(*MODULE, SEQPAR_TAG=script.tag, BAD=bad))
     assert all(code != 0 for code, _ in results), results
     assert any(says in told for _, told in results), results
 
@@ -431,7 +340,7 @@ def read_until(proc, word: str) -> str:
 @pytest.mark.matrix
 def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
     """Its main thread sits in a collective, where no Python handler runs."""
-    proc = start((PYTHON, script.path), env={"SEQPAR_TAG": script.tag, "BAD": "hang:1", "TIMEOUT": "300", "SAY": "1"})
+    proc = start((PYTHON, *MODULE), env={"SEQPAR_TAG": script.tag, "BAD": "hang:1", "TIMEOUT": "300"})
     told = read_until(proc, "HANGING")
     proc.send_signal(signal.SIGTERM)
     told += proc.communicate(timeout=60)[0]
@@ -454,9 +363,16 @@ def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
 @pytest.mark.more
 def test_sigterm_while_the_model_is_set_up(script):
     """The second one in a process whose first training started the ranks."""
-    env = {"SEQPAR_TAG": script.tag, "BAD": "setup:0", "TIMEOUT": "300", "TRAININGS": "2", "STEPS": "1"}
-    proc = start((PYTHON, script.path), env=env)
-    told = read_until(proc, "SETTING UP")
+    env = {
+        "SEQPAR_TAG": script.tag,
+        "BAD": "pause:0",
+        "PLACE": "setup",
+        "TIMEOUT": "300",
+        "TRAININGS": "2",
+        "STEPS": "1",
+    }
+    proc = start((PYTHON, *MODULE), env=env)
+    told = read_until(proc, "HANGING")
     proc.send_signal(signal.SIGTERM)
     told += proc.communicate(timeout=60)[0]
     assert proc.returncode == 128 + signal.SIGTERM, told
@@ -467,7 +383,7 @@ def test_sigterm_while_the_model_is_set_up(script):
 def test_ctrl_c(script, hangs):
     """The terminal sends SIGINT to every process of the run."""
     env = {"SEQPAR_TAG": script.tag, "BAD": "hang:1" if hangs else "pause:1", "TIMEOUT": "300"}
-    proc = start((PYTHON, script.path), env=env, start_new_session=True)
+    proc = start((PYTHON, *MODULE), env=env, start_new_session=True)
     told = read_until(proc, "HANGING")
     os.killpg(proc.pid, signal.SIGINT)
     told += proc.communicate(timeout=60)[0]
