@@ -102,27 +102,6 @@ def numbers_that_hooks_set_for_each_batch() -> Made:
     return Annealed(), loader(), {}
 
 
-class Boxed:
-    def __init__(self, ids: Tensor) -> None:
-        self.ids = ids
-
-    def to(self, *args: Any, **more: Any) -> Boxed:
-        return self
-
-
-class Shifting(Deep):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        batch.ids = (batch.ids + 1) % 31
-        return super().training_step([batch.ids], batch_idx)
-
-
-@works
-def batches_of_a_class_of_their_own() -> Made:
-    ids = torch.randint(31, (40, 9), generator=torch.Generator().manual_seed(1))
-    data = torch.utils.data.DataLoader(ids, batch_size=4, collate_fn=lambda rows: Boxed(torch.stack(rows)))
-    return Shifting(), data, {"fields": {"self_check": False}}
-
-
 class Shaded(PreNorm):
     shade = 1.0
 
@@ -192,11 +171,6 @@ class Validated(Deep):
 @works
 def other_weights_in_a_validation_within_a_window() -> Made:
     return Validated(), loader(), {"callbacks": [Swaps()], "val_check_interval": 4, "num_sanity_val_steps": 0}
-
-
-@works
-def anomalies_are_looked_for() -> Made:
-    return Deep(), loader(), {"detect_anomaly": True}
 
 
 # ---- several stacks --------------------------------------------------------------------------------------------------
