@@ -146,8 +146,10 @@ class ChildWatch:
 
     def _hear(self, reading: int) -> None:
         """Reads signals from the pipe, in a thread; on one that is taken ends the process, unless the main thread does soon."""
-        while not (heard := self.taken.intersection(os.read(reading, 64))):
-            pass
+        heard: frozenset[int] = frozenset()
+        while not heard:
+            signals = os.read(reading, 64)
+            heard = self.taken.intersection(signals)
         signum = min(heard)
         if not self._is_leaving.wait(GRACE / 2 if signum == signal.SIGINT else PUT_OFF):
             self.note_signal(signum)
