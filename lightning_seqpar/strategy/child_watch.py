@@ -93,21 +93,11 @@ class ChildWatch:
         threading.Thread(target=self._wait, args=(rank, proc), name=f"watch-rank-{rank}", daemon=True).start()
 
     def fail(self, reason: str, *, symptom: bool = False) -> None:
-        """Notes that the run fails.
-
-        Args:
-            reason: a sentence that says why.
-            symptom: whether it only follows from another rank's failure (a lost peer); any other reason is then preferred.
-        """
+        """Notes why the run fails; a ``symptom`` only follows from another rank's failure (a lost peer), and counts least."""
         self._reasons.append((symptom, reason))
 
     def fail_waiting(self, sentence: str, waited: Collection[int]) -> None:
-        """Notes that the run fails since this rank waited for another one.
-
-        Args:
-            sentence: which rank is missing, and in which collective this one waited.
-            waited: the ranks that said that they waited: one of them that is slow to end is no cause.
-        """
+        """Notes that the run fails since this rank waited, as those in ``waited`` did: one that is slow to end is no cause."""
         self._waits.append(sentence)
         self._waited.update(waited)
         self.fail(sentence, symptom=True)
@@ -116,9 +106,9 @@ class ChildWatch:
         """Notes an error of this process that every rank raises, most likely: they may end of it in any order."""
         self._expected = error
 
-    def expect_end(self, signum: int) -> None:
-        """Notes that all ranks have agreed to end by a signal, which may have come to any of them."""
-        self._agreed, self._exit_code = True, 128 + signum
+    def expect_end(self) -> None:
+        """Notes that all ranks have agreed to end by SIGTERM, which may have come to any of them."""
+        self._agreed, self._exit_code = True, 128 + signal.SIGTERM
         self._is_leaving.set()
 
     def note_signal(self, signum: int) -> None:
@@ -266,7 +256,7 @@ class ChildWatch:
         if is_shared and all(reason.endswith(said) for _, reason in self._reasons):
             return
         if self._agreed and all(proc.returncode in (0, self._exit_code) for proc in self._procs):
-            self._verdict = f"the run ended by {signal.Signals(self._exit_code - 128).name}, between two steps"
+            self._verdict = "the run ended by SIGTERM, between two steps"
         self._say_verdict()
         # A rank may have left with a status of its own, which shows here as a lost peer.
         status = self._exit_code or next((proc.returncode for proc in self._procs if 1 < proc.returncode < 128), 0)

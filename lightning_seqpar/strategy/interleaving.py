@@ -91,16 +91,7 @@ class InterleavedWindow:
         self.micro_batches: list[MicroBatch] = []
 
     def put_off(self, step: Callable[..., Any], given: tuple[Any, Any], number: int, batch: Any) -> Tensor:
-        """Keep a step for the window's end.
-
-        Args:
-            step: the user's.
-            given: its arguments.
-            number: of the training step.
-            batch: what Lightning counts samples by.
-
-        Returns:
-            What stands in the place of its loss.
+        """Keep a step (see :class:`MicroBatch`) for the window's end; returns what stands in the place of its loss.
 
         Raises:
             RuntimeError: if a parameter or buffer was changed since the window's beginning, or a parameter frozen or thawed.

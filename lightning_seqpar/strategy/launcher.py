@@ -168,7 +168,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
     def _on_signal(self, signum: int, frame: Any) -> None:
         """Handle SIGTERM or Ctrl-C in the main thread: end by an exception, or with the step that is under way."""
         is_forked = os.getpid() != self._pid  # a data worker, a pool
-        if signum == signal.SIGTERM and not is_forked and self._ending is not None and self._ending.note(signum):
+        if signum == signal.SIGTERM and not is_forked and self._ending is not None and self._ending.note():
             return
         if self.watch is not None and not is_forked:
             self.watch.note_signal(signum)
@@ -189,17 +189,15 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         elif signum in self._taken:
             self._on_signal(signum, None)
 
-    def expect_end(self, signum: int) -> None:
-        """Note that all ranks have agreed to end by a signal."""
+    def expect_end(self) -> None:
+        """Note that all ranks have agreed to end by SIGTERM."""
         if self.watch is not None:
-            self.watch.expect_end(signum)
+            self.watch.expect_end()
 
     def tell(self, error: BaseException, missing: Callable[[], Missing] | None = None) -> None:
         """Report an exception of this rank to whoever started the ranks.
 
-        Args:
-            error: the exception.
-            missing: finds out which rank did not come, where the error says that another rank is gone; None if that can't be.
+        Where the exception says that another rank is gone, ``missing`` finds out which; it is None if that can't be.
         """
         rank = self.cluster_environment.global_rank()
         is_lost = is_lost_peer(error)

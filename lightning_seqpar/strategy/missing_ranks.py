@@ -50,16 +50,9 @@ class Wait(NamedTuple):
 
 
 def exchange(world: dist.ProcessGroup, topic: str, own: object, patience: timedelta) -> dict[int, Any]:
-    """What the ranks of a group have to say of a topic, in its store; without those that say nothing in time.
+    """What the ranks of a group say of a topic in its store, as JSON; without those that say nothing within ``patience``.
 
-    Args:
-        world: the process group.
-        topic: is the same on all ranks, and another one in each call.
-        own: what this rank says, as JSON has it.
-        patience: how long to wait for the others.
-
-    Raises:
-        RuntimeError: if the store is gone.
+    A topic is the same on all ranks, and another one in each call. If the store is gone, it raises RuntimeError.
     """
     store = dist.distributed_c10d._world.pg_map[world][1]
     keys = [f"{topic}, rank {rank}" for rank in range(world.size())]
@@ -70,13 +63,7 @@ def exchange(world: dist.ProcessGroup, topic: str, own: object, patience: timede
 
 
 def find_missing(error: BaseException, world: dist.ProcessGroup, trainer: Trainer) -> Missing:
-    """Find which rank did not come, after an error that says that another rank is gone.
-
-    Args:
-        error: what the collective raised.
-        world: the process group of all ranks.
-        trainer: the Trainer.
-    """
+    """Find which rank of the world did not come, after a collective raised an error that says that another rank is gone."""
     number = trainer.fit_loop.epoch_loop.batch_idx
     own = describe_wait(error, f", at batch {number}" if trainer.training and number >= 0 else "")
     rank, size = world.rank(), world.size()
@@ -106,12 +93,7 @@ def find_missing(error: BaseException, world: dist.ProcessGroup, trainer: Traine
 
 
 def describe_wait(error: BaseException, batch: str) -> Wait:
-    """Describe where a rank waited that lost another one.
-
-    Args:
-        error: what the collective raised.
-        batch: words on the batch that was under way.
-    """
+    """Describe where a rank waited that lost another one: in which collective (and ``batch``), and at which line."""
     stack = traceback.extract_tb(error.__traceback__)
     calls = [frame.name for frame in stack if frame.filename.endswith(_COLLECTIVES)]
     calls = [name for name in calls if not name.startswith("_") and name != "wrapper"]
@@ -121,12 +103,7 @@ def describe_wait(error: BaseException, batch: str) -> Wait:
 
 
 def tell_waits(heard: Mapping[int, Wait], missing: Sequence[int]) -> str:
-    """Tell who is missing, where the others waited, and what to do if they waited at different lines.
-
-    Args:
-        heard: the waits of the ranks that spoke.
-        missing: the ranks that did not.
-    """
+    """Tell which ranks are missing, where those that spoke waited, and what to do if they waited at different lines."""
     waits = sorted(heard.items())
     if missing:
         many = f"s {list_ranks(missing)} are" if len(missing) > 1 else f" {missing[0]} is"

@@ -128,32 +128,18 @@ class SeqParallelMonitor(Callback):
 
 
 class _Left(NamedTuple):
-    """What a logged step has left, to be read later.
+    """What a logged step has left, to be read later."""
 
-    Attributes:
-        step: its number.
-        steps: how many steps it closes since the last one that was logged.
-        seconds: that they took.
-        counted: by each rank in them: tokens, samples, bytes of memory.
-        sent: bytes that this rank gave to collectives in this step.
-        norm: of the gradient; None where there is none.
-    """
-
-    step: int
-    steps: int
-    seconds: float
-    counted: Callable[[], list[list[float]]]
-    sent: int
-    norm: LateNumbers | None
+    step: int  # its number
+    steps: int  # that it closes since the last one that was logged
+    seconds: float  # that they took
+    counted: Callable[[], list[list[float]]]  # by each rank in them: tokens, samples, bytes of memory
+    sent: int  # bytes that this rank gave to collectives in this step
+    norm: LateNumbers | None  # of the gradient; None where there is none
 
 
 class _Run:
-    """One training that is measured. Making it is collective: all ranks must log the same steps.
-
-    Args:
-        trainer: which trains.
-        every: after how many optimizer steps to log; 0 for never.
-    """
+    """One training that is measured, each ``every`` steps (0 for never). Making it is collective: ranks compare ``every``."""
 
     def __init__(self, trainer: Trainer, every: int) -> None:
         self._trainer, self._every = trainer, every

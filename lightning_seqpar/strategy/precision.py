@@ -56,13 +56,9 @@ class _ShardedPrecision(Precision):
 
 
 def with_global_clipping(plugin: Precision, owner: Steps) -> Precision:
-    """Make a copy of a precision plugin that clips by the norm of the whole model's gradient.
+    """Make a copy of the user's precision plugin that clips by the norm of the whole model's gradient.
 
     The class of the copy is derived from the plugin's and has its name, under which checkpoints hold a plugin's state.
-
-    Args:
-        plugin: the user's plugin, which is not changed.
-        owner: the strategy's steps.
     """
     clipping = copy.copy(plugin)
     plugin_class = type(plugin)
@@ -93,10 +89,6 @@ class SharedGradScaler(ShardedGradScaler):
 
 def share_overflows(plugin: Precision, group: ProcessGroup) -> None:
     """Let a plugin's scaler of losses skip a step on all ranks of ``group``, if one of them has a gradient that is not finite.
-
-    Args:
-        plugin: with a scaler or without one.
-        group: every rank that holds a part of the model.
 
     Raises:
         ValueError: for a scaler of another class, of which nothing is known.

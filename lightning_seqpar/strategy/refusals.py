@@ -19,7 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-import torch.distributed as dist
 from pydantic import ValidationError
 
 from lightning_seqpar.user_input import name_error
@@ -31,15 +30,12 @@ VERBOSE = "SEQPAR_VERBOSE"
 """Environment variable: set, to anything but 0, it has errors told with all frames."""
 PAUSE = 2.0
 """Seconds that rank 0 gets to come to an error that all ranks raise and, under torchrun, to print it before another rank leaves."""
-_RANKS_CODE = (str(Path(dist.__file__).parent), str(Path(__file__).parent.parent))
 NOT_THE_USERS = {"lightning_seqpar", "lightning", "lightning_utilities", "pydantic", "torch"}
 """Packages whose frames say nothing of the user's code."""
 
 
 def _folder(package: str) -> str:
-    spec = find_spec(package)
-    assert spec is not None
-    assert spec.origin is not None
+    spec: Any = find_spec(package)
     return str(Path(spec.origin).parent) + os.sep
 
 
@@ -101,7 +97,9 @@ def is_lost_peer(error: BaseException) -> bool:
     if not is_at_raise(stack):
         return True
     cause = error.__cause__
-    return stack[-1].filename.startswith(_RANKS_CODE) or (cause is not None and is_lost_peer(cause))
+    return stack[-1].filename.startswith((_folder("torch.distributed"), _folder("lightning_seqpar"))) or (
+        cause is not None and is_lost_peer(cause)
+    )
 
 
 def is_at_raise(stack: traceback.StackSummary) -> bool:
@@ -170,10 +168,7 @@ def _keep_users(told: traceback.TracebackException) -> None:
 def tell_refusal(error: BaseException, rank: int, *, is_told: bool = False) -> None:
     """Print a refusal shortly where nothing catches it: on rank 0 with the user's frames, on others in one line.
 
-    Args:
-        error: the refusal.
-        rank: of this process.
-        is_told: whether the process that started this one prints it.
+    Nothing is printed if ``is_told``: the process that started this one prints it.
     """
     sys.excepthook = _Short(error, rank, is_told=is_told)
 

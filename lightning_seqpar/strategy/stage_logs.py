@@ -82,10 +82,7 @@ class StageLogs:
     def share(self, trainer: Trainer, module: LightningModule, *, ends_window: bool = False) -> None:
         """Log on all stages what the last one logged since the last call. Collective over the pipeline.
 
-        Args:
-            trainer: the Trainer.
-            module: the user's.
-            ends_window: whether an accumulation window ends here, whose loss becomes :attr:`window_loss`.
+        Where an accumulation window ends, its loss becomes :attr:`window_loss`.
         """
         metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
         box: list[Any] = [None]

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torchmetrics import MeanMetric, SumMetric
@@ -155,22 +154,6 @@ class Thawing(Plain):
             self.requires_grad_(True)
 
 
-class Unfreezing(BaseFinetuning):
-    """Lightning's own: the thawed parameters come into the optimizer by a group of their own."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net.h)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net.h, optimizer, lr=0.05)
-
-
-class Finetuned(Plain):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-
 class Late(ParityRecorder):
     """Records the gradients of the second epoch's first step."""
 
@@ -179,9 +162,9 @@ class Late(ParityRecorder):
             super().on_before_optimizer_step(trainer, pl_module, optimizer)
 
 
-def thawed(tp: int, module: L.LightningModule, callbacks: list[Callback] | None = None) -> Trace:
+def thawed(tp: int, module: L.LightningModule) -> Trace:
     recorder = Late()
-    trainer_of(tp, max_steps=-1, max_epochs=2, callbacks=[recorder, *(callbacks or [])]).fit(module, loader(tp))
+    trainer_of(tp, max_steps=-1, max_epochs=2, callbacks=[recorder]).fit(module, loader(tp))
     return recorder.trace
 
 
@@ -199,7 +182,6 @@ TRAINED: dict[str, Callable[[int, str], Any]] = {
     "rates": rates,
     "thawing raw parameters": lambda tp, folder: thawed(tp, Thawing("raw_attention")),
     "thawing between norms": lambda tp, folder: thawed(tp, Thawing("head_norm", "ln")),
-    "thawing by a callback": lambda tp, folder: thawed(tp, Finetuned(), [Unfreezing()]),
 }
 
 
