@@ -224,6 +224,7 @@ def test_other_strategies():
     assert beside.rows[3]["seqpar/bytes_sent_per_step"] == 8 * parameters
 
 
+@pytest.mark.more
 def test_manual_optimization():
     given = {"model": "ManualTwo", "given": {"style": "leak"}, "gradient_clip_val": None}
     expected = logged("auto", **given)
