@@ -333,7 +333,7 @@ def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
     proc = start((PYTHON, *MODULE), env={"SEQPAR_TAG": script.tag, "BAD": "hang:1", "TIMEOUT": "300"})
     told = read_until(proc, "HANGING")
     proc.send_signal(signal.SIGTERM)
-    told += proc.communicate(timeout=60)[0]
+    told += proc.communicate(timeout=100)[0]
     assert proc.returncode == 128 + signal.SIGTERM, told
     assert "the run failed: rank 0 got SIGTERM" in told
 
@@ -364,7 +364,7 @@ def test_sigterm_while_the_model_is_set_up(script):
     proc = start((PYTHON, *MODULE), env=env)
     told = read_until(proc, "HANGING")
     proc.send_signal(signal.SIGTERM)
-    told += proc.communicate(timeout=60)[0]
+    told += proc.communicate(timeout=100)[0]
     assert proc.returncode == 128 + signal.SIGTERM, told
     assert told.rstrip().endswith("lightning_seqpar: the run failed: rank 0 got SIGTERM"), told
 
@@ -376,6 +376,6 @@ def test_ctrl_c(script, hangs):
     proc = start((PYTHON, *MODULE), env=env, start_new_session=True)
     told = read_until(proc, "HANGING")
     os.killpg(proc.pid, signal.SIGINT)
-    told += proc.communicate(timeout=60)[0]
+    told += proc.communicate(timeout=100)[0]
     assert proc.returncode != 0, told
     assert told.rstrip().endswith("lightning_seqpar: the run was interrupted"), told[-1500:]
