@@ -46,31 +46,20 @@ def touch(parameters: list[Tensor]) -> Tensor:
 
 @dataclass(eq=False)
 class MicroBatch:
-    """A training step that was put off.
+    """A training step that was put off."""
 
-    Attributes:
-        step: the user's step.
-        given: its arguments.
-        number: of the training step.
-        streams: the random streams at its beginning.
-        attributes: of the modules then.
-        modes: of the modules then: whether they trained.
-        batch: what Lightning counts samples by.
-        gradients: what its loss's gradient is multiplied by, once ``backward`` has run.
-        backward: Lightning's, of what stands in the loss's place.
-        losses: of each chunk that was run, the loss or what stands for it.
-    """
-
-    step: Callable[..., Any]
-    given: tuple[tuple[Any, ...], dict[str, Any]]
-    number: int
-    streams: SavedStreams
-    attributes: Values
-    modes: list[tuple[nn.Module, bool]]
-    batch: Any
-    gradients: list[Tensor] = field(default_factory=list)
-    backward: Callable[[], Any] | None = None
-    losses: dict[int, Tensor] = field(default_factory=dict)
+    step: Callable[..., Any]  # the user's step
+    given: tuple[tuple[Any, ...], dict[str, Any]]  # its arguments
+    number: int  # of the training step
+    streams: SavedStreams  # the random streams at its beginning
+    attributes: Values  # of the modules then
+    modes: list[tuple[nn.Module, bool]]  # of the modules then: whether they trained
+    batch: Any  # what Lightning counts samples by
+    gradients: list[Tensor] = field(
+        default_factory=list
+    )  # what its loss's gradient is multiplied by, after ``backward``
+    backward: Callable[[], Any] | None = None  # Lightning's, of what stands in the loss's place
+    losses: dict[int, Tensor] = field(default_factory=dict)  # of each chunk that was run, or what stands for it
 
 
 class InterleavedWindow:

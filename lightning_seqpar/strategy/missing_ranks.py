@@ -29,17 +29,13 @@ _COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
 
 
 class Missing(NamedTuple):
-    """What a rank has found out whose wait for others has ended.
+    """What a rank has found out whose wait for others has ended."""
 
-    Attributes:
-        sentence: who is missing, and where each rank waited.
-        waited: the ranks that said where they waited.
-        is_teller: whether this rank tells it where each rank has a log of its own; the others leave it to that one.
-    """
-
-    sentence: str
-    waited: Collection[int] = ()
-    is_teller: bool = True
+    sentence: str  # who is missing, and where each rank waited
+    waited: Collection[int] = ()  # the ranks that said where they waited
+    is_teller: bool = (
+        True  # whether this rank tells it where each has a log of its own; the others leave it to that one
+    )
 
 
 class Wait(NamedTuple):

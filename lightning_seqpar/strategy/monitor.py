@@ -30,17 +30,14 @@ class SeqParallelMonitor(Callback):
     ``Trainer(logger=CSVLogger("runs"), callbacks=[SeqParallelMonitor()])``. Behind each ``every_n_steps``-th step, under the
     number that Lightning's own logs have there:
 
-    - ``seqpar/tokens_per_second``, ``seqpar/samples_per_second``: of all replicas together, since the last time. Tokens are the
-      elements of a batch's largest tensor of integers ``[b, s]``, padding among them, or ``b * s`` of its first tensor with two
-      dims or more; what a batch has not is not logged.
-    - ``seqpar/step_seconds``: seconds of an optimizer step, in the mean since the last time, with the loader's time and that of
-      checkpoints, without validations.
-    - ``seqpar/bytes_sent_per_step``: bytes of the tensors that rank 0 gave to collectives in this step, as
-      :class:`~lightning_seqpar.measure.Traffic` counts them. Steps that are not logged aren't slowed down by counting.
+    - ``seqpar/tokens_per_second``, ``seqpar/samples_per_second``: of all replicas together. Tokens are the elements of a batch's
+      largest tensor of integers ``[b, s]``, padding among them, or ``b * s`` of its first tensor with two dims or more.
+    - ``seqpar/step_seconds``: of an optimizer step in the mean, with the loader's time and checkpoints, without validations.
+    - ``seqpar/bytes_sent_per_step``: of the tensors that rank 0 gave to collectives (:class:`~lightning_seqpar.measure.Traffic`).
     - ``seqpar/memory_gib_max``, ``seqpar/memory_gib_min``: over the ranks. On CUDA the most that tensors took; elsewhere
       the resident memory of the process.
-    - ``seqpar/grad_norm``: the norm of the whole model's gradient before it is clipped, of the parameters of the optimizer that
-      made the last step. Only under this package's strategy, DDP and on one process: elsewhere gradients may be in parts.
+    - ``seqpar/grad_norm``: of the whole model's gradient before it is clipped, of the parameters of the optimizer that made the
+      last step. Only under this package's strategy, DDP and on one process: elsewhere gradients may be in parts.
 
     No step waits for the device: what a step leaves is read a step later. In steps that are logged the ranks exchange three numbers
     each, and those of the norm; in others nothing.

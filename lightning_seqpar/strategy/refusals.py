@@ -130,12 +130,8 @@ def is_refusal(error: BaseException) -> bool:
 class _Short:
     """A ``sys.excepthook`` that prints one error shortly, as it does those of lost ranks, and any other as the hook before it.
 
-    There is one hook at a time, so that a script that catches many refusals does not get a hook for each.
-
-    Args:
-        error: the error.
-        rank: of this process; only rank 0 prints more than a line.
-        is_told: whether another process prints the error.
+    There is one hook at a time, so that a script that catches many refusals does not get a hook for each. Only rank 0 prints more
+    than a line, and nobody what ``is_told`` by another process.
     """
 
     def __init__(self, error: BaseException | None = None, rank: int = 0, *, is_told: bool = False) -> None:
