@@ -55,9 +55,7 @@ class MicroBatch:
     attributes: Values  # of the modules then
     modes: list[tuple[nn.Module, bool]]  # of the modules then: whether they trained
     batch: Any  # what Lightning counts samples by
-    gradients: list[Tensor] = field(
-        default_factory=list
-    )  # what its loss's gradient is multiplied by, after ``backward``
+    gradients: list[Tensor] = field(default_factory=list)  # what its loss's gradient is multiplied by
     backward: Callable[[], Any] | None = None  # Lightning's, of what stands in the loss's place
     losses: dict[int, Tensor] = field(default_factory=dict)  # of each chunk that was run, or what stands for it
 
