@@ -35,10 +35,9 @@ from lightning_seqpar.strategy.refusals import (
     await_the_end,
     is_lost_peer,
     is_refusal,
-    leave_untold,
+    is_verbose,
     say,
-    shorten_lost_peers,
-    tell_refusal,
+    tell_shortly,
 )
 from lightning_seqpar.strategy.restart import RestartList
 from lightning_seqpar.user_input import name_error
@@ -114,7 +113,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             result = function(*call.args, **call.kwargs)
         finally:
             self._give_signals_back()
-        shorten_lost_peers()
+        tell_shortly()
         return result
 
     def _where_to_resume(self, checkpoints: RestartList) -> str | None:
@@ -204,10 +203,10 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         is_shared = is_refusal(error) and not is_lost
         said = f"rank {rank} raised {name_error(error)}"
         if is_shared:
-            tell_refusal(error, rank, is_told=self._is_child)
+            tell_shortly(error, rank, is_told=self._is_child)
         if is_lost and missing is not None:
             self._tell_missing(missing())
-            leave_untold(error)
+            tell_shortly(error, is_told=not is_verbose())
             if self.watch is None and not self._is_child:
                 _record_for_torchrun(error)
         elif self._is_child:

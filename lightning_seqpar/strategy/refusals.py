@@ -161,22 +161,13 @@ def _keep_users(told: traceback.TracebackException) -> None:
             _keep_users(cause)
 
 
-def tell_refusal(error: BaseException, rank: int, *, is_told: bool = False) -> None:
-    """Print a refusal shortly where nothing catches it: on rank 0 with the user's frames, on others in one line.
+def tell_shortly(error: BaseException | None = None, rank: int = 0, *, is_told: bool = False) -> None:
+    """Print an error shortly where nothing catches it: on rank 0 with the user's frames, on others in one line.
 
-    Nothing is printed if ``is_told``: the process that started this one prints it.
+    So are those of lost ranks, as a call raises them that other ranks do not make too (a save after ``fit``). What ``is_told``
+    otherwise is not printed.
     """
     sys.excepthook = _Short(error, rank, is_told=is_told)
-
-
-def shorten_lost_peers() -> None:
-    """Print what a later call raises that other ranks do not make too (a save after ``fit``) with the user's frames alone."""
-    sys.excepthook = _Short()
-
-
-def leave_untold(error: BaseException) -> None:
-    """Print nothing of an error where nothing catches it, since what it says was said; ``SEQPAR_VERBOSE=1`` prints all of it."""
-    sys.excepthook = _Short(error, is_told=not is_verbose())
 
 
 def shortens_refusals(function: Callable[P, T]) -> Callable[P, T]:
@@ -188,7 +179,7 @@ def shortens_refusals(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         except (ValueError, RuntimeError) as error:
             if is_refusal(error):
-                tell_refusal(error, int(os.environ.get("RANK", "0")))
+                tell_shortly(error, int(os.environ.get("RANK", "0")))
             raise
 
     return called

@@ -236,7 +236,7 @@ def test_slurms_requeue_signal_saves_on_all_ranks_at_one_place(script, tmp_path)
 @sees(
     "a refusal is told by each rank",
     "SeqParallelLauncher.tell",
-    "            tell_refusal(error, rank, is_told=self._is_child)\n",
+    "            tell_shortly(error, rank, is_told=self._is_child)\n",
     "            pass\n",
     case="in a later step",
 )
