@@ -108,7 +108,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             resume = self._where_to_resume(self.restarts)
             if call.arguments.get("ckpt_path") is None and resume is not None:
                 call.arguments["ckpt_path"] = resume
-        self.take_signals({signum: signal.getsignal(signum) for signum in DEFAULT_HANDLERS})
+        self.take_signals({})
         try:
             result = function(*call.args, **call.kwargs)
         finally:
@@ -135,20 +135,20 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         Lightning's own handler of SIGTERM would wait in a broadcast for the other ranks. Handlers of the user's stay.
 
         Args:
-            found: the handlers in front of Lightning's, which puts them back in the end; in place of those of this class it gets
-                Python's own.
+            found: the handlers that Lightning has replaced, and puts back in the end: Python's own in place of those of this class.
             ending: where a signal is noted that waits for the end of a step; None where it ends the run at once.
         """
         if threading.current_thread() is not threading.main_thread():
             return
         self._ending, self._pid = ending, os.getpid()
-        ours = [signum for signum, default in DEFAULT_HANDLERS.items() if found[signum] in (default, self._on_signal)]
-        for signum in DEFAULT_HANDLERS:
-            if signum in ours:
-                found[signum] = DEFAULT_HANDLERS[signum]
-                signal.signal(signum, self._on_signal)
-            elif found[signum] is not None:
-                signal.signal(signum, found[signum])
+        ours = []
+        for signum, default in DEFAULT_HANDLERS.items():
+            before = found.get(signum, signal.getsignal(signum))
+            if before in (default, self._on_signal):
+                ours.append(signum)
+                found[signum], before = default, self._on_signal
+            if before is not None:
+                signal.signal(signum, before)
         self._listen_to(ours)
 
     def _listen_to(self, signals: Iterable[int]) -> None:

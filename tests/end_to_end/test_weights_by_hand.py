@@ -280,6 +280,7 @@ SAYS = {
     ("fsdp2xtp2", "by_assignment"): r"mlp.up.weight: its data was assigned .* which data_parallel='fsdp' never reads",
     # These are torch's: it has no such operation on the rows of replicas.
     ("fsdp2xtp2", "max_norm"): r"aten.renorm.default does not have a sharding strategy",
+    ("fsdp2xtp2", "own_clipping"): r"its data is not allocated yet",
     ("fsdp2xtp2", "first_rows_stay"): r"aten.fill_.Tensor does not have a sharding strategy",
 }
 """What is said of a case on parts."""
@@ -357,6 +358,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     "weights by hand: a number read of a part scales gradients",
     "_Watched._check_read",
     "        self._read = self._read or found\n",
+    "",
+    case="tp2",
+)
+@sees(
+    "weights by hand: numbers that torch.tensor reads pass",
+    "_Watched._look_at_lifted",
+    "                self._watch.mark(out, mark)\n",
     "",
     case="tp2",
 )

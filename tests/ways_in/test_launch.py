@@ -341,7 +341,7 @@ def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
 @sees(
     "SIGTERM not heard while a model is set up",
     "SeqParallelLauncher.launch",
-    "        self.take_signals({signum: signal.getsignal(signum) for signum in DEFAULT_HANDLERS})\n",
+    "        self.take_signals({})\n",
     "",
 )
 @sees(
