@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -10,7 +11,8 @@ import sys
 
 import pytest
 
-from tests.helpers.processes import PYTHON, environment, run_all, slurm, start, survivors
+from tests.helpers.ill_run import PLACES
+from tests.helpers.processes import PYTHON, environment, hear_sigint, run_all, slurm, start, survivors
 from tests.mutants import sees
 
 pytestmark = pytest.mark.launch
@@ -24,7 +26,7 @@ MODULE = ("-m", "tests.helpers.ill_run")
 def script(tmp_path):
     tag = f"{tmp_path.parent.name}-{tmp_path.name}"
 
-    def run(*command: str, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(*command: str, timeout: float = 200, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*(command or (sys.executable,)), *MODULE],
             env=environment(SEQPAR_TAG=tag, **env),
@@ -32,6 +34,8 @@ def script(tmp_path):
             text=True,
             timeout=timeout,
             check=False,
+            start_new_session=env.get("BAD", "").startswith("INT"),  # which goes to the whole group
+            preexec_fn=hear_sigint,
         )
 
     run.tag = tag
@@ -206,6 +210,50 @@ def test_what_torchrun_starts_again_goes_on_from_the_last_checkpoint(script, tmp
     )
     assert weights_of(again) == pytest.approx(weights_of(whole), rel=1e-9)
     assert len(weights_of(whole)) == 4
+
+
+SAYS = {
+    "raise": r"ValueError: on purpose",
+    "KILL": r"rank {rank} .*(killed by SIGKILL|is missing)|lost another rank|Signal 9|did not meet|main process .* is gone",
+    "STOP": r"rank {rank} (is missing: rank \d waited in \w+|.*did not answer)|main process .* (was stopped|is gone)|did not meet",
+    "pause": r"rank {rank} (is missing: rank \d waited in \w+|.*did not answer)|did not meet",
+    "TERM": r"ended by SIGTERM|SIGTERM|exitcode  : 143|killed by SIGTERM|Signal 15",
+    "INT": r"interrupted|KeyboardInterrupt|Signal 2|died",
+}
+"""What may happen at a random moment, and what is said then."""
+TRIALS = int(os.environ.get("FAULTS", "1"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(TRIALS))
+@pytest.mark.parametrize("command", [(), TORCHRUN], ids=["own", "torchrun"])
+@pytest.mark.parametrize("kind", [*SAYS, "restart"])
+def test_what_happens_at_a_random_moment_ends_the_run_with_its_reason(script, tmp_path, kind, command, seed):
+    """Or torchrun starts it again; ``make faults`` tries each kind twenty times."""
+    chance = random.Random(f"{command} {kind} {seed}")
+    rank, place, at = chance.randrange(2), chance.choice(PLACES), str(chance.randrange(6))
+    setup = {
+        "STEPS": "8",
+        "EVERY": "2",
+        "VALIDATE": "1",
+        "RAISED": "1",
+        "TIMEOUT": "30",
+        "FOLDER": str(tmp_path / "runs"),
+    }
+    if kind == "restart":
+        done = script(*TORCHRUN, "--max-restarts", "1", BAD=f"KILL:{rank}", PLACE=place, AT=at, **setup)
+        assert "torchrun started the run again" in done.stderr
+        assert weights_of(done) == pytest.approx(weights_of(script(STEPS="8")), rel=1e-9)
+        return
+    done = script(*command, BAD=f"{kind}:{rank}", PLACE=place, AT=at, **setup)
+    told = f"{place}, batch {at}, rank {rank}: {done.stderr[-3000:]}"
+    assert done.returncode != 0, told
+    assert re.search(SAYS[kind].format(rank=rank), done.stderr), told
+    left = sorted((tmp_path / "runs").glob("*.ckpt*"), key=lambda path: path.stat().st_mtime)
+    assert kind == "KILL" or not [path for path in left if "unfinished" in path.name], told
+    if kind == "TERM" and done.returncode == 128 + signal.SIGTERM and left:
+        again = script(RESUME=str(left[-1]), STEPS="8")
+        assert weights_of(again) == pytest.approx(weights_of(script(STEPS="8")), rel=1e-9)
 
 
 @sees(
