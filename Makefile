@@ -74,7 +74,7 @@ faults: $(STAMP)  ## fail on purpose at random moments, under both launchers; se
 	FAULTS=20 $(BIN)/python -m pytest tests/ways_in/test_launch.py -m matrix -k random_moment $(ARGS)
 
 crash: $(STAMP)  ## kill ranks while they write checkpoints; look at what is left
-	$(BIN)/python tests/crash.py
+	CRASH=1 $(BIN)/python -m pytest tests/end_to_end/test_crash.py -m "matrix or not matrix" --timeout 0 $(ARGS)
 
 convergence: $(STAMP)  ## 300 steps of the demo model in every form, drawn over each other
 	$(BIN)/python benchmarks/convergence.py $(ARGS)
