@@ -71,10 +71,10 @@ fuzz: $(STAMP)  ## 100,000 random configurations, plans and topologies: taken, o
 	SEQPAR_FUZZ=20000 $(BIN)/python -m pytest --numprocesses 2 --dist load --timeout 0 tests/unit/test_fuzz.py $(ARGS)
 
 faults: $(STAMP)  ## fail on purpose at random moments, under both launchers; see how the run ends (an hour and more)
-	$(BIN)/python tests/faults.py $(ARGS)
+	FAULTS=20 $(BIN)/python -m pytest tests/ways_in/test_launch.py -m matrix -k random_moment $(ARGS)
 
 crash: $(STAMP)  ## kill ranks while they write checkpoints; look at what is left
-	$(BIN)/python tests/crash.py
+	CRASH=1 $(BIN)/python -m pytest tests/end_to_end/test_crash.py -m "matrix or not matrix" --timeout 0 $(ARGS)
 
 convergence: $(STAMP)  ## 300 steps of the demo model in every form, drawn over each other
 	$(BIN)/python benchmarks/convergence.py $(ARGS)

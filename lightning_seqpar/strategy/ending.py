@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_seqpar.strategy.child_watch import is_lost_peer
+from lightning_seqpar.strategy.missing_ranks import PATIENCE, exchange
+from lightning_seqpar.strategy.refusals import is_lost_peer
 
-PATIENCE = timedelta(seconds=5)
-"""How long a rank waits for what the others raise."""
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 """Of an object, as Python shows it: each rank has its own."""
 
@@ -38,10 +36,7 @@ class Ending:
     """
 
     def __init__(self) -> None:
-        self._signum = 0
-        self._requeue = 0
-        self._requeue_signal = 0
-        self._requeued = False
+        self._is_asked_to_end = self._is_asked_to_requeue = self._has_requeued = False
         self._asking: Trainer | None = None
         self._error: BaseException | None = None  # what ends the run, and whether ranks are at different places of it
         self._apart = False
@@ -52,18 +47,15 @@ class Ending:
         """Whether ranks ask each other between the steps now, so that noting a signal is enough."""
         return self._asking is not None
 
-    def begin(
-        self, trainer: Trainer, ask: Callable[[Sequence[bool]], list[bool]], agreed: Callable[[int], None]
-    ) -> None:
+    def begin(self, trainer: Trainer, ask: Callable[[Sequence[bool]], list[bool]], agreed: Callable[[], None]) -> None:
         """Let the training that begins ask between its steps, in the place of Lightning's broadcast of rank 0's flag.
 
         Args:
             trainer: the Trainer.
             ask: says which of some flags are set on any rank. Collective.
-            agreed: is called with the signal on every rank, in front of the save and the end.
+            agreed: is called on every rank, in front of the save and the end.
         """
-        self._signum = self._requeue = 0
-        self._requeued = self.together = False
+        self._is_asked_to_end = self._is_asked_to_requeue = self._has_requeued = self.together = False
         self._asking, self._agreed, self._ask = trainer, agreed, ask
         loop = trainer.fit_loop.epoch_loop
 
@@ -80,21 +72,20 @@ class Ending:
             self._asking.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
             self._asking = None
 
-    def note(self, signum: int) -> bool:
+    def note(self) -> bool:
         """Note SIGTERM: whether that is all that is to be done now. It is not where nobody asks, or for the second time."""
-        if not self.listens or self._signum:
+        if not self.listens or self._is_asked_to_end:
             return False
-        self._signum = signum
+        self._is_asked_to_end = True
         return True
 
     def note_requeue(self, signum: int, frame: Any) -> None:
         """Handle SLURM's requeue signal: note it."""
-        self._requeue = signum
+        self._is_asked_to_requeue = True
 
     def take_requeue_signal(self, trainer: Trainer) -> None:
         """Put :meth:`note_requeue` where Lightning's handler saves at once, at whatever place this rank is."""
         environment = trainer._accelerator_connector.cluster_environment
-        self._requeue_signal = int(getattr(environment, "requeue_signal", None) or 0)
         if (
             isinstance(environment, SLURMEnvironment)
             and environment.auto_requeue
@@ -129,28 +120,24 @@ class Ending:
         """
         trainer = self._asking
         assert trainer is not None
-        ends, requeues = self._ask([self._signum > 0, self._requeue > 0])
-        if requeues and not self._requeued:
-            self._requeued = True  # SLURM may send it several times
-            trainer._signal_connector._slurm_sigusr_handler_fn(self._requeue_signal, None)  # type: ignore[arg-type]
+        ends, requeues = self._ask([self._is_asked_to_end, self._is_asked_to_requeue])
+        if requeues and not self._has_requeued:
+            self._has_requeued = True  # SLURM may send it several times
+            environment: Any = trainer._accelerator_connector.cluster_environment
+            trainer._signal_connector._slurm_sigusr_handler_fn(environment.requeue_signal, None)  # type: ignore[arg-type]
         if ends:
-            signum = signal.SIGTERM
             self.together = True
-            self._agreed(signum)
-            if not self._requeued:
+            self._agreed()
+            if not self._has_requeued:
                 save_before_end(trainer)
-            rank_zero_info(f"lightning_seqpar: the training ends at step {trainer.global_step}: {signum.name}")
-            raise SIGTERMException(128 + signum)
+            rank_zero_info(f"lightning_seqpar: the training ends at step {trainer.global_step}: SIGTERM")
+            raise SIGTERMException(128 + signal.SIGTERM)
 
 
 def save_before_end(trainer: Trainer) -> Path | None:
     """Save where the training's checkpoints lie: as the last one, if the first ``ModelCheckpoint`` keeps that. Collective.
 
-    Args:
-        trainer: the Trainer; with checkpoints switched off, nothing is saved.
-
-    Returns:
-        the path; None if nothing is saved here, or this step's checkpoint is there already.
+    Returns the path; None with checkpoints switched off, or if this step's checkpoint is there already.
     """
     callback = next((one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)), None)
     if callback is None or callback.dirpath is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -167,14 +154,11 @@ def save_before_end(trainer: Trainer) -> Path | None:
 
 
 def is_shared(error: BaseException, world: dist.ProcessGroup) -> bool:
-    """Whether every rank raises this error now, with the same text: they say so in the store within :data:`PATIENCE`."""
-    store = dist.distributed_c10d._world.pg_map[world][1]
+    """Whether every rank raises this error now, with the same text: they say so within :data:`PATIENCE`."""
     own = f"{type(error).__name__}: {_ADDRESS.sub('', str(error))}"
     try:
-        number = store.add(f"errors of rank {world.rank()}", 1)
-        keys = [f"error {number} of rank {rank}" for rank in range(world.size())]
-        store.set(keys[world.rank()], own)
-        store.wait(keys, PATIENCE)
-        return all(store.get(key).decode() == own for key in keys)
-    except RuntimeError:  # a rank raises nothing, or the store is gone
+        number = dist.distributed_c10d._world.pg_map[world][1].add(f"errors of rank {world.rank()}", 1)
+        said = exchange(world, f"error {number}", own, PATIENCE)
+    except RuntimeError:  # the store is gone
         return False
+    return len(said) == world.size() and {*said.values()} == {own}

@@ -42,12 +42,8 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 class Environment:
     """The processes of a run, their groups, and collectives over them.
 
-    Args:
-        strategy: Lightning's interface to the run: devices, cluster environment, model and optimizers.
-        config: the configuration.
-
     Attributes:
-        strategy: the strategy.
+        strategy: Lightning's interface to the run: devices, cluster environment, model and optimizers.
         config: the configuration.
         ending: how the run ends before its time.
         num_nodes: the number of nodes.

@@ -21,7 +21,6 @@ from lightning_seqpar.data.batch import own_tensors
 from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.rng import SavedStreams
 from lightning_seqpar.layout.attributes import ModelAttributes, Values
-from lightning_seqpar.layout.replica_rows import local_rows
 from lightning_seqpar.pipeline.stage import Stage
 
 
@@ -47,31 +46,18 @@ def touch(parameters: list[Tensor]) -> Tensor:
 
 @dataclass(eq=False)
 class MicroBatch:
-    """A training step that was put off.
+    """A training step that was put off."""
 
-    Attributes:
-        step: the user's step.
-        given: its arguments.
-        number: of the training step.
-        streams: the random streams at its beginning.
-        attributes: of the modules then.
-        modes: of the modules then: whether they trained.
-        batch: what Lightning counts samples by.
-        gradients: what its loss's gradient is multiplied by, once ``backward`` has run.
-        backward: Lightning's, of what stands in the loss's place.
-        losses: of each chunk that was run, the loss or what stands for it.
-    """
-
-    step: Callable[..., Any]
-    given: tuple[tuple[Any, ...], dict[str, Any]]
-    number: int
-    streams: SavedStreams
-    attributes: Values
-    modes: list[tuple[nn.Module, bool]]
-    batch: Any
-    gradients: list[Tensor] = field(default_factory=list)
-    backward: Callable[[], Any] | None = None
-    losses: dict[int, Tensor] = field(default_factory=dict)
+    step: Callable[..., Any]  # the user's step
+    given: tuple[tuple[Any, ...], dict[str, Any]]  # its arguments
+    number: int  # of the training step
+    streams: SavedStreams  # the random streams at its beginning
+    attributes: Values  # of the modules then
+    modes: list[tuple[nn.Module, bool]]  # of the modules then: whether they trained
+    batch: Any  # what Lightning counts samples by
+    gradients: list[Tensor] = field(default_factory=list)  # what its loss's gradient is multiplied by
+    backward: Callable[[], Any] | None = None  # Lightning's, of what stands in the loss's place
+    losses: dict[int, Tensor] = field(default_factory=dict)  # of each chunk that was run, or what stands for it
 
 
 class InterleavedWindow:
@@ -87,32 +73,20 @@ class InterleavedWindow:
         self._stage, self._module = stage, module
         self._anchor = torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
         self._attributes = ModelAttributes(module)
-        self._begun: dict[str, tuple[Any, ...]] = {}  # what must be the same for all micro-batches
+        self._begun: dict[str, tuple[int, int]] = {}  # what must be the same for all micro-batches
         self._changed: list[Values] = []  # by each chunk's runs: attributes of modules
         self.micro_batches: list[MicroBatch] = []
 
-    def put_off(
-        self, step: Callable[..., Any], given: tuple[Any, Any], number: int, batch: Any, *, is_due: bool
-    ) -> Tensor:
-        """Keep a step for the window's end.
-
-        Args:
-            step: the user's.
-            given: its arguments.
-            number: of the training step.
-            batch: what Lightning counts samples by.
-            is_due: whether run-time checks are: what writes through ``.data`` shows in the numbers alone.
-
-        Returns:
-            What stands in the place of its loss.
+    def put_off(self, step: Callable[..., Any], given: tuple[Any, Any], number: int, batch: Any) -> Tensor:
+        """Keep a step (see :class:`MicroBatch`) for the window's end; returns what stands in the place of its loss.
 
         Raises:
             RuntimeError: if a parameter or buffer was changed since the window's beginning, or a parameter frozen or thawed.
         """
         if not self.micro_batches:
-            self._attributes, self._begun = ModelAttributes(self._module), self._tensors(is_due)
+            self._attributes, self._begun = ModelAttributes(self._module), self._tensors()
         else:
-            self._check_tensors(is_due)
+            self._check_tensors()
         kept = _own(given)  # a loader may use its memory again
         modes = [(module, module.training) for module in self._module.modules()]
         one = MicroBatch(step, kept, number, self._stage.put_off(), self._attributes.read(), modes, batch)
@@ -120,28 +94,18 @@ class InterleavedWindow:
         out: Tensor = _InPlaceOfLoss.apply(self._anchor, one.gradients)  # type: ignore[no-untyped-call]
         return out
 
-    def _tensors(self, is_due: bool) -> dict[str, tuple[Any, ...]]:
-        """Of parameters whether they train, how often they were changed, and, where due, their sums; of buffers likewise."""
-        parameters = dict(self._module.named_parameters())
-        held = [name for name in parameters if self._stage.holds(name)] if is_due else []
-        sums: dict[str, float] = {}
-        if held:
-            with torch.no_grad():
-                found = [local_rows(parameters[name]).sum(dtype=torch.float64) for name in held]
-                sums = dict(
-                    zip(held, torch.stack([one.to(self._anchor.device) for one in found]).tolist(), strict=True)
-                )
+    def _tensors(self) -> dict[str, tuple[int, int]]:
+        """Of parameters whether they train, and of buffers which tensors they are; and how often each was changed."""
         return {
-            **{name: (one.requires_grad, one._version, sums.get(name)) for name, one in parameters.items()},
-            **{name: (id(one), one._version, None) for name, one in self._module.named_buffers()},
+            **{name: (one.requires_grad, one._version) for name, one in self._module.named_parameters()},
+            **{name: (id(one), one._version) for name, one in self._module.named_buffers()},
         }
 
-    def _check_tensors(self, is_due: bool) -> None:
-        now = self._tensors(is_due)
+    def _check_tensors(self) -> None:
+        now = self._tensors()
         for name, was in self._begun.items():
             seen = now.get(name, was)
-            moved = None not in (seen[2], was[2]) and seen[2] != was[2]
-            if seen[:2] != was[:2] or moved:
+            if seen != was:
                 what = "was frozen, or thawed," if seen[0] != was[0] else "was changed"
                 raise RuntimeError(
                     f"virtual_pp={self._stage.chunks}: {name} {what} between batches whose gradients are accumulated, which are "
@@ -198,15 +162,17 @@ class InterleavedWindow:
         number = self.micro_batches.index(one) + 1
         counts = chunk == self._stage.chunks - 1
         buffers = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
-        metrics = [] if counts else [_MetricState(each) for each in module.modules() if isinstance(each, Metric)]
+        metrics = [] if counts else [each for each in module.modules() if isinstance(each, Metric)]
+        counted = [_counted(metric) for metric in metrics]
         try:
             yield lambda: self._stage.run(lambda: one.step(*args, **kwargs), chunk=chunk, micro_batch=number)
         finally:
             results.batch, results.batch_size, module._current_fx_name = kept
         after = self._attributes.read()
         own.update({key: value for key, value in after.items() if before.get(key, own) is not value})
-        for metric in metrics:
-            metric.restore()
+        for metric, counted_before in zip(metrics, counted, strict=True):
+            for name, value in counted_before.items():
+                setattr(metric, name, value)
         for name, buffer, version in () if counts else buffers:
             if buffer._version != version:
                 raise RuntimeError(
@@ -215,22 +181,11 @@ class InterleavedWindow:
                 )
 
 
-class _MetricState:
-    """What a metric has counted."""
-
-    def __init__(self, metric: Metric) -> None:
-        self._metric = metric
-        self._states = {name: _copied(getattr(metric, name)) for name in metric._defaults}
-        self._rest = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
-
-    def restore(self) -> None:
-        """Let it have counted that."""
-        for name, value in {**self._states, **self._rest}.items():
-            setattr(self._metric, name, value)
-
-
-def _copied(state: Any) -> Any:
-    return list(state) if isinstance(state, list) else state.clone()
+def _counted(metric: Metric) -> dict[str, Any]:
+    """The attributes that tell what a metric has counted."""
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    copied = {name: list(state) if isinstance(state, list) else state.clone() for name, state in states.items()}
+    return {**copied, **{name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}}
 
 
 def _own(given: Any) -> Any:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lightning.fabric.strategies.launchers.subprocess_script import (
@@ -26,23 +26,19 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lightning_seqpar.strategy.child_watch import (
-    LIFELINE,
-    REPORTS,
-    ChildWatch,
-    await_the_end,
-    exit_status,
-    follow_main_process,
-    is_lost_peer,
-    record_for_torchrun,
-    report_exception,
-    report_waiting,
-    say,
-)
+from lightning_seqpar.strategy.child_watch import LIFELINE, REPORTS, ChildWatch, follow_main_process, report
 from lightning_seqpar.strategy.ending import Ending
 from lightning_seqpar.strategy.missing_ranks import Missing, end_stopped_parent
-from lightning_seqpar.strategy.refusals import is_refusal, leave_untold, shorten_lost_peers, tell_refusal
+from lightning_seqpar.strategy.refusals import (
+    await_the_end,
+    is_lost_peer,
+    is_refusal,
+    is_verbose,
+    say,
+    tell_shortly,
+)
 from lightning_seqpar.strategy.restart import RestartList
 from lightning_seqpar.user_input import name_error
 
@@ -73,14 +69,14 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
     Attributes:
         watch: watches the children; None in a process that started none.
         restarts: the list of the training's checkpoints; None where torchrun will not start it again.
-        has_begun: whether the ranks are started, or meet; what is refused before is told without them.
     """
 
     watch: ChildWatch | None = None
     restarts: RestartList | None = None
-    has_begun = False
     _is_child = False
     _ending: Ending | None = None
+    _taken: frozenset[int] = frozenset()
+    _pid = 0
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -95,17 +91,15 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         """
         if trainer is not None and trainer.lightning_module is not None:
             trainer.strategy.check_before_start(trainer.lightning_module)
-        self.has_begun = True
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not environment.creates_processes_externally:
-            if self.num_processes * self.num_nodes > 1:
-                self._start_children()
-        elif follow_main_process(environment.global_rank()) or REPORTS in os.environ:
-            self._is_child = True
-        else:
+        self._is_child = REPORTS in os.environ
+        if self._is_child:
+            follow_main_process(environment.global_rank())
+        elif environment.creates_processes_externally:
             self.watch = ChildWatch.of_this_process
-            self._hear_signals()
+        elif self.num_processes * self.num_nodes > 1:
+            self._start_children()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         call = inspect.signature(function).bind(*args, **kwargs)
         if RestartList.is_kept() and trainer.state.fn == TrainerFn.FITTING:
@@ -114,11 +108,12 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             resume = self._where_to_resume(self.restarts)
             if call.arguments.get("ckpt_path") is None and resume is not None:
                 call.arguments["ckpt_path"] = resume
+        self.take_signals({})
         try:
             result = function(*call.args, **call.kwargs)
         finally:
             self._give_signals_back()
-        shorten_lost_peers()
+        tell_shortly()
         return result
 
     def _where_to_resume(self, checkpoints: RestartList) -> str | None:
@@ -134,125 +129,97 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             say(f"torchrun started the run again: it {where}")
         return path
 
-    def kill(self, signum: Any) -> None:
-        """Called by Lightning to pass a signal on to the children.
+    def take_signals(self, found: dict[Any, Any], ending: Ending | None = None) -> None:
+        """Make SIGTERM and Ctrl-C end the run: between two steps of a training, after a checkpoint; at once elsewhere.
 
-        SIGKILL is passed on. On any other signal the watch ends the children, after they had time to print their message.
-        """
-        if self.watch is not None and signum == signal.SIGKILL:
-            self.watch.interrupt()  # Lightning kills the children after Ctrl-C
-        elif self.watch is not None:
-            self.watch.fail(f"the main process got {signal.Signals(signum).name}")
-        if signum == signal.SIGKILL:
-            super().kill(signum)
-
-    def take_signals(self, user_handler: Any, ending: Ending) -> None:
-        """Make SIGTERM end the run: between two steps of a training, after a checkpoint; at once elsewhere.
-
-        Lightning's own handler would wait in a broadcast for the other ranks. Ctrl-C raises ``KeyboardInterrupt`` as always,
-        and handlers of the user's stay.
+        Lightning's own handler of SIGTERM would wait in a broadcast for the other ranks. Handlers of the user's stay.
 
         Args:
-            user_handler: the handler of SIGTERM before Lightning's; used if it is a function.
-            ending: where a signal is noted that waits for the end of a step.
+            found: the handlers that Lightning has replaced, and puts back in the end: Python's own in place of those of this class.
+            ending: where a signal is noted that waits for the end of a step; None where it ends the run at once.
         """
         if threading.current_thread() is not threading.main_thread():
             return
-        self._ending = ending
-        if callable(user_handler):
-            if self._is_child or self.watch is not None:
-                signal.signal(signal.SIGTERM, user_handler)
-        elif self.watch is None and signal.getsignal(signal.SIGTERM) != self._on_sigterm:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._hear_signals(take_sigterm=not callable(user_handler))
-
-    def user_handler(self, handlers: dict[Any, Any]) -> Any:
-        """The handler of SIGTERM that was there before ``launch`` and Lightning.
-
-        Args:
-            handlers: what Lightning puts back in the end, which it found behind ``launch``; changed in place to what was
-                there before.
-        """
+        self._ending, self._pid = ending, os.getpid()
+        ours = []
         for signum, default in DEFAULT_HANDLERS.items():
-            if handlers.get(signum) == self._on_signal:
-                handlers[signum] = default
-        return handlers.get(signal.SIGTERM)
+            before = found.get(signum, signal.getsignal(signum))
+            if before in (default, self._on_signal):
+                ours.append(signum)
+                found[signum], before = default, self._on_signal
+            if before is not None:
+                signal.signal(signum, before)
+        self._listen_to(ours)
 
-    def _hear_signals(self, *, take_sigterm: bool = False) -> None:
-        """Say which signal ended the run, in a process that started others; handlers of the user's stay."""
-        if self.watch is None or threading.current_thread() is not threading.main_thread():
-            return
-        taken: set[int] = {signal.SIGTERM} if take_sigterm else set()
-        taken |= {
-            signum
-            for signum, default in DEFAULT_HANDLERS.items()
-            if signal.getsignal(signum) in (default, self._on_signal)
-        }
-        for signum in taken:
-            signal.signal(signum, self._on_signal)
-        self.watch.hear_signals(taken)
+    def _listen_to(self, signals: Iterable[int]) -> None:
+        self._taken = frozenset(signals)
+        if self.watch is not None:
+            self.watch.taken = self._taken
 
     def _give_signals_back(self) -> None:
-        """Stop listening to signals at the end of a run that began; Lightning puts back the handlers of one that trained."""
-        if self.watch is not None and threading.current_thread() is threading.main_thread():
-            self.watch.hear_no_signals()
+        """Stop listening to signals at the end of a run."""
+        self._listen_to(())
+        if threading.current_thread() is threading.main_thread():
             for signum, default in DEFAULT_HANDLERS.items():
                 if signal.getsignal(signum) == self._on_signal:
                     signal.signal(signum, default)
 
-    def expect_end(self, signum: int) -> None:
-        """Note that all ranks have agreed to end by a signal."""
-        if self.watch is not None:
-            self.watch.expect_end(signum)
-
-    def _on_sigterm(self, signum: int, frame: Any) -> None:
-        """Handle SIGTERM in the main thread of a process that started no others."""
-        if self._ending is not None and self._ending.note(signum):
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        """Handle SIGTERM or Ctrl-C in the main thread: end by an exception, or with the step that is under way."""
+        is_forked = os.getpid() != self._pid  # a data worker, a pool
+        if signum == signal.SIGTERM and not is_forked and self._ending is not None and self._ending.note():
             return
-        if self._is_child:
+        if self.watch is not None and not is_forked:
+            self.watch.note_signal(signum)
+        if signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._is_child or is_forked:
             # The process ends at once; the main process notices, and names the rank.
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
         raise SystemExit(128 + signum)
 
-    def _on_signal(self, signum: int, frame: Any) -> None:
-        """Handle SIGTERM or Ctrl-C in the main thread: end by an exception, or with the step that is under way."""
-        assert self.watch is not None
-        if signum == signal.SIGTERM and self._ending is not None and self._ending.note(signum):
-            self.watch.put_off(signum)
-            return
-        self.watch.handled(signum)
-        if signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + signum)
+    def kill(self, signum: Any) -> None:
+        """Called by Lightning: to end the children after Ctrl-C, and by its handler of SIGTERM while a model is set up."""
+        if signum == signal.SIGKILL:
+            if self.watch is not None:
+                self.watch.note_signal(signal.SIGINT)
+            super().kill(signum)
+        elif signum in self._taken:
+            self._on_signal(signum, None)
+
+    def expect_end(self) -> None:
+        """Note that all ranks have agreed to end by SIGTERM."""
+        if self.watch is not None:
+            self.watch.expect_end()
 
     def tell(self, error: BaseException, missing: Callable[[], Missing] | None = None) -> None:
         """Report an exception of this rank to whoever started the ranks.
 
-        Args:
-            error: the exception.
-            missing: finds out which rank did not come, where the error says that another rank is gone; None if that can't be.
+        Where the exception says that another rank is gone, ``missing`` finds out which; it is None if that can't be.
         """
         rank = self.cluster_environment.global_rank()
-        is_shared = is_refusal(error) and not is_lost_peer(error)
+        is_lost = is_lost_peer(error)
+        is_shared = is_refusal(error) and not is_lost
+        said = f"rank {rank} raised {name_error(error)}"
         if is_shared:
-            tell_refusal(error, rank, is_told=self._is_child)
-        if is_lost_peer(error) and missing is not None and self.has_begun:
+            tell_shortly(error, rank, is_told=self._is_child)
+        if is_lost and missing is not None:
             self._tell_missing(missing())
-            leave_untold(error)
+            tell_shortly(error, is_told=not is_verbose())
             if self.watch is None and not self._is_child:
-                record_for_torchrun(error)
+                _record_for_torchrun(error)
         elif self._is_child:
-            report_exception(rank, error)
-        elif self.watch is not None and (is_shared or (isinstance(error, SystemExit) and exit_status(error) < 128)):
+            report("s" if is_lost else "c", said)
+        elif self.watch is not None and (is_shared or isinstance(error, SystemExit)):
             self.watch.expect(error)
         elif self.watch is not None:
-            self.watch.fail(f"rank {rank} raised {name_error(error)}", symptom=is_lost_peer(error))
+            self.watch.fail(said, symptom=is_lost)
         elif self.cluster_environment.creates_processes_externally:
             if not is_shared:
-                say(f"rank {rank} raised {name_error(error)}")
+                say(said)
             if not is_shared or rank == 0:
-                record_for_torchrun(error)
+                _record_for_torchrun(error)
 
     def _tell_missing(self, missing: Missing) -> None:
         """Report that this rank waited for another one."""
@@ -265,7 +232,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         elif end_stopped_parent():
             say(f"{missing.sentence}. The main process (local rank 0) was stopped, and is killed")
         else:
-            report_waiting(missing.sentence)
+            report("w", missing.sentence)
 
     def _start_children(self) -> None:
         """Start the children as Lightning does, with two pipes: one that they watch, and one for their reports."""
@@ -280,7 +247,6 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         reports, reports_end = os.pipe()
         self.watch = ChildWatch(environment.node_rank() * self.num_processes, lifeline, reports)
         self.watch.start()
-        self._hear_signals()
         self.procs = []
         try:
             for local_rank in range(1, self.num_processes):
@@ -307,3 +273,9 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             if HydraConfig.initialized():
                 return _hydra_subprocess_cmd(local_rank)
         return _basic_subprocess_cmd(), None
+
+
+def _record_for_torchrun(error: BaseException) -> None:
+    """Write the error file that torchrun reads for its summary."""
+    if isinstance(error, Exception):
+        get_error_handler().record_exception(error)

@@ -41,8 +41,7 @@ class Loops:
         self._searches.note_loop()
         self._steps.share_metrics_of_run()
         if (launcher := self._env.launcher) is not None:
-            handlers = self._env.trainer._signal_connector._original_handlers
-            launcher.take_signals(launcher.user_handler(handlers), self._env.ending)
+            launcher.take_signals(self._env.trainer._signal_connector._original_handlers, self._env.ending)
 
     def begin_training(self) -> None:
         """Compare the settings of the training over the ranks, and log the global batch. Collective."""

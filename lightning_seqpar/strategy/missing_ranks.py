@@ -11,17 +11,17 @@ import traceback
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_seqpar.strategy.child_watch import CALL_ON_ALL, OTHER_COLLECTIVE
-from lightning_seqpar.strategy.refusals import is_users
+from lightning_seqpar.strategy.child_watch import CALL_ON_ALL
+from lightning_seqpar.strategy.refusals import OTHER_COLLECTIVE, is_users
 
-PATIENCE = 5.0
-"""Seconds that a rank whose wait has ended gives the others to say what they waited for."""
-CLOSED_PATIENCE = 1.0
+PATIENCE = timedelta(seconds=5)
+"""How long a rank whose wait has ended gives the others to say what they waited for."""
+CLOSED_PATIENCE = timedelta(seconds=1)
 """The same where its connection was closed: mostly by a rank that has died, which says nothing."""
 MOST_PLACES = 4
 """How many different lines of the user's are told at which ranks waited."""
@@ -29,17 +29,13 @@ _COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
 
 
 class Missing(NamedTuple):
-    """What a rank has found out whose wait for others has ended.
+    """What a rank has found out whose wait for others has ended."""
 
-    Attributes:
-        sentence: who is missing, and where each rank waited.
-        waited: the ranks that said where they waited.
-        is_teller: whether this rank tells it where each rank has a log of its own; the others leave it to that one.
-    """
-
-    sentence: str
-    waited: Collection[int] = ()
-    is_teller: bool = True
+    sentence: str  # who is missing, and where each rank waited
+    waited: Collection[int] = ()  # the ranks that said where they waited
+    is_teller: bool = (
+        True  # whether this rank tells it where each has a log of its own; the others leave it to that one
+    )
 
 
 class Wait(NamedTuple):
@@ -49,24 +45,42 @@ class Wait(NamedTuple):
     line: str
 
 
-def find_missing(error: BaseException, world: dist.ProcessGroup, trainer: Trainer) -> Missing:
-    """Find which rank did not come, after an error that says that another rank is gone.
+def exchange(world: dist.ProcessGroup, topic: str, own: object, patience: timedelta) -> dict[int, Any]:
+    """What the ranks of a group say of a topic in its store, as JSON; without those that say nothing within ``patience``.
 
-    Args:
-        error: what the collective raised.
-        world: the process group of all ranks.
-        trainer: the Trainer.
+    A topic is the same on all ranks, and another one in each call. If the store is gone, it raises RuntimeError.
     """
+    store = dist.distributed_c10d._world.pg_map[world][1]
+    keys = [f"{topic}, rank {rank}" for rank in range(world.size())]
+    store.set(keys[world.rank()], json.dumps(own))
+    with contextlib.suppress(RuntimeError):
+        store.wait(keys, patience)
+    return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+
+
+def find_missing(error: BaseException, world: dist.ProcessGroup, trainer: Trainer) -> Missing:
+    """Find which rank of the world did not come, after a collective raised an error that says that another rank is gone."""
     number = trainer.fit_loop.epoch_loop.batch_idx
     own = describe_wait(error, f", at batch {number}" if trainer.training and number >= 0 else "")
     rank, size = world.rank(), world.size()
     is_late = any(sign in str(error) for sign in ("timeout", "imed out", OTHER_COLLECTIVE))
-    heard = _exchange(own, world, PATIENCE if is_late else CLOSED_PATIENCE)
-    if not is_late and (heard is None or len(heard) < size):
+    heard: dict[int, Wait] = {}
+
+    def speak() -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone meanwhile
+            # A rank comes a little later if it began to wait later, and one that is missing not at all.
+            said = exchange(world, "lost another rank", own, PATIENCE if is_late else CLOSED_PATIENCE)
+            heard.update({one: Wait(*wait) for one, wait in said.items()})
+
+    # The store may have gone with the rank that is missing. So it is spoken to in a thread, and given up after a while.
+    thread = threading.Thread(target=speak, name="last-words", daemon=True)
+    thread.start()
+    thread.join(2 * PATIENCE.total_seconds())
+    if not is_late and len(heard) < size:
         # Its connection was closed by a rank that has ended, and not by one whose own wait is over.
         lost = f"rank {rank} lost another rank, which ended first, in {own.where}"
         return Missing(f"{lost}; look for its message above or in its own log")
-    if heard is None:
+    if not heard:
         return Missing(
             f"rank {rank} waited in {own.where}, and the store through which ranks speak (rank 0's, as a rule) does not answer: "
             "rank 0 may be the one that is missing"
@@ -75,12 +89,7 @@ def find_missing(error: BaseException, world: dist.ProcessGroup, trainer: Traine
 
 
 def describe_wait(error: BaseException, batch: str) -> Wait:
-    """Describe where a rank waited that lost another one.
-
-    Args:
-        error: what the collective raised.
-        batch: words on the batch that was under way.
-    """
+    """Describe where a rank waited that lost another one: in which collective (and ``batch``), and at which line."""
     stack = traceback.extract_tb(error.__traceback__)
     calls = [frame.name for frame in stack if frame.filename.endswith(_COLLECTIVES)]
     calls = [name for name in calls if not name.startswith("_") and name != "wrapper"]
@@ -90,12 +99,7 @@ def describe_wait(error: BaseException, batch: str) -> Wait:
 
 
 def tell_waits(heard: Mapping[int, Wait], missing: Sequence[int]) -> str:
-    """Tell who is missing, where the others waited, and what to do if they waited at different lines.
-
-    Args:
-        heard: the waits of the ranks that spoke.
-        missing: the ranks that did not.
-    """
+    """Tell which ranks are missing, where those that spoke waited, and what to do if they waited at different lines."""
     waits = sorted(heard.items())
     if missing:
         many = f"s {list_ranks(missing)} are" if len(missing) > 1 else f" {missing[0]} is"
@@ -121,29 +125,6 @@ def list_ranks(ranks: Sequence[int]) -> str:
     """Ranks in words: ``0, 1``, or ``0, 8, ... 56`` if they are many."""
     shown = [str(rank) for rank in ranks]
     return ", ".join(shown if len(shown) <= 8 else [*shown[:2], f"... {shown[-1]}"])
-
-
-def _exchange(own: Wait, world: dist.ProcessGroup, patience: float) -> dict[int, Wait] | None:
-    """Tell the others where this rank waited, and hear where they did; None if the store does not answer.
-
-    The store may have gone with the rank that is missing. So it is spoken to in a thread, and given up after a while.
-    """
-    store = dist.distributed_c10d._world.pg_map[world][1]
-    keys = {rank: f"rank {rank} lost another one" for rank in range(world.size())}
-    found: list[dict[int, Wait]] = []
-
-    def speak() -> None:
-        with contextlib.suppress(RuntimeError):  # the store has gone meanwhile
-            store.set(keys[world.rank()], json.dumps(own))
-            # A rank comes a little later if it began to wait later, and one that is missing not at all.
-            with contextlib.suppress(RuntimeError):
-                store.wait(list(keys.values()), timedelta(seconds=patience))
-            found.append({rank: Wait(*json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])})
-
-    thread = threading.Thread(target=speak, name="last-words", daemon=True)
-    thread.start()
-    thread.join(2 * PATIENCE)
-    return found[0] if found else None
 
 
 def end_stopped_parent() -> bool:

@@ -30,17 +30,14 @@ class SeqParallelMonitor(Callback):
     ``Trainer(logger=CSVLogger("runs"), callbacks=[SeqParallelMonitor()])``. Behind each ``every_n_steps``-th step, under the
     number that Lightning's own logs have there:
 
-    - ``seqpar/tokens_per_second``, ``seqpar/samples_per_second``: of all replicas together, since the last time. Tokens are the
-      elements of a batch's largest tensor of integers ``[b, s]``, padding among them, or ``b * s`` of its first tensor with two
-      dims or more; what a batch has not is not logged.
-    - ``seqpar/step_seconds``: seconds of an optimizer step, in the mean since the last time, with the loader's time and that of
-      checkpoints, without validations.
-    - ``seqpar/bytes_sent_per_step``: bytes of the tensors that rank 0 gave to collectives in this step, as
-      :class:`~lightning_seqpar.measure.Traffic` counts them. Steps that are not logged aren't slowed down by counting.
+    - ``seqpar/tokens_per_second``, ``seqpar/samples_per_second``: of all replicas together. Tokens are the elements of a batch's
+      largest tensor of integers ``[b, s]``, padding among them, or ``b * s`` of its first tensor with two dims or more.
+    - ``seqpar/step_seconds``: of an optimizer step in the mean, with the loader's time and checkpoints, without validations.
+    - ``seqpar/bytes_sent_per_step``: of the tensors that rank 0 gave to collectives (:class:`~lightning_seqpar.measure.Traffic`).
     - ``seqpar/memory_gib_max``, ``seqpar/memory_gib_min``: over the ranks. On CUDA the most that tensors took; elsewhere
       the resident memory of the process.
-    - ``seqpar/grad_norm``: the norm of the whole model's gradient before it is clipped, of the parameters of the optimizer that
-      made the last step. Only under this package's strategy, DDP and on one process: elsewhere gradients may be in parts.
+    - ``seqpar/grad_norm``: of the whole model's gradient before it is clipped, of the parameters of the optimizer that made the
+      last step. Only under this package's strategy, DDP and on one process: elsewhere gradients may be in parts.
 
     No step waits for the device: what a step leaves is read a step later. In steps that are logged the ranks exchange three numbers
     each, and those of the norm; in others nothing.
@@ -77,7 +74,6 @@ class SeqParallelMonitor(Callback):
         """Begin to measure, once all ranks have said that they will log the same steps. Collective."""
         every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps  # type: ignore[attr-defined]
         self._run = _Run(trainer, every)
-        self._run.agree()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count what is in the batch, and begin to count what is sent if its step is logged."""
@@ -99,12 +95,12 @@ class SeqParallelMonitor(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock."""
         if self._run is not None:
-            self._run.clock.stop()
+            self._run.stop_clock()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the clock go on."""
         if self._run is not None:
-            self._run.clock.start()
+            self._run.start_clock()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop counting where a batch began but was skipped (a hook of the module may return -1 to end the epoch)."""
@@ -129,35 +125,18 @@ class SeqParallelMonitor(Callback):
 
 
 class _Left(NamedTuple):
-    """What a logged step has left, to be read later.
+    """What a logged step has left, to be read later."""
 
-    Attributes:
-        step: its number.
-        steps: how many steps it closes since the last one that was logged.
-        seconds: that they took.
-        counted: by each rank in them: tokens, samples, bytes of memory.
-        sent: bytes that this rank gave to collectives in this step.
-        norm: of the gradient; None where there is none.
-    """
-
-    step: int
-    steps: int
-    seconds: Callable[[], float]
-    counted: Callable[[], list[list[float]]]
-    sent: int
-    norm: LateNumbers | None
+    step: int  # its number
+    steps: int  # that it closes since the last one that was logged
+    seconds: float  # that they took
+    counted: Callable[[], list[list[float]]]  # by each rank in them: tokens, samples, bytes of memory
+    sent: int  # bytes that this rank gave to collectives in this step
+    norm: LateNumbers | None  # of the gradient; None where there is none
 
 
 class _Run:
-    """One training that is measured.
-
-    Args:
-        trainer: which trains.
-        every: after how many optimizer steps to log; 0 for never.
-
-    Attributes:
-        clock: of the training.
-    """
+    """One training that is measured, each ``every`` steps (0 for never). Making it is collective: ranks compare ``every``."""
 
     def __init__(self, trainer: Trainer, every: int) -> None:
         self._trainer, self._every = trainer, every
@@ -173,13 +152,10 @@ class _Run:
         self._own_bytes = 0  # what of it the norm took
         self._norm: LateNumbers | None = None
         self._left: _Left | None = None
-        self.clock = _Clock(self._device)
-        self.clock.start()
-
-    def agree(self) -> None:
-        """Compare over the ranks which steps are logged. Collective."""
+        # The host may be some steps ahead of the device, at both ends of what it measures alike.
+        self._began, self._stopped = time.perf_counter(), 0.0
         if self._group is not None:
-            check_agreement({"every_n_steps of SeqParallelMonitor": self._every}, self._group, self._device)
+            check_agreement({"every_n_steps of SeqParallelMonitor": every}, self._group, self._device)
 
     @property
     def _step(self) -> int:
@@ -205,6 +181,14 @@ class _Run:
             self._traffic.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._counts_traffic = False
 
+    def stop_clock(self) -> None:
+        """Stop counting time: a validation begins."""
+        self._stopped = time.perf_counter()
+
+    def start_clock(self) -> None:
+        """Go on counting time."""
+        self._began += time.perf_counter() - self._stopped
+
     def note_gradients(self, optimizer: Any) -> None:
         """An optimizer is about to step, and its gradients are whole. Collective in steps that are logged."""
         if not self._is_logged:
@@ -227,7 +211,9 @@ class _Run:
         if self._is_logged:
             sent = 0 if self._traffic is None else self._traffic.total_bytes - self._own_bytes
             counted = self._gather([self._tokens, self._samples, _memory(self._device)])
-            self._left = _Left(self._step, self._steps, self.clock.take(), counted, sent, self._norm)
+            now = time.perf_counter()
+            self._left = _Left(self._step, self._steps, now - self._began, counted, sent, self._norm)
+            self._began = now
             self._tokens = self._samples = self._steps = self._own_bytes = 0
             self._traffic = self._norm = None
 
@@ -256,11 +242,10 @@ class _Run:
             return
         rows = left.counted()
         tokens, samples, _ = (sum(column) * self._replicas / len(rows) for column in zip(*rows, strict=True))
-        seconds = left.seconds()
         metrics = {
-            **({"seqpar/tokens_per_second": tokens / seconds} if tokens else {}),
-            **({"seqpar/samples_per_second": samples / seconds} if samples else {}),
-            "seqpar/step_seconds": seconds / left.steps,
+            **({"seqpar/tokens_per_second": tokens / left.seconds} if tokens else {}),
+            **({"seqpar/samples_per_second": samples / left.seconds} if samples else {}),
+            "seqpar/step_seconds": left.seconds / left.steps,
             "seqpar/bytes_sent_per_step": float(left.sent),
             "seqpar/memory_gib_max": max(memory for *_, memory in rows) / 2**30,
             "seqpar/memory_gib_min": min(memory for *_, memory in rows) / 2**30,
@@ -269,52 +254,6 @@ class _Run:
             (metrics["seqpar/grad_norm"],) = left.norm.read()
         for logger in self._trainer.loggers:
             logger.log_metrics(metrics, step=left.step)
-
-
-class _Clock:
-    """Time that goes by where the steps run: on a CUDA device between marks in its stream, so that the host does not wait.
-
-    Args:
-        device: on which they run.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._began: Any = None  # None while it stands still
-        self._spans: list[tuple[Any, Any]] = []
-
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def start(self) -> None:
-        """Go on."""
-        if self._began is None:
-            self._began = self._mark()
-
-    def stop(self) -> None:
-        """Stand still."""
-        if self._began is not None:
-            self._spans.append((self._began, self._mark()))
-            self._began = None
-
-    def take(self) -> Callable[[], float]:
-        """Begin anew; what is returned reads the seconds that have gone by so far."""
-        self.stop()
-        self.start()
-        spans, self._spans = self._spans, []
-        return lambda: sum(_seconds(*span) for span in spans)
-
-
-def _seconds(begin: Any, end: Any) -> float:
-    """Seconds between two marks of a clock."""
-    if isinstance(end, float):
-        return end - float(begin)
-    end.synchronize()  # read a step later, it has long been passed
-    return float(begin.elapsed_time(end)) / 1000
 
 
 def _group_of(trainer: Trainer) -> ProcessGroup | None:

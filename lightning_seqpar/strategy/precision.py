@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -16,50 +16,35 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_seqpar.layout.replica_rows import local_rows
-
-
-class GradientOwner(Protocol):
-    """The methods of the strategy that clipping calls."""
-
-    def sync_gradients(self, optimizer: Optimizer) -> None:
-        """Sum the partial gradients of an optimizer's parameters, unless that is done already."""
-
-    def global_norm(self, parameters: list[Tensor]) -> Tensor:
-        """The norm of the whole model's gradients of these parameters."""
-
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Check the gradients as the optimizer will read them."""
-
-    def before_on_after_backward(self) -> None:
-        """Sum partial gradients at once, if a user's hook reads them before the update."""
+from lightning_seqpar.strategy.steps import Steps
 
 
 class _ShardedPrecision(Precision):
     """Methods that take the place of those of the user's plugin, in a class that is derived from this one and the plugin's."""
 
-    _owner: Callable[[], GradientOwner | None]
+    _owner: Callable[[], Steps | None]
     _own_class: type[Precision]
 
-    def _strategy(self) -> GradientOwner:
-        """The strategy, to which the plugin has a weak reference."""
+    def _steps(self) -> Steps:
+        """The strategy's steps, to which the plugin has a weak reference."""
         owner = self._owner()
         assert owner is not None, "the strategy outlives its precision plugin"
         return owner
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Sum partial gradients before ``on_after_backward``, if that reads them."""
-        self._strategy().before_on_after_backward()
+        self._steps().before_on_after_backward()
         return super().post_backward(tensor, module)
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Sum partial gradients, then clip."""
-        self._strategy().sync_gradients(optimizer)
+        self._steps().sync_gradients(optimizer)
         super().clip_gradients(optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale this rank's gradients by the norm of the whole model's."""
         parameters = [p for p in self.main_params(optimizer) if p.grad is not None]
-        total = self._strategy().global_norm(list(self.main_params(optimizer)))
+        total = self._steps().global_norm(list(self.main_params(optimizer)))
         scale = (float(clip_val) / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         for grad in (local_rows(p.grad) for p in parameters if p.grad is not None):
             grad.mul_(scale.to(grad.device))
@@ -67,17 +52,13 @@ class _ShardedPrecision(Precision):
     def _after_closure(self, model: Any, optimizer: Any) -> None:
         """Check the gradients as the optimizer will read them, after the user's hooks."""
         super()._after_closure(model, optimizer)
-        self._strategy().check_step(optimizer)
+        self._steps().check_step(optimizer)
 
 
-def with_global_clipping(plugin: Precision, owner: GradientOwner) -> Precision:
-    """Make a copy of a precision plugin that clips by the norm of the whole model's gradient.
+def with_global_clipping(plugin: Precision, owner: Steps) -> Precision:
+    """Make a copy of the user's precision plugin that clips by the norm of the whole model's gradient.
 
     The class of the copy is derived from the plugin's and has its name, under which checkpoints hold a plugin's state.
-
-    Args:
-        plugin: the user's plugin, which is not changed.
-        owner: the strategy.
     """
     clipping = copy.copy(plugin)
     plugin_class = type(plugin)
@@ -108,10 +89,6 @@ class SharedGradScaler(ShardedGradScaler):
 
 def share_overflows(plugin: Precision, group: ProcessGroup) -> None:
     """Let a plugin's scaler of losses skip a step on all ranks of ``group``, if one of them has a gradient that is not finite.
-
-    Args:
-        plugin: with a scaler or without one.
-        group: every rank that holds a part of the model.
 
     Raises:
         ValueError: for a scaler of another class, of which nothing is known.

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -19,7 +21,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
-from lightning_seqpar.strategy.child_watch import await_the_end, is_at_raise, is_lost_peer, say
 from lightning_seqpar.user_input import name_error
 
 P = ParamSpec("P")
@@ -27,14 +28,14 @@ T = TypeVar("T")
 
 VERBOSE = "SEQPAR_VERBOSE"
 """Environment variable: set, to anything but 0, it has errors told with all frames."""
+PAUSE = 2.0
+"""Seconds that rank 0 gets to come to an error that all ranks raise and, under torchrun, to print it before another rank leaves."""
 NOT_THE_USERS = {"lightning_seqpar", "lightning", "lightning_utilities", "pydantic", "torch"}
 """Packages whose frames say nothing of the user's code."""
 
 
 def _folder(package: str) -> str:
-    spec = find_spec(package)
-    assert spec is not None
-    assert spec.origin is not None
+    spec: Any = find_spec(package)
     return str(Path(spec.origin).parent) + os.sep
 
 
@@ -46,6 +47,64 @@ _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "
 def is_users(file: str) -> bool:
     """Whether a file is the user's, or of a library that the user has chosen, such as a model's."""
     return not file.startswith(_FOLDERS) and (file.startswith(_INSTALLED) or not file.startswith(_STANDARD))
+
+
+def say(message: str) -> None:
+    """Prints to standard error at once.
+
+    It is written to the descriptor, not to ``sys.stderr``. While torch formats an exception of the main thread, it replaces
+    that by a buffer, and a message of a watching thread that then ends the process would be lost in the buffer.
+    """
+    os.write(2, f"lightning_seqpar: {message}\n".encode())
+
+
+def await_the_end() -> None:
+    """Waits until torchrun ends this rank, which it does once the rank that prints the error has left; for :data:`PAUSE` at most.
+
+    torchrun ends all ranks with the first one that leaves, and what that rank has to say may be said by another one.
+    """
+    ended = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    ended.wait(PAUSE)
+    signal.signal(signal.SIGTERM, before)
+
+
+OTHER_COLLECTIVE = "op.preamble.length <= op.nbytes"
+"""Text in gloo's error where two ranks met in different collectives, or with tensors of different sizes."""
+_SIGNS_OF_A_LOST_PEER = (
+    OTHER_COLLECTIVE,
+    "closed by peer",
+    "pair closure",
+    "reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Timed out",
+    "timed out",
+    "Read error",
+)
+"""Texts in errors of gloo and nccl that say that another rank is gone, or in another collective."""
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an exception says that another rank is gone, rather than what went wrong.
+
+    Others' errors may have the same words (a loader's own timeout, a data base's): those that a ``raise`` statement makes are
+    taken by them only if it is torch.distributed's or this package's. Collectives raise from C++.
+    """
+    if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):
+        return False
+    stack = traceback.extract_tb(error.__traceback__)
+    if not is_at_raise(stack):
+        return True
+    cause = error.__cause__
+    return stack[-1].filename.startswith((_folder("torch.distributed"), _folder("lightning_seqpar"))) or (
+        cause is not None and is_lost_peer(cause)
+    )
+
+
+def is_at_raise(stack: traceback.StackSummary) -> bool:
+    """Whether a ``raise`` statement raised an error: if not, the interpreter did, or what is called from C++."""
+    return bool(stack) and "raise" in (stack[-1].line or "").split()
 
 
 def is_verbose() -> bool:
@@ -71,12 +130,8 @@ def is_refusal(error: BaseException) -> bool:
 class _Short:
     """A ``sys.excepthook`` that prints one error shortly, as it does those of lost ranks, and any other as the hook before it.
 
-    There is one hook at a time, so that a script that catches many refusals does not get a hook for each.
-
-    Args:
-        error: the error.
-        rank: of this process; only rank 0 prints more than a line.
-        is_told: whether another process prints the error.
+    There is one hook at a time, so that a script that catches many refusals does not get a hook for each. Only rank 0 prints more
+    than a line, and nobody what ``is_told`` by another process.
     """
 
     def __init__(self, error: BaseException | None = None, rank: int = 0, *, is_told: bool = False) -> None:
@@ -106,25 +161,13 @@ def _keep_users(told: traceback.TracebackException) -> None:
             _keep_users(cause)
 
 
-def tell_refusal(error: BaseException, rank: int, *, is_told: bool = False) -> None:
-    """Print a refusal shortly where nothing catches it: on rank 0 with the user's frames, on others in one line.
+def tell_shortly(error: BaseException | None = None, rank: int = 0, *, is_told: bool = False) -> None:
+    """Print an error shortly where nothing catches it: on rank 0 with the user's frames, on others in one line.
 
-    Args:
-        error: the refusal.
-        rank: of this process.
-        is_told: whether the process that started this one prints it.
+    So are those of lost ranks, as a call raises them that other ranks do not make too (a save after ``fit``). What ``is_told``
+    otherwise is not printed.
     """
     sys.excepthook = _Short(error, rank, is_told=is_told)
-
-
-def shorten_lost_peers() -> None:
-    """Print what a later call raises that other ranks do not make too (a save after ``fit``) with the user's frames alone."""
-    sys.excepthook = _Short()
-
-
-def leave_untold(error: BaseException) -> None:
-    """Print nothing of an error where nothing catches it, since what it says was said; ``SEQPAR_VERBOSE=1`` prints all of it."""
-    sys.excepthook = _Short(error, is_told=not is_verbose())
 
 
 def shortens_refusals(function: Callable[P, T]) -> Callable[P, T]:
@@ -136,7 +179,7 @@ def shortens_refusals(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         except (ValueError, RuntimeError) as error:
             if is_refusal(error):
-                tell_refusal(error, int(os.environ.get("RANK", "0")))
+                tell_shortly(error, int(os.environ.get("RANK", "0")))
             raise
 
     return called

@@ -18,20 +18,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
+_CPU = torch.device("cpu")
+
 
 class _Call(NamedTuple):
-    """One call of ``self.log``, without its value where that is a tensor.
+    """One call of ``self.log``, without its value where that is a tensor."""
 
-    Attributes:
-        fx: the hook that logged.
-        name: of what was logged.
-        dtype: of the tensor; None where a metric was logged.
-        options: the other arguments.
-    """
-
-    fx: str
+    fx: str  # the hook that logged
     name: str
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # of the tensor; None where a metric was logged
     options: dict[str, Any]
 
 
@@ -82,10 +77,7 @@ class StageLogs:
     def share(self, trainer: Trainer, module: LightningModule, *, ends_window: bool = False) -> None:
         """Log on all stages what the last one logged since the last call. Collective over the pipeline.
 
-        Args:
-            trainer: the Trainer.
-            module: the user's.
-            ends_window: whether an accumulation window ends here, whose loss becomes :attr:`window_loss`.
+        Where an accumulation window ends, its loss becomes :attr:`window_loss`.
         """
         metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
         box: list[Any] = [None]
@@ -153,12 +145,12 @@ class StageLogs:
                 at, last = sent.get(state, (0, None))
                 if at > len(value) or (at and value[at - 1] is not last):
                     at = 0  # it was reset since
-                states[state] = (at, _to_cpu(value[at:]))
+                states[state] = (at, _to(value[at:], _CPU))
             else:
-                states[state] = _to_cpu(value)
+                states[state] = _to(value, _CPU)
         lists = {state: value for state in states if isinstance(value := getattr(metric, state), list) and value}
         self._sent[name] = {state: (len(value), value[-1]) for state, value in lists.items()}
-        return {"states": states, "count": metric._update_count, "cache": _to_cpu(metric._forward_cache)}
+        return {"states": states, "count": metric._update_count, "cache": _to(metric._forward_cache, _CPU)}
 
     def _take(self, metric: Metric, news: dict[str, Any]) -> None:
         """Bring a metric's state to what the last stage has."""
@@ -179,7 +171,3 @@ def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, list):
         return [_to(one, device) for one in value]
     return value.detach().to(device) if isinstance(value, Tensor) else value
-
-
-def _to_cpu(value: Any) -> Any:
-    return _to(value, torch.device("cpu"))

@@ -77,8 +77,7 @@ class Stages:
         def in_stages(*args: Any, **kwargs: Any) -> Any:
             if window is not None:
                 batch = self._env.trainer._results.batch  # type: ignore[union-attr]
-                number, is_due = self._schedule.number("training"), self._schedule.is_due("training")
-                return window.put_off(step, (args, kwargs), number, batch, is_due=is_due)
+                return window.put_off(step, (args, kwargs), self._schedule.number("training"), batch)
             return run(lambda: step(*args, **kwargs))
 
         vars(module)[name] = in_stages

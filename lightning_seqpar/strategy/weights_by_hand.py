@@ -38,17 +38,8 @@ _OTHER_HOOKS = (
     "configure_callbacks",
 )
 """Ends of the names of hooks that see data, or the model as it is made."""
-_READ_NO_WEIGHTS = (
-    "lightning_seqpar.",
-    *(
-        f"lightning.pytorch.callbacks.{name}"
-        for name in (
-            *("progress.", "model_checkpoint", "early_stopping", "on_exception_checkpoint", "lr_monitor", "timer"),
-            *("model_summary", "rich_model_summary", "device_stats_monitor", "throughput_monitor"),
-        )
-    ),
-)
-"""Beginnings of the modules whose hooks show, log or save, and leave weights alone."""
+_READ_NO_WEIGHTS = ("lightning_seqpar.", "lightning.")
+"""Beginnings of the modules whose hooks change weights and gradients as they are on one process, or are refused elsewhere."""
 _COPIES = {
     *("copy_", "_to_copy", "fill_", "zero_", "masked_fill", "masked_fill_", "lift_fresh", "_unsafe_view"),
     *("empty_like", "zeros_like", "ones_like", "full_like"),
@@ -65,17 +56,11 @@ _REMEDY = (
 
 
 class _Part(NamedTuple):
-    """A storage holds elements of parts.
+    """A storage holds elements of parts."""
 
-    Attributes:
-        name: of the parameter.
-        stride: distance in memory of neighbours along the sharded dim; 0 if elements lie in no known order.
-        length: how many indices of the sharded dim this rank has.
-    """
-
-    name: str
-    stride: int
-    length: int
+    name: str  # of the parameter
+    stride: int  # distance in memory of neighbours along the sharded dim; 0 if elements lie in no known order
+    length: int  # how many indices of the sharded dim this rank has
 
     def dims(self, x: Tensor) -> set[int] | None:
         """The dims of a view of the storage that run along the sharded dim; None if the view has some of its indices alone."""
@@ -92,17 +77,11 @@ class _Part(NamedTuple):
 
 
 class _Local(NamedTuple):
-    """A storage holds numbers that were made of one rank's part.
+    """A storage holds numbers that were made of one rank's part."""
 
-    Attributes:
-        name: of the parameter.
-        what: the operation that made them.
-        where: the user's line.
-    """
-
-    name: str
-    what: str
-    where: str
+    name: str  # of the parameter
+    what: str  # the operation that made them
+    where: str  # the user's line
 
 
 _Mark = _Part | _Local
@@ -269,12 +248,7 @@ def _refusal(found: _Local, how: str) -> str:
 
 
 class _Watched(TorchDispatchMode):
-    """One call of the user's code, watched.
-
-    Args:
-        watch: what is known of the model.
-        decides: whether a number that the code reads is taken to decide something.
-        is_step: whether the code is a step.
+    """One call of the user's code, watched, as :meth:`WeightWatch.watched` says.
 
     Attributes:
         found: what was made of one part first; None for nothing.
@@ -286,7 +260,7 @@ class _Watched(TorchDispatchMode):
         # By the storages that hold parameters and their gradients: of each the bytes behind its end, its name and its part.
         self._homes: dict[int, list[tuple[int, str, _Part | None]]] = {}
         self._kept: list[StorageWeakRef] = []
-        self._known: int | None = None
+        self._known: int | None = None  # how often weights were summoned when they were found
         self._rows: dict[str, int] = {}  # of parameters that replicas split, the storages that they show
         self._numbers: list[tuple[Tensor, _Local]] = []
         self._read: _Local | None = None  # of which a number was read

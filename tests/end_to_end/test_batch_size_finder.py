@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, compare, gather_weights
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
+from tests.helpers.slices import rest
 from tests.mutants import sees
 
 FIRST, LIMIT = 4, 9
@@ -79,31 +79,9 @@ class Limited(models.GPT):
         return models.loader(self.batch_size, count=self.count)
 
 
-class Accumulated(Limited):
-    """Trains by hand, with two backwards for each update."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        for _ in range(2):
-            loss = super().training_step(batch, batch_idx)
-            self.manual_backward(loss)
-        optimizer.step()
-        return loss.detach()
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.lacks:
-            self.fill("update")
-
-
 def search_and_fit(
     folder: str,
     world: int = 1,
-    model: str = "Limited",
     mode: str = "power",
     method: str = "fit",
     as_callback: bool = False,
@@ -121,7 +99,7 @@ def search_and_fit(
     """
     torch.manual_seed(0)
     dp = 1 if strategy is None else world // strategy["tp"]
-    module = globals()[model](**(options or {}), count=64 * dp * scale)  # a replica has as many batches as one process
+    module = Limited(**(options or {}), count=64 * dp * scale)  # a replica has as many batches as one process
     recorder = ParityRecorder()
     kwargs: Any = {"mode": mode, "steps_per_trial": 2, "init_val": FIRST, "max_trials": trials}
     finder = BatchSizeFinder(**kwargs)
@@ -152,65 +130,22 @@ def search_and_fit(
     return found, steps, kept, left, recorder.trace
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "power": {"options": {"at": "begin"}},
-    "binsearch, in a block, accumulated": {"mode": "binsearch", "options": {"at": "block"}, "accumulate": 2},
-    "in the backward": {"options": {"at": "backward"}},
-    "in the update": {"options": {"at": "update"}},
-    "a callback, in the backward": {"as_callback": True, "options": {"at": "backward"}},
-    "evaluation": {"method": "validate", "options": {"at": "begin"}},
-    "no limit, shuffled": {"trials": 3, "options": {"at": "nowhere", "shuffle": True}},
-    "by hand, in the backward": {"model": "Accumulated", "options": {"at": "backward"}},
-}
-TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2": (2, {"tp": 2}),
-    "dp2-tp2": (4, {"tp": 2}),
-    "fsdp": (4, {"tp": 2, "data_parallel": "fsdp"}),
-    "fsdp-tp1": (2, {"tp": 1, "data_parallel": "fsdp", "checkpoint": {"format": "sharded"}}),
-    "ddp": (2, {"tp": 1}),
-}
-ALWAYS = {
-    "dp2-tp2": ("evaluation",),
-    "fsdp": ("a callback, in the backward",),
-}
-
-
-def search_all(folders: str, runs: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
-    out = {}
-    for topology, name in runs:
-        world, strategy = TOPOLOGIES[topology]
-        folder = Path(folders, f"{topology} {name}")
-        folder.mkdir(exist_ok=True)
-        out[topology, name] = search_and_fit(str(folder), world, strategy=strategy, **CASES[name])
-    return out
-
-
-@functools.cache
-def searched(world: int, always: bool, folders: str) -> list[dict[tuple[str, str], Any]]:
-    runs = [
-        (topology, name)
-        for topology, (size, _) in TOPOLOGIES.items()
-        for name in CASES
-        if size == world and (name in ALWAYS.get(topology, ())) == always
-    ]
-    return run_distributed(search_all, world, folders, runs, timeout=400.0)
-
-
-@functools.cache
-def on_one_process(name: str, folder: str) -> Any:
-    return search_and_fit(folder, **CASES[name])
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("searches"))
-
-
+TP2, TP1 = {"tp": 2}, {"tp": 1}
+FSDP, IN_PARTS = {"data_parallel": "fsdp"}, {"checkpoint": {"format": "sharded"}}
+BACKWARD: dict[str, Any] = {"options": {"at": "backward"}}
+CALLBACK: dict[str, Any] = {"as_callback": True, **BACKWARD}
+BLOCK: dict[str, Any] = {"mode": "binsearch", "options": {"at": "block"}, "accumulate": 2}
 RUNS = [
-    pytest.param(topology, name, marks=() if name in ALWAYS.get(topology, ()) else pytest.mark.matrix)
-    for topology in TOPOLOGIES
-    for name in CASES
-    if topology == "tp2" or "shuffled" not in name  # several replicas have an order of their own
+    pytest.param(4, TP2, {"method": "validate", "options": {"at": "begin"}}, id="evaluation, dp2-tp2"),
+    pytest.param(4, TP2 | FSDP, CALLBACK, id="callback, fsdp"),
+    rest(2, TP2, {"options": {"at": "begin"}}, id="power, tp2"),
+    rest(2, TP2, BLOCK, id="binsearch in a block, tp2"),
+    rest(2, TP2, {"options": {"at": "update"}}, id="in the update, tp2"),
+    rest(2, TP2, {"trials": 3, "options": {"at": "nowhere", "shuffle": True}}, id="shuffled, tp2"),
+    rest(4, TP2, BACKWARD, id="in the backward, dp2-tp2"),
+    rest(4, TP2, CALLBACK, id="callback, dp2-tp2"),
+    rest(2, TP1 | FSDP | IN_PARTS, BACKWARD, id="in the backward, fsdp-tp1"),
+    rest(2, TP1, BLOCK, id="binsearch in a block, ddp"),
 ]
 
 
@@ -219,50 +154,48 @@ RUNS = [
     "SeqParallelStrategy.load_checkpoint",
     "self.saver.load(place, weights_only)",
     "self.saver.load(checkpoint_path, weights_only)",
-    case="dp2-tp2-a callback, in the backward",
+    case="callback, dp2-tp2",
 )
 @sees(
     "random states are set back behind a search",
     "SeqParallelStrategy.load_checkpoint",
     "self.saver.streams = None",
     "pass",
-    case="tp2-no limit, shuffled",
+    case="shuffled, tp2",
 )
 @sees(
     "DDP waits for the gradients of a step that ran out of memory",
     "Steps.forget_step",
     "if self._env.ddp is not None:",
     "if False:",
-    case="dp2-tp2-a callback, in the backward",
+    case="callback, dp2-tp2",
 )
 @sees(
     "gradients of a step that ran out of memory stay",
     "FullySharded.reset",
     "self._record.layout.drop_computed()",
     "pass",
-    case="fsdp-a callback, in the backward",
+    case="callback, fsdp",
 )
 @sees(
     "Lightning refuses its batch-size finder",
     "SeqParallelStrategy.is_distributed",
     "return self._is_set_up",
     "return True",
-    case="dp2-tp2-in the backward",
+    case="in the backward, dp2-tp2",
 )
-@pytest.mark.parametrize(("topology", "name"), RUNS)
+@pytest.mark.parametrize(("world", "strategy", "case"), RUNS)
 @pytest.mark.more
-def test_the_search_of_one_process(topology, name, folders):
-    world, strategy = TOPOLOGIES[topology]
-    always = name in ALWAYS.get(topology, ())
-    want = on_one_process(name, folders)
-    dp = world // strategy["tp"]
-    expected = want[-1]
+def test_the_search_of_one_process(world, strategy, case, tmp_path):
+    want = search_and_fit(str(tmp_path), **case)
+    expected, dp = want[-1], world // strategy["tp"]
     if dp > 1:
-        case = {key: value for key, value in CASES[name].items() if key in ("model", "accumulate", "options")}
-        case["options"] = {**case["options"], "at": "nowhere"}
-        expected = search_and_fit(folders, search=False, size=want[0] * dp, scale=dp, **case)[-1]
-    for each in searched(world, always, folders):
-        found, steps, kept, left, trace = each[topology, name]
+        options = {**case["options"], "at": "nowhere"}
+        plain = {"size": want[0] * dp, "scale": dp, "options": options, "accumulate": case.get("accumulate", 1)}
+        expected = search_and_fit(str(tmp_path), search=False, **plain)[-1]
+    for found, steps, kept, left, trace in run_distributed(
+        search_and_fit, world, str(tmp_path), world, strategy=strategy, **case
+    ):
         assert (found, steps) == want[:2]
         assert kept
         assert left == []
@@ -284,13 +217,11 @@ def ended(folder: str, world: int, options: dict[str, Any]) -> str:
 BEST = "The largest that ran is 8: set the batch size to 8, and leave the finder out"
 
 
-@sees(
-    "ranks try other batch sizes", "BatchSizeSearch.meet", 'if other["end"] != own["end"]:', "if False:", case="behind"
-)
+@sees("ranks try other batch sizes", "Searches.meet", "if end != ended:", "if False:", case="behind")
 @sees(
     "a lack of memory at other points of the step",
-    "BatchSizeSearch.meet",
-    'if not _fit(own["collectives"], other["collectives"]):',
+    "Searches.meet",
+    "if not _fit(collectives, others):",
     "if False:",
     case="apart",
 )

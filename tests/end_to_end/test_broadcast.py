@@ -112,27 +112,6 @@ def test_without_it_different_streams_are_refused():
         run_distributed(worker_stream, 2, False)
 
 
-def worker_failing():
-    strategy = SeqParallelStrategy(tp=2, broadcast_batch=True, timeout=60)
-    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=6)
-    trainer.fit(models.GPT(), DataLoader(Stream(16, fail_at=9), batch_size=4))
-
-
-@sees(
-    "a reader's failure kept to itself",
-    "BroadcastLoader.__iter__",
-    '                    message = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]\n',
-    '                    told = [("end", None, get_streams(_CPU))]\n',
-)
-def test_a_reader_that_fails_ends_the_replica_with_its_reason():
-    with pytest.raises(RankFailedError) as failed:
-        run_distributed(worker_failing, 2)
-    assert "--- rank 0: OSError: the shard is gone" in str(failed.value)
-    assert "--- rank 1: RuntimeError: rank 0, which reads the batches of this replica, raised OSError" in str(
-        failed.value
-    )
-
-
 class Lists(L.LightningDataModule):
     def train_dataloader(self):
         return {"a": models.loader(4, count=16, shuffle=True), "b": models.loader(2, count=8)}
@@ -141,19 +120,6 @@ class Lists(L.LightningDataModule):
 class Two(models.GPT):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch["a"], batch_idx) + super().training_step(batch["b"], batch_idx)
-
-
-def worker_lists(world: int):
-    torch.manual_seed(dist.get_rank())
-    model = Two()
-    recorder = ParityRecorder()
-    strategy = SeqParallelStrategy(tp=2, broadcast_batch=True, timeout=60)
-    quiet_trainer(devices=world, strategy=strategy, max_epochs=2, callbacks=[recorder]).fit(model, Lists())
-    return len(recorder.trace.losses)
-
-
-def test_several_loaders_with_lengths_and_epochs():
-    assert run_distributed(worker_lists, 2, 2)[0] == 8
 
 
 class Validates(models.GPT):
@@ -175,18 +141,23 @@ class Sized:
         return iter(models.loader(4, count=4 * len(self)))
 
 
-def worker_kept_loader():
-    strategy = SeqParallelStrategy(tp=2, broadcast_batch=True, timeout=30)
+def worker_lists() -> tuple[int, int]:
+    """How many steps several loaders make in two epochs; and how many batches are read of kept loaders, or of unequal lengths."""
+    torch.manual_seed(dist.get_rank())
+    recorder = ParityRecorder()
+    strategy = SeqParallelStrategy(tp=2, broadcast_batch=True, timeout=60)
+    quiet_trainer(devices=2, strategy=strategy, max_epochs=2, callbacks=[recorder]).fit(Two(), Lists())
+    strategy = SeqParallelStrategy(tp=2, broadcast_batch=True, timeout=60)
     trainer, model = quiet_trainer(devices=2, strategy=strategy), Validates()
     kept = CombinedLoader([models.loader(4, count=8)], "sequential")
     trainer.validate(model, kept)
     trainer.validate(model, kept)
     trainer.validate(model, Sized())
-    return model.seen
+    return len(recorder.trace.losses), model.seen
 
 
-def test_loaders_that_lightning_keeps_and_lengths_that_differ():
-    assert run_distributed(worker_kept_loader, 2) == [2 + 2 + 3] * 2
+def test_several_loaders_kept_ones_and_lengths_that_differ():
+    assert run_distributed(worker_lists, 2) == [(8, 2 + 2 + 3)] * 2
 
 
 class Unpicklable(IterableDataset):
@@ -200,16 +171,30 @@ class Unstartable(IterableDataset):
         raise OSError("no such shard")
 
 
-def worker_bad_reader(dataset):
+def worker_bad_reader(dataset, batch_size):
     strategy = SeqParallelStrategy(tp=2, broadcast_batch=True, timeout=30)
     trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=6)
-    trainer.fit(models.GPT(), DataLoader(dataset, batch_size=None))
+    trainer.fit(models.GPT(), DataLoader(dataset, batch_size=batch_size))
 
 
-@pytest.mark.parametrize(("dataset", "says"), [(Unpicklable(), "pickle"), (Unstartable(), "OSError: no such shard")])
-def test_whatever_ends_the_reader_is_told(dataset, says):
+@sees(
+    "a reader's failure kept to itself",
+    "BroadcastLoader.__iter__",
+    '                    message = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]\n',
+    '                    told = [("end", None, get_streams(_CPU))]\n',
+    case="fails",
+)
+@pytest.mark.parametrize(
+    ("dataset", "batch_size", "says"),
+    [
+        pytest.param(Stream(16, fail_at=9), 4, "OSError: the shard is gone", id="fails"),
+        pytest.param(Unpicklable(), None, "pickle", id="unpicklable"),
+        pytest.param(Unstartable(), None, "OSError: no such shard", id="unstartable"),
+    ],
+)
+def test_whatever_ends_the_reader_is_told(dataset, batch_size, says):
     with pytest.raises(RankFailedError, match=f"rank 1: RuntimeError: rank 0, which reads .* raised .*{says}"):
-        run_distributed(worker_bad_reader, 2, dataset)
+        run_distributed(worker_bad_reader, 2, dataset, batch_size)
 
 
 class OneStream(IterableDataset):

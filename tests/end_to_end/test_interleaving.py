@@ -17,7 +17,6 @@ from lightning_seqpar import unshard
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from tests.helpers import dropping, models
 from tests.helpers.pipelines import trainer_of
-from tests.helpers.slices import rest
 from tests.mutants import sees
 
 TURNS = {"pp": 2, "virtual_pp": 2}
@@ -63,8 +62,6 @@ def train_stateful(sizes: dict[str, Any] | None) -> tuple[Any, dict[str, Tensor]
     torch.manual_seed(0)
     random.seed(3)
     module = Stateful()
-    if sizes is not None:  # as stages leave the generator of the host
-        sizes = {**sizes, "self_check": False}
     trainer_of(sizes, max_steps=-1, max_epochs=1, accumulate_grad_batches=4).fit(
         module, torch.utils.data.DataLoader(Batches(), batch_size=1)
     )
@@ -78,38 +75,32 @@ def train_stateful(sizes: dict[str, Any] | None) -> tuple[Any, dict[str, Tensor]
     "InterleavedWindow.entered",
     "        self._attributes.set(before)\n",
     "",
-    case="turns",
 )
 @sees(
     "turns: what a chunk's run does to the batch is done to the next",
     "InterleavedWindow.entered",
     "args, kwargs = _own(one.given)",
     "args, kwargs = one.given",
-    case="turns",
 )
 @sees(
     "turns: the step's numbers are those of the last chunk's stage alone",
     "InterleavedWindow.run",
     "{**now, **self._changed[-1]}",
     "now",
-    case="turns",
 )
-@pytest.mark.parametrize(
-    ("world", "sizes"), [(2, TURNS), rest(2, {"pp": 2, "virtual_pp": 1})], ids=["turns", "one chunk"]
-)
-def test_a_step_with_a_memory_is_run_once_for_each_micro_batch(world, sizes, monkeypatch):
+def test_a_step_with_a_memory_is_run_once_for_each_micro_batch(monkeypatch):
     monkeypatch.setattr(random, "random", lambda: 0.25)
     expected = train_stateful(None)
-    found = run_distributed(train_with_constant_draws, world, sizes)
+    found = run_distributed(train_with_constant_draws, 2)
     for after, weights, _ in found:
         assert after == expected[0]
         assert max((weights[name] - x).abs().max() for name, x in expected[1].items()) <= 1e-9
     assert found[-1][2] == pytest.approx(expected[2], rel=1e-12)  # behind the blocks, on the last stage alone
 
 
-def train_with_constant_draws(sizes: dict[str, Any]) -> Any:
+def train_with_constant_draws() -> Any:
     random.random = lambda: 0.25
-    return train_stateful(sizes)
+    return train_stateful({**TURNS, "self_check": False})
 
 
 class Dropped(dropping.Dropping):
@@ -226,10 +217,9 @@ def refused(kind: str, sizes: dict[str, Any]) -> None:
         ),
         ("Both", TURNS, r"virtual_pp=2: both training_step and a hook .* change Both\.count"),
         ("Past", TURNS, r"pp=2: model\.blocks\.2 reads model\.blocks\.0\..*past the activation between blocks"),
-        ("Skips", TURNS, r"the training step returned NoneType, and not a loss: with pp=2 no batch can be skipped"),
         ("Skips", {"pp": 2}, r"the training step returned NoneType, and not a loss: with pp=2 no batch can be skipped"),
     ],
-    ids=["freezes", "both", "past", "skips", "skips without turns"],
+    ids=["freezes", "both", "past", "skips"],
 )
 def test_what_can_not_be_put_off_is_told(kind, sizes, says):
     with pytest.raises(RankFailedError, match=says):

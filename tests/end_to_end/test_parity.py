@@ -159,7 +159,7 @@ def test_ten_steps_of_adamw(model, topology, sp):
 @sees(
     "clip with local norms",
     "_ShardedPrecision.clip_grad_by_norm",
-    "total = self._strategy().global_norm(list(self.main_params(optimizer)))",
+    "total = self._steps().global_norm(list(self.main_params(optimizer)))",
     "total = torch.nn.utils.get_total_norm([p.grad for p in parameters])",
     case="gpt-tied-tp2-sp",
 )

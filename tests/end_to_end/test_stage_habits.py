@@ -102,27 +102,6 @@ def numbers_that_hooks_set_for_each_batch() -> Made:
     return Annealed(), loader(), {}
 
 
-class Boxed:
-    def __init__(self, ids: Tensor) -> None:
-        self.ids = ids
-
-    def to(self, *args: Any, **more: Any) -> Boxed:
-        return self
-
-
-class Shifting(Deep):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        batch.ids = (batch.ids + 1) % 31
-        return super().training_step([batch.ids], batch_idx)
-
-
-@works
-def batches_of_a_class_of_their_own() -> Made:
-    ids = torch.randint(31, (40, 9), generator=torch.Generator().manual_seed(1))
-    data = torch.utils.data.DataLoader(ids, batch_size=4, collate_fn=lambda rows: Boxed(torch.stack(rows)))
-    return Shifting(), data, {"fields": {"self_check": False}}
-
-
 class Shaded(PreNorm):
     shade = 1.0
 
@@ -192,11 +171,6 @@ class Validated(Deep):
 @works
 def other_weights_in_a_validation_within_a_window() -> Made:
     return Validated(), loader(), {"callbacks": [Swaps()], "val_check_interval": 4, "num_sanity_val_steps": 0}
-
-
-@works
-def anomalies_are_looked_for() -> Made:
-    return Deep(), loader(), {"detect_anomaly": True}
 
 
 # ---- several stacks --------------------------------------------------------------------------------------------------
@@ -300,7 +274,7 @@ def a_buffer_that_later_steps_change() -> Made:
 class Moves(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *more: Any) -> None:
         if trainer.strategy.holds(module.model.tokens.weight):
-            module.model.tokens.weight.data.mul_(0.9)  # which no version tells
+            module.model.tokens.weight.detach().mul_(0.9)
 
 
 @told(r"virtual_pp=2: model\.tokens\.weight was changed between batches whose gradients are accumulated")
@@ -428,8 +402,8 @@ def run_all(names: list[str], sizes: dict[str, Any]) -> dict[str, Any]:
 @sees(
     "turns: metrics count once for each chunk",
     "InterleavedWindow.entered",
-    "        for metric in metrics:\n            metric.restore()\n",
-    "",
+    "setattr(metric, name, value)",
+    "pass",
     case="2-{'pp': 2, 'virtual_pp': 2}",
 )
 @sees(
@@ -481,10 +455,10 @@ def raise_one(name: str) -> None:
     case="a_buffer_that_later_steps_change",
 )
 @sees(
-    "turns: weights that are changed past their versions pass",
+    "turns: weights that are changed within a window pass",
     "InterleavedWindow._check_tensors",
-    "seen[:2] != was[:2] or moved",
-    "seen[:2] != was[:2]",
+    "if seen != was:",
+    "if seen[0] != was[0]:",
     case="weights_that_a_hook_changes_between",
 )
 @pytest.mark.parametrize("name", TOLD)

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torchmetrics import MeanMetric, SumMetric
@@ -26,7 +25,6 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare, gather_weights
 from tests.helpers import models, zoo
 from tests.helpers.fit import quiet_trainer
-from tests.helpers.slices import rest
 from tests.mutants import sees
 
 
@@ -64,12 +62,6 @@ class Plain(zoo.Zoo):
 
 
 # ---- steps that Lightning calls otherwise --------------------------------------------------------------------------
-
-
-class AnyArguments(Plain):
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        batch, batch_idx = args
-        return self.loss(batch) * (1 + batch_idx)
 
 
 class FromIterator(Plain):
@@ -162,22 +154,6 @@ class Thawing(Plain):
             self.requires_grad_(True)
 
 
-class Unfreezing(BaseFinetuning):
-    """Lightning's own: the thawed parameters come into the optimizer by a group of their own."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net.h)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net.h, optimizer, lr=0.05)
-
-
-class Finetuned(Plain):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-
 class Late(ParityRecorder):
     """Records the gradients of the second epoch's first step."""
 
@@ -186,9 +162,9 @@ class Late(ParityRecorder):
             super().on_before_optimizer_step(trainer, pl_module, optimizer)
 
 
-def thawed(tp: int, module: L.LightningModule, callbacks: list[Callback] | None = None) -> Trace:
+def thawed(tp: int, module: L.LightningModule) -> Trace:
     recorder = Late()
-    trainer_of(tp, max_steps=-1, max_epochs=2, callbacks=[recorder, *(callbacks or [])]).fit(module, loader(tp))
+    trainer_of(tp, max_steps=-1, max_epochs=2, callbacks=[recorder]).fit(module, loader(tp))
     return recorder.trace
 
 
@@ -200,15 +176,12 @@ def rates(tp: int, folder: str) -> tuple[Trace, float]:
 
 
 TRAINED: dict[str, Callable[[int, str], Any]] = {
-    "any arguments": lambda tp, folder: trained(AnyArguments(), tp),
     "an iterator": lambda tp, folder: trained(FromIterator(), tp),
     "a hook before transfer": lambda tp, folder: trained(BeforeTransfer(), tp),
     "manual": lambda tp, folder: trained(Manual(), tp),
     "rates": rates,
     "thawing raw parameters": lambda tp, folder: thawed(tp, Thawing("raw_attention")),
-    "thawing experts": lambda tp, folder: thawed(tp, Thawing("list_moe")),
     "thawing between norms": lambda tp, folder: thawed(tp, Thawing("head_norm", "ln")),
-    "thawing by a callback": lambda tp, folder: thawed(tp, Finetuned(), [Unfreezing()]),
 }
 
 
@@ -228,53 +201,43 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
     "observe_run",
     "            sync.flush_all()\n",
     "            pass\n",
-    case="2-2",
 )
 @sees(
     "habits: a backward within a step is recorded with its forward",
     "ForwardTrace.run_backward",
     "self._is_paused = True",
     "pass",
-    case="2-2",
 )
 @sees(
     "habits: a step reads no gradients on the copy",
     "ExampleSearch._ways",
     "for reads_gradients in (False, True) if",
     "for reads_gradients in (False,) if",
-    case="2-2",
 )
 @sees(
     "habits: schedulers of the class, not of the instance",
     "_Steps._configured",
     "self._model.configure_optimizers()",
     "type(self._model).configure_optimizers(self._model)",
-    case="2-2",
 )
 @sees(
     "habits: updates before a rate is found pass for others",
     "Steps.train",
     "record.versions.clear()",
     "pass",
-    case="2-2",
 )
 @sees(
     "habits: a batch before its transfer",
     "_of_loop",
     "batch = module._on_before_batch_transfer(batch, dataloader_idx=0)",
     "pass",
-    case="2-2",
 )
-@sees("habits: an iterator taken for a batch", "_of_loop", "iterates=one in iterating", "iterates=False", case="2-2")
-@pytest.mark.parametrize(("world", "tp"), [(2, 2), rest(4, 2)])
+@sees("habits: an iterator taken for a batch", "_of_loop", "iterates=one in iterating", "iterates=False")
 @pytest.mark.more
-def test_what_users_write_trains_as_in_one_process(world, tp, tmp_path):
-    names = (
-        list(TRAINED) if world == 2 else ["an iterator", "manual", "thawing raw parameters", "thawing by a callback"]
-    )
-    expected = outcomes("TRAINED", names, 1, str(tmp_path))
-    for found in run_distributed(outcomes, world, "TRAINED", names, tp, str(tmp_path)):
-        for name in names:
+def test_what_users_write_trains_as_in_one_process(tmp_path):
+    expected = outcomes("TRAINED", list(TRAINED), 1, str(tmp_path))
+    for found in run_distributed(outcomes, 2, "TRAINED", list(TRAINED), 2, str(tmp_path)):
+        for name in TRAINED:
             mine, other = found[name], expected[name]
             assert not isinstance(mine, str), f"{name}: {mine}"
             if name == "rates":
@@ -360,13 +323,6 @@ SHARDED = {"fields": {"checkpoint": {"format": "sharded"}}}
 
 def without_optimizer(tp: int, folder: str) -> Any:
     return [resumed(tp, folder, Unoptimized)[0], resumed(tp, folder, Unoptimized, **SHARDED)[0]]
-
-
-def missing_file(tp: int, folder: str) -> Any:
-    try:
-        trainer_of(tp).fit(Plain(), loader(tp), ckpt_path=f"{folder}/nothing.ckpt")
-    except FileNotFoundError as error:
-        return isinstance(error, ValueError), str(error).removeprefix(folder)
 
 
 def refuses_pickling(tp: int, folder: str) -> Any:
@@ -469,7 +425,6 @@ MANNERS: dict[str, Callable[[int, str], Any]] = {
     "clock": by_the_clock,
     "no optimizer": without_optimizer,
     "emptied": lambda tp, folder: resumed(tp, folder, Emptied),
-    "missing": missing_file,
     "pickled": refuses_pickling,
     "evaluated": evaluated,
     "wrong when it thaws": wrong_gradient_of_the_frozen,
@@ -525,7 +480,6 @@ def test_the_rest_of_a_run(tmp_path):
         states, weights = found["emptied"]
         assert states == []
         assert all(torch.allclose(weights[name], one, rtol=0, atol=1e-9) for name, one in alone["emptied"][1].items())
-        assert found["missing"] == (True, "/nothing.ckpt: there is no such checkpoint")
         said, copies_well = found["pickled"]
         assert len(said) == 4
         assert all(
@@ -608,7 +562,6 @@ def pickled(tp: int, folder: str) -> Any:
 ALONE: dict[str, Callable[[int, str], Any]] = {
     "looks ahead": lambda tp, folder: resumed(tp, folder, LooksAhead),
     "looks ahead, in parts": lambda tp, folder: resumed(tp, folder, LooksAhead, **SHARDED),
-    "no optimizer": without_optimizer,
     "copied": copied_callbacks,
     "pickled": pickled,
 }
@@ -634,6 +587,5 @@ def test_what_tp_1_runs_too(tmp_path):
             assert not isinstance(found[name], str), f"{name}: {found[name]}"
             weights = found[name][1]
             assert all(torch.allclose(weights[one], p, rtol=0, atol=1e-9) for one, p in expected[1].items())
-        assert found["no optimizer"] == [[{}], None]
         assert found["copied"] == (6.0, 6.0, SumMetric)  # the sum of two replicas, of a copy too
         assert found["pickled"] == (5, 2, MeanMetric)

@@ -36,74 +36,96 @@ class ByHand(Learner):
         return summoned(self) if self.whole else contextlib.nullcontext()
 
 
+NEEDS_WHOLE: dict[str, type[ByHand]] = {}
+RIGHT: dict[str, type[ByHand]] = {}
+"""What needs whole weights, and what is right on parts; by name."""
+
+
+def case(hook: str, cases: dict[str, type[ByHand]] = NEEDS_WHOLE) -> Callable[[Any], Any]:
+    """Decorate what a hook of a module does with its weights; gradients of that are none."""
+
+    def added(function: Callable[..., None]) -> Callable[..., None]:
+        @torch.no_grad()
+        def called(self: ByHand, *args: Any) -> None:
+            with self.weights():
+                function(self, *args)
+
+        cases[function.__name__] = type(function.__name__, (ByHand,), {hook: called})
+        return function
+
+    return added
+
+
+def needs_whole(kind: type[ByHand]) -> type[ByHand]:
+    """Decorate a module that needs whole weights."""
+    NEEDS_WHOLE[kind.__name__] = kind
+    return kind
+
+
 # ---- what needs whole weights --------------------------------------------------------------------------------------
 
 
-class UnitRows(ByHand):
+@case("on_train_batch_end")
+def unit_rows(self: Any, *args: Any) -> None:
     """As normalised transformers do."""
-
-    @torch.no_grad()
-    def on_train_batch_end(self, *args: Any) -> None:
-        with self.weights():
-            for block in self.model.blocks:
-                for linear in (block.attn.qkv, block.attn.proj, block.mlp.up, block.mlp.down):
-                    linear.weight.copy_(F.normalize(linear.weight, dim=1))
+    for block in self.model.blocks:
+        for linear in (block.attn.qkv, block.attn.proj, block.mlp.up, block.mlp.down):
+            linear.weight.copy_(F.normalize(linear.weight, dim=1))
 
 
-class MaxNorm(ByHand):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        with self.weights(), torch.no_grad():
-            for p in self.parameters():
-                if p.ndim == 2:
-                    p.copy_(torch.renorm(p, 2, 0, 0.9))
+@case("on_train_batch_start")
+def max_norm(self: Any, *args: Any) -> None:
+    for p in self.parameters():
+        if p.ndim == 2:
+            p.copy_(torch.renorm(p, 2, 0, 0.9))
 
 
-class ByAssignment(ByHand):
+@case("on_train_batch_end")
+def by_assignment(self: Any, *args: Any) -> None:
     """Columns of unit length, by ``.data =``."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        with self.weights():
-            for block in self.model.blocks:
-                block.mlp.up.weight.data = block.mlp.up.weight.data / block.mlp.up.weight.data.norm(dim=0, keepdim=True)
+    for block in self.model.blocks:
+        block.mlp.up.weight.data = block.mlp.up.weight.data / block.mlp.up.weight.data.norm(dim=0, keepdim=True)
 
 
-class AdaptiveClipping(ByHand):
+@case("on_before_optimizer_step")
+def adaptive_clipping(self: Any, optimizer: Any) -> None:
     """Gradients no longer than a part of their weights (AGC, arXiv 2102.06171)."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        with self.weights():
-            for p in (p for p in self.parameters() if p.grad is not None):
-                dims = tuple(range(1, p.ndim)) or None
-                limit = 0.01 * p.detach().norm(dim=dims, keepdim=True).clamp_min(1e-3)
-                norm = p.grad.norm(dim=dims, keepdim=True)
-                p.grad.copy_(torch.where(norm > limit, p.grad * (limit / norm.clamp_min(1e-6)), p.grad))
+    for p in (p for p in self.parameters() if p.grad is not None):
+        dims = tuple(range(1, p.ndim)) or None
+        limit = 0.01 * p.norm(dim=dims, keepdim=True).clamp_min(1e-3)
+        norm = p.grad.norm(dim=dims, keepdim=True)
+        p.grad.copy_(torch.where(norm > limit, p.grad * (limit / norm.clamp_min(1e-6)), p.grad))
 
 
-class OwnClipping(ByHand):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        with self.weights():
-            norm = torch.stack([p.grad.square().sum() for p in self.parameters()]).sum().sqrt()
-            for p in self.parameters():
-                p.grad.mul_((0.05 / norm).clamp(max=1.0))
+@case("on_before_optimizer_step")
+def own_clipping(self: Any, optimizer: Any) -> None:
+    norm = torch.tensor([p.grad.norm() for p in self.parameters()], dtype=torch.float64).norm()
+    for p in self.parameters():
+        p.grad.mul_((0.05 / norm).clamp(max=1.0))
 
 
-class ClippedByNumbers(ByHand):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        with self.weights():
-            norm = sum(p.grad.data.norm(2).item() ** 2 for p in self.parameters()) ** 0.5
-            if norm > 0.05:
-                for p in self.parameters():
-                    p.grad.data.mul_(0.05 / norm)
+@case("on_before_optimizer_step")
+def clipped_by_numbers(self: Any, optimizer: Any) -> None:
+    norm = sum(p.grad.data.norm(2).item() ** 2 for p in self.parameters()) ** 0.5
+    if norm > 0.05:
+        for p in self.parameters():
+            p.grad.data.mul_(0.05 / norm)
 
 
-class FirstRowsStay(ByHand):
+@case("on_before_optimizer_step")
+def first_rows_stay(self: Any, optimizer: Any) -> None:
     """Indices of the whole weight."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        with self.weights():
-            self.model.blocks[0].mlp.up.weight.grad[:20] = 0
+    self.model.blocks[0].mlp.up.weight.grad[:20] = 0
 
 
+@case("on_train_epoch_end")
+def late(self: Any) -> None:
+    """Behind the steps in which checks are due."""
+    weight = self.model.blocks[1].mlp.down.weight
+    weight.sub_(weight.max() * 0.01)
+
+
+@needs_whole
 class InManualSteps(ByHand):
     """An own norm decides whether to step."""
 
@@ -117,29 +139,15 @@ class InManualSteps(ByHand):
         optimizer.zero_grad()
         self.manual_backward(loss)
         with self.weights():
-            norm = self.norm()
-        if norm < self.limit(batch_idx):
+            norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in self.parameters()]))
+        if norm < (1e9 if batch_idx else 1e-9):
             optimizer.step()
         return loss.detach()
 
-    def norm(self) -> Any:
-        return torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in self.parameters()]))
 
-    def limit(self, batch_idx: int) -> float:
-        return 1e9 if batch_idx else 1e-9
-
-
-class InSteps(ByHand):
-    """In a step of automatic optimization, in front of the forward."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with self.weights(), torch.no_grad():
-            self.model.blocks[0].attn.proj.weight.div_(self.model.blocks[0].attn.proj.weight.norm())
-        return super().training_step(batch, batch_idx)
-
-
+@needs_whole
 class InForward(ByHand):
-    """In the module's own forward, which its step calls."""
+    """In the module's own forward, which its step calls; and in the step."""
 
     def forward(self, batch: Any) -> None:
         with self.weights(), torch.no_grad():
@@ -150,13 +158,13 @@ class InForward(ByHand):
         return super().training_step(batch, batch_idx)
 
 
-class Late(ByHand):
-    """Behind the steps in which checks are due."""
+@needs_whole
+class InSteps(InForward):
+    """In a step of automatic optimization, in front of the forward."""
 
-    def on_train_epoch_end(self) -> None:
-        with self.weights(), torch.no_grad():
-            weight = self.model.blocks[1].mlp.down.weight
-            weight.sub_(weight.max() * 0.01)
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.forward(batch)
+        return ByHand.training_step(self, batch, batch_idx)
 
 
 class Renormalises(Callback):
@@ -167,18 +175,10 @@ class Renormalises(Callback):
                 weight /= weight.std()
 
 
+@needs_whole
 class ByCallback(ByHand):
     def configure_callbacks(self) -> list[Callback]:
         return [Renormalises()]
-
-
-NEEDS_WHOLE = {
-    one.__name__: one
-    for one in (
-        *(UnitRows, MaxNorm, ByAssignment, AdaptiveClipping, OwnClipping, ClippedByNumbers, FirstRowsStay),
-        *(InManualSteps, InSteps, InForward, Late, ByCallback),
-    )
-}
 
 
 # ---- what is right on parts ----------------------------------------------------------------------------------------
@@ -227,71 +227,61 @@ class LogsNorms(ByHand):
             p[p.abs() < 1e-3] = 0
 
 
-class RowsOfColumns(ByHand):
+RIGHT |= {"Elementwise": Elementwise, "LogsNorms": LogsNorms}
+
+
+@case("on_train_batch_end", RIGHT)
+def rows_of_columns(self: Any, *args: Any) -> None:
     """Rows of a weight of which each rank has some rows."""
-
-    @torch.no_grad()
-    def on_train_batch_end(self, *args: Any) -> None:
-        for block in self.model.blocks:
-            block.mlp.up.weight.copy_(F.normalize(block.mlp.up.weight, dim=1))
-            block.mlp.up.weight.t().div_(block.mlp.up.weight.t().abs().amax(0, keepdim=True))
-            block.norm1.weight.div_(block.norm1.weight.norm())
+    for block in self.model.blocks:
+        block.mlp.up.weight.copy_(F.normalize(block.mlp.up.weight, dim=1))
+        block.mlp.up.weight.t().div_(block.mlp.up.weight.t().abs().amax(0, keepdim=True))
+        block.norm1.weight.div_(block.norm1.weight.norm())
 
 
-class SamplesInHooks(ByHand):
+@case("on_train_batch_end", RIGHT)
+def samples_in_hooks(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
     """Runs the model, and a backward of another thing, in a hook."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            scale = self.loss(batch).exp().clamp(max=2.0)
+    scale = self.loss(batch).exp().clamp(max=2.0)
+    with torch.enable_grad():
         x = torch.ones(3, requires_grad=True)
         (x * x.norm()).sum().backward()
-        for p in self.model.blocks.parameters():
-            p.data.mul_(1 - 1e-4 * float(scale) * float(x.grad[0]))
+    for p in self.model.blocks.parameters():
+        p.data.mul_(1 - 1e-4 * float(scale) * float(x.grad[0]))
 
 
-class MaxNormOfEmbeddings(ByHand):
+@case("on_before_zero_grad", RIGHT)
+def max_norm_of_embeddings(self: Any, optimizer: Any) -> None:
     """Between a forward and its backward, where embeddings may change."""
-
-    @torch.no_grad()
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.model.tokens.weight.copy_(torch.renorm(self.model.tokens.weight, 2, 0, 0.9))
-        with summoned(self):
-            self.model.positions.weight.mul_(0.9 / self.model.tokens.weight.norm(dim=1).max())
+    self.model.tokens.weight.copy_(torch.renorm(self.model.tokens.weight, 2, 0, 0.9))
+    with summoned(self):
+        self.model.positions.weight.mul_(0.9 / self.model.tokens.weight.norm(dim=1).max())
 
 
-class KnowsItsNorm(ByHand):
+@case("on_before_optimizer_step", RIGHT)
+def knows_its_norm(self: Any, optimizer: Any) -> None:
     """Decides by the norm of the whole gradient."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        norm = grad_norm(self)
-        if norm > 0.01:
-            for p in self.parameters():
-                p.grad.mul_(0.01 / norm)
+    norm = grad_norm(self)
+    if norm > 0.01:
+        for p in self.parameters():
+            p.grad.mul_(0.01 / norm)
 
 
-class NamedWeights(ByHand):
+@case("on_train_batch_end", RIGHT)
+def named_weights(self: Any, *args: Any) -> None:
     """Some alone are summoned."""
-
-    @torch.no_grad()
-    def on_train_batch_end(self, *args: Any) -> None:
-        with summoned(self, "model.blocks.0.mlp.*", "model.tokens.weight"):
-            self.model.blocks[0].mlp.down.weight.div_(self.model.blocks[0].mlp.down.weight.norm())
-            self.model.tokens.weight[3:20] *= 0.9
-
-
-RIGHT = {
-    one.__name__: one
-    for one in (Elementwise, LogsNorms, RowsOfColumns, SamplesInHooks, MaxNormOfEmbeddings, KnowsItsNorm, NamedWeights)
-}
+    with summoned(self, "model.blocks.0.mlp.*", "model.tokens.weight"):
+        self.model.blocks[0].mlp.down.weight.div_(self.model.blocks[0].mlp.down.weight.norm())
+        self.model.tokens.weight[3:20] *= 0.9
 
 
 REFUSED = r"^ValueError: model\..*test_weights_by_hand\.py:\d+ \(.*with lightning_seqpar\.summoned\(self\)"
 SAYS = {
-    ("fsdp2xtp2", "ByAssignment"): r"mlp.up.weight: its data was assigned .* which data_parallel='fsdp' never reads",
+    ("fsdp2xtp2", "by_assignment"): r"mlp.up.weight: its data was assigned .* which data_parallel='fsdp' never reads",
     # These are torch's: it has no such operation on the rows of replicas.
-    ("fsdp2xtp2", "MaxNorm"): r"aten.renorm.default does not have a sharding strategy",
-    ("fsdp2xtp2", "FirstRowsStay"): r"aten.fill_.Tensor does not have a sharding strategy",
+    ("fsdp2xtp2", "max_norm"): r"aten.renorm.default does not have a sharding strategy",
+    ("fsdp2xtp2", "own_clipping"): r"its data is not allocated yet",
+    ("fsdp2xtp2", "first_rows_stay"): r"aten.fill_.Tensor does not have a sharding strategy",
 }
 """What is said of a case on parts."""
 
@@ -368,6 +358,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     "weights by hand: a number read of a part scales gradients",
     "_Watched._check_read",
     "        self._read = self._read or found\n",
+    "",
+    case="tp2",
+)
+@sees(
+    "weights by hand: numbers that torch.tensor reads pass",
+    "_Watched._look_at_lifted",
+    "                self._watch.mark(out, mark)\n",
     "",
     case="tp2",
 )

@@ -66,6 +66,19 @@ def run(*command: str, cwd: Path = ROOT, timeout: float = 100, **env: str) -> tu
     return done.returncode, done.stdout + done.stderr
 
 
+def slurm(*script: str, nodes: int = 1, **env: str) -> list[tuple[tuple[str, ...], dict[str, str]]]:
+    """Two tasks of a script, on one node or on two, with the variables that srun gives them."""
+    common = {
+        "SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NNODES": str(nodes),
+        "SLURM_NTASKS_PER_NODE": str(2 // nodes), "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port()), **env,
+    }  # fmt: skip
+    places = [(str(rank), "0") if nodes == 1 else ("0", str(rank)) for rank in range(2)]
+    return [
+        ((PYTHON, *script), {**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": local, "SLURM_NODEID": node})
+        for rank, (local, node) in enumerate(places)
+    ]
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

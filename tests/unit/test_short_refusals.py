@@ -17,9 +17,9 @@ from torch import nn
 from lightning_seqpar import SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.inference.infer import infer_blocks
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.strategy.child_watch import flush_stdout, is_lost_peer
+from lightning_seqpar.strategy.child_watch import flush_stdout
 from lightning_seqpar.strategy.missing_ranks import Wait, tell_waits
-from lightning_seqpar.strategy.refusals import is_refusal, shortens_refusals, tell_refusal
+from lightning_seqpar.strategy.refusals import is_lost_peer, is_refusal, shortens_refusals, tell_shortly
 from lightning_seqpar.user_input import name_error
 from tests.mutants import sees
 
@@ -96,10 +96,10 @@ def test_an_error_that_is_no_refusal_is_left_to_the_usual_hook(usual, call):
 def test_other_ranks_print_one_line_or_nothing(usual, capfd, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     error = raised(refuses)
-    tell_refusal(error, 3)
+    tell_shortly(error, 3)
     uncaught(error)
     assert capfd.readouterr().err == f"lightning_seqpar: rank 3 raised {name_error(error)}\n"
-    tell_refusal(error, 3, is_told=True)
+    tell_shortly(error, 3, is_told=True)
     uncaught(error)
     assert capfd.readouterr().err == ""
     assert usual == []
@@ -109,7 +109,7 @@ def test_other_ranks_print_one_line_or_nothing(usual, capfd, monkeypatch):
 def test_a_variable_keeps_all_frames(usual, monkeypatch, value, is_short):
     monkeypatch.setenv("SEQPAR_VERBOSE", value)
     error = raised(refuses)
-    tell_refusal(error, 0)
+    tell_shortly(error, 0)
     uncaught(error)
     assert (usual == []) == is_short
 
@@ -121,7 +121,7 @@ class Broken(nn.Module):
 
 def test_the_cause_of_a_refusal_is_told_with_the_users_frames(capsys):
     error = raised(lambda: infer_blocks(Broken(), torch.ones(1, 2, 3)))
-    tell_refusal(error, 0)
+    tell_shortly(error, 0)
     uncaught(error)
     told = capsys.readouterr().err
     assert set(files(told)) == {THIS}
@@ -132,7 +132,7 @@ def test_the_cause_of_a_refusal_is_told_with_the_users_frames(capsys):
 
 def test_a_script_that_catches_many_refusals_gets_one_hook(usual, capsys):
     for _ in range(sys.getrecursionlimit()):
-        tell_refusal(error := raised(refuses), 0)
+        tell_shortly(error := raised(refuses), 0)
     other = raised(users_own)
     uncaught(other)
     uncaught(error)

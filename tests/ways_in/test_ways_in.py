@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from lightning_seqpar import SeqParallelStrategy
 from tests.helpers.fit import fit, quiet_trainer
-from tests.helpers.processes import PYTHON, ROOT, TORCHRUN, environment, free_port, run, run_all
+from tests.helpers.processes import PYTHON, ROOT, TORCHRUN, free_port, run, run_all, slurm
 from tests.mutants import sees
 
 SCRIPT = """
 import os, warnings
+from pathlib import Path
 import torch
+from lightning.pytorch.callbacks import Callback
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.parity import ParityRecorder
+
+class Listens(Callback):
+    # Tells at which addresses this process listens, as /proc/net/tcp has them.
+    def on_train_end(self, trainer, module):
+        held = {os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()}
+        rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/self/net", name).read_text().splitlines()[1:]]
+        found = sorted(row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in held)
+        os.write(1, f"LISTENS {' '.join(found)} AT {os.environ.get('GLOO_SOCKET_IFNAME')}\\n".encode())
+
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     tp, devices, nodes = (int(os.environ.get(name, "1")) for name in ("TP", "DEVICES", "NODES"))
     recorder = ParityRecorder()
     trainer = quiet_trainer(
-        devices=devices, num_nodes=nodes, max_steps=2, callbacks=[recorder], strategy=SeqParallelStrategy(tp=tp, timeout=60)
+        devices=devices, num_nodes=nodes, max_steps=2, callbacks=[recorder, Listens()],
+        strategy=SeqParallelStrategy(tp=tp, timeout=60),
     )
     warnings.simplefilter("default")
     trainer.fit(models.GPT(), models.loader(8 * tp // (devices * nodes), count=16))
@@ -65,10 +76,20 @@ def check(results: list[tuple[int, str]], losses: list[float], ranks: dict[int, 
 
 
 @pytest.mark.launch
-@pytest.mark.matrix
-def test_python_alone(script, losses):
-    told = check([run(PYTHON, str(script), TP="2", DEVICES="2")], losses, {0: 0, 1: 0})
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param((PYTHON,), id="python", marks=pytest.mark.matrix),
+        pytest.param((*TORCHRUN, "--standalone", "--nproc-per-node", "2"), id="torchrun"),
+    ],
+)
+@pytest.mark.more
+def test_ranks_of_one_node_train_as_one_process_and_listen_to_themselves(script, losses, command):
+    told = check([run(*command, str(script), TP="2", DEVICES="2")], losses, {0: 0, 1: 0})
     assert "node of" not in told
+    listens = re.findall(r"LISTENS ([0-9A-F ]+) AT lo\n", told)
+    assert len(listens) == 2
+    assert {address for one in listens for address in one.split()} == {"0100007F"}, "127.0.0.1"
 
 
 @pytest.mark.launch
@@ -82,30 +103,16 @@ def test_torchrun_as_two_nodes_with_tp_inside_the_node(script, losses):
     assert "sit on more than one node" not in told
 
 
-def slurm(script: Path, port: int, nodes: int = 1) -> list[tuple[tuple[str, ...], dict[str, str]]]:
-    """Two tasks with the variables that srun gives them."""
-    common = {
-        "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NNODES": str(nodes),
-        "SLURM_NTASKS_PER_NODE": str(2 // nodes), "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(port),
-        "TP": "2", "DEVICES": str(2 // nodes), "NODES": str(nodes),
-    }  # fmt: skip
-    tasks = []
-    for rank in range(2):
-        own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank if nodes == 1 else 0)}
-        tasks.append(((PYTHON, str(script)), {**common, **own, "SLURM_NODEID": str(rank if nodes == 2 else 0)}))
-    return tasks
-
-
 @pytest.mark.launch
 @pytest.mark.matrix
 def test_slurm(script, losses):
-    check(run_all(slurm(script, free_port())), losses, {0: 0, 1: 0})
+    check(run_all(slurm(str(script), TP="2", DEVICES="2")), losses, {0: 0, 1: 0})
 
 
 @pytest.mark.matrix
 @pytest.mark.launch
 def test_tensor_parallel_ranks_on_two_nodes_are_warned_of_once(script, losses):
-    told = check(run_all(slurm(script, free_port(), nodes=2)), losses, {0: 0, 1: 0})
+    told = check(run_all(slurm(str(script), nodes=2, TP="2", NODES="2")), losses, {0: 0, 1: 0})
     assert told.count("tensor-parallel ranks [0, 1] sit on more than one node of 1 rank (1 such group)") == 1
 
 
@@ -238,17 +245,15 @@ quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2))
 """
 
 
-@pytest.mark.parametrize("how", ["-c", pytest.param("-", marks=pytest.mark.matrix)])
-def test_code_without_a_file_is_refused(how):
+NO_FILE = "ValueError: devices=2 in a notebook, at an interactive prompt or in python -c: the other ranks are started"
+
+
+def test_code_without_a_file_is_refused():
     code = "import lightning_seqpar; from tests.helpers.fit import quiet_trainer; quiet_trainer(devices=2, strategy='seqpar_tp2')"
-    done = subprocess.run(
-        [PYTHON, how, *([code] if how == "-c" else [])],
-        input=code if how == "-" else None, env=environment(), capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert (
-        "ValueError: devices=2 in a notebook, at an interactive prompt or in python -c: the other ranks" in done.stderr
-    )
+    for command in ((PYTHON, "-c", code), ("sh", "-c", f'echo "{code}" | {PYTHON} -')):
+        ended, told = run(*command)
+        assert ended == 1
+        assert NO_FILE in told
 
 
 @pytest.mark.launch
@@ -256,10 +261,7 @@ def test_a_notebook_is_refused_with_a_sentence():
     code, told = run(PYTHON, "-c", NOTEBOOK)
     assert code == 1
     assert "one process ran" in told
-    assert (
-        "ValueError: devices=2 in a notebook, at an interactive prompt or in python -c: the other ranks are started"
-        in told
-    )
+    assert NO_FILE in told
     assert "with devices=1 (tp=1) it runs here" in told
 
 
