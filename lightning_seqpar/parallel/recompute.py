@@ -10,7 +10,7 @@ from torch import nn
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.region.recompute import RecomputedForward, RecomputeNotes
 from lightning_seqpar.region.sequence_region import SequenceRegion
-from lightning_seqpar.styles.column import ColumnRule
+from lightning_seqpar.styles.linear import ColumnRule
 from lightning_seqpar.styles.style import PlannedModel
 
 Recompute = Literal["none", "selective", "full"]

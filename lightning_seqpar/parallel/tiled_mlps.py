@@ -9,7 +9,7 @@ from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.recompute import attentions, nearest_around
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.region.tiled_call import TiledCall
-from lightning_seqpar.styles.column import ColumnRule
+from lightning_seqpar.styles.linear import ColumnRule
 from lightning_seqpar.styles.style import PlannedModel
 
 

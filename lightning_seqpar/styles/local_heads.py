@@ -14,7 +14,7 @@ from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import shrink
 from lightning_seqpar.region.hooks import slice_arguments
-from lightning_seqpar.styles.cutting import Segments, Units, segment_lengths, unit_counts
+from lightning_seqpar.styles.linear import Segments, Units, segments_and_units
 from lightning_seqpar.styles.style import Application, PlannedModel, Rule, Target, each_once
 
 
@@ -54,8 +54,7 @@ class LocalHeadsRule(Rule):
         length = tensor.shape[self.dim]
         if length % plan.size:
             raise ValueError(f"{name}: {length} heads or features at dim {self.dim} do not divide by tp={plan.size}")
-        segments = segment_lengths(name, self.segments, self.units, length, plan)
-        units = unit_counts(name, self.units, segments, plan)
+        segments, units = segments_and_units(name, self.segments, self.units, length, plan)
         plan.shards[name] = Shard.by_segments(self.dim % tensor.ndim, segments, units, plan.size, name)
 
     def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:

@@ -7,19 +7,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lightning_seqpar.styles.blocks import BlocksRule
-from lightning_seqpar.styles.column import ColumnRule
-from lightning_seqpar.styles.copy import CopyRule
-from lightning_seqpar.styles.exit import ExitRule
+from lightning_seqpar.styles.blocks import BlocksRule, ExitRule, ScatterRule
 from lightning_seqpar.styles.full_width import FullWidthRule
-from lightning_seqpar.styles.gather import GatherRule
+from lightning_seqpar.styles.gather import CopyRule, GatherRule
 from lightning_seqpar.styles.gradient import GradientRule
+from lightning_seqpar.styles.linear import ColumnRule, RowRule
 from lightning_seqpar.styles.local_heads import LocalHeadsRule
-from lightning_seqpar.styles.once import OnceRule
-from lightning_seqpar.styles.reduce import ReduceRule
+from lightning_seqpar.styles.reduce import OnceRule, ReduceRule
 from lightning_seqpar.styles.replace import ReplaceRule
-from lightning_seqpar.styles.row import RowRule
-from lightning_seqpar.styles.scatter import ScatterRule
 from lightning_seqpar.styles.set import SetRule
 from lightning_seqpar.styles.style import Rule
 from lightning_seqpar.styles.vocab import VocabRule
