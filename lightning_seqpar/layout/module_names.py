@@ -34,6 +34,29 @@ def likely_blocks(model: nn.Module) -> list[str]:
     return [f"{name}.*" if name else "*" for name in found]
 
 
+def why_no_pattern(pattern: str) -> str | None:
+    """Why a text is no pattern, or one over which the search could take for ever; None if it can be matched."""
+    if pattern and (".." in pattern or pattern.startswith(".") or pattern.endswith(".") or "**" in pattern):
+        return "write names joined by single dots, '*' for one name, '{a,b}' for alternatives"
+    groups = [(0, 1)]  # around, and in each open brace: ways of the complete alternatives, and of the current one
+    for at, char in enumerate(pattern):
+        done, current = groups[-1]
+        if char == "{":
+            groups.append((0, 1))
+        elif char == "," and len(groups) > 1:
+            groups[-1] = (done + current, 1)
+        elif char == "}":
+            groups.pop()
+            if not groups:
+                return "a brace is closed that is not open; write alternatives as '{a,b}'"
+            groups[-1] = (groups[-1][0], groups[-1][1] * (done + current))
+        elif char == "*" and pattern[at + 1 : at + 2] not in ("", "."):
+            groups[-1] = (done, current * 10)
+        if len(groups) > 10 or groups[-1][1] > 100_000:
+            return "it can be matched in too many ways; write fewer '*' and '{a,b}' in it, or several rules"
+    return None if len(groups) == 1 else "a brace is not closed; write alternatives as '{a,b}'"
+
+
 def match_pattern(pattern: str, name: str) -> bool:
     """Whether a pattern matches a module's full name."""
     return compile_pattern(pattern).fullmatch(name) is not None

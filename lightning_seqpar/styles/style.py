@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NoReturn
 
-from pydantic import field_validator
+from pydantic import ValidationInfo, field_validator
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
@@ -21,12 +21,12 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.config import FrozenModel
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.layout.linear_kind import LinearKind, linear_kind
-from lightning_seqpar.layout.module_names import Argument, inside, likely_blocks
+from lightning_seqpar.layout.module_names import Argument, inside, likely_blocks, why_no_pattern
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.region.lowered import LoweredRegion
 from lightning_seqpar.region.sequence_region import SequenceRegion
-from lightning_seqpar.user_input import nearest, sizes_that_divide
+from lightning_seqpar.user_input import nearest, shown, sizes_that_divide
 
 LINEAR = "linear"
 """The slot of the styles that shard a linear: a module is a column, a row or replaced."""
@@ -68,15 +68,11 @@ class Rule(FrozenModel):
     adapter_half: ClassVar[str | None] = None
     """For a linear's style: the half of an adapter around the linear that gets the style too."""
 
-    @field_validator("pattern")
+    @field_validator("pattern", "blocks", check_fields=False)  # the latter of an exit's
     @classmethod
-    def pattern_is_well_formed(cls, value: str) -> str:
-        if value and (".." in value or value.startswith(".") or value.endswith(".") or "**" in value):
-            raise ValueError(
-                f"pattern={value!r}: write names joined by single dots, '*' for one name, '{{a,b}}' for alternatives"
-            )
-        if value.count("{") != value.count("}"):
-            raise ValueError(f"pattern={value!r}: a brace is not closed; write alternatives as '{{a,b}}'")
+    def patterns_are_well_formed(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and (why := why_no_pattern(value)) is not None:
+            raise ValueError(f"{info.field_name}={shown(value)}: {why}")
         return value
 
     def dump(self) -> dict[str, Any]:
