@@ -128,8 +128,8 @@ class _Swap:
         for stack in self.plan.stacks:
             lowered = self._application.lowered[stack.blocks[0]]
 
-            def check(graph: Any, inputs: Sequence[Any], lowered: LoweredRegion = lowered) -> str | None:
-                return GraphDraws(graph, inputs, layouts, lowered).refusal()
+            def check(graph: Any, inputs: Sequence[Any], lowered: LoweredRegion = lowered) -> None:
+                GraphDraws(graph, inputs, layouts, lowered).check()
 
             for name in stack.blocks:
                 compiler.compile(self.plan.modules[name], name, count, check)

@@ -28,8 +28,8 @@ from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapsho
 NAME_KEY = "_seqpar_block"
 """Under which a compiled block has its name, for messages."""
 
-Check = Callable[[fx.GraphModule, Sequence[Any]], str | None]
-"""What refuses a traced graph, in words, given what it was traced with."""
+Check = Callable[[fx.GraphModule, Sequence[Any]], None]
+"""What raises :class:`GraphRefusedError` for a traced graph, given what it was traced with."""
 
 
 class GraphRefusedError(ValueError):
@@ -82,28 +82,26 @@ class BlockGraphs:
 
     @contextmanager
     def _as_compiled(self, block: nn.Module) -> Iterator[None]:
-        """What a block's graph runs in.
-
-        Dispatch modes are hidden, since torch compiles nothing under them. DDP would have graphs split where its buckets end. And a
-        recompute in the backward sees the default dtype that the forward saw, by which graphs are chosen: Lightning sets it in a
-        step alone.
-        """
+        """Sets what a block's graph runs in."""
         dtype = torch.get_default_dtype()
         with ExitStack() as stack:
             stack.enter_context(_refusing(block.__dict__[NAME_KEY]))
+            # Dispatch modes are hidden, since torch compiles nothing under them. DDP would split graphs where its buckets end.
             stack.enter_context(unseen_by_compiler())
             if DistributedDataParallel._get_active_ddp_module() is not None:
                 stack.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
+            # Graphs are chosen by the default dtype too, which Lightning sets in a step alone, and not for a recompute behind it.
             if not in_backward():
                 self._dtype = dtype
             elif dtype != self._dtype:
-                stack.enter_context(_default_dtype(self._dtype))
+                torch.set_default_dtype(self._dtype)
+                stack.callback(torch.set_default_dtype, dtype)
             yield
 
     def _make(self, kind: str, check: Check | None, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """The backend: a traced graph as something to call."""
-        if check is not None and (why := check(graph, inputs)) is not None:
-            raise GraphRefusedError(why)
+        if check is not None:
+            check(graph, inputs)
         self.traced[kind] += 1
         backend, options = self._options.get("backend", "inductor"), dict(self._options.get("options") or {})
         if backend == "inductor":
@@ -115,12 +113,8 @@ class BlockGraphs:
         """Remember the class of the autograd node that a graph's outputs have: torch makes one for each graph."""
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                for node in (
-                    leaf.grad_fn,
-                    *children(leaf.grad_fn),
-                ):  # an output may be a view of what the node returned
-                    if node.name() == "CompiledFunctionBackward":
-                        self.node_types.add(type(node))
+                around = (leaf.grad_fn, *children(leaf.grad_fn))  # an output may be a view of what the node returned
+                self.node_types |= {type(node) for node in around if node.name() == "CompiledFunctionBackward"}
 
 
 @contextmanager
@@ -135,16 +129,6 @@ def _refusing(name: str) -> Iterator[None]:
             f"{name}: compile=True, but torch.compile can't make one graph of this block; change what it names, or use "
             f"compile=False. torch says: {_shortened(error)}"
         ) from error
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _shortened(error: TorchDynamoException) -> str:

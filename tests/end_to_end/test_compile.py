@@ -385,9 +385,9 @@ REFUSALS = {
 
 @sees(
     "compiled: draws from the wrong stream",
-    "GraphDraws.refusal",
-    "            return str(wrong)\n",
-    "            return None\n",
+    "GraphDraws.check",
+    "            self._follow(self._graph, self._given)\n",
+    "            pass\n",
 )
 @sees(
     "compiled: a style without a lowered form let through",
