@@ -23,7 +23,7 @@ from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
 from lightning_seqpar.parallel.context import hook_embeddings
 from lightning_seqpar.parallel.graph_draws import GraphDraws
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
-from lightning_seqpar.parallel.recompute import Recompute, make_recomputed, recomputed
+from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, recomputed
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import (
     PART_KEY,
@@ -34,7 +34,6 @@ from lightning_seqpar.parallel.sharded_model import (
     record_of,
     refuse_copies,
 )
-from lightning_seqpar.parallel.tiled_mlps import MLPTiles
 from lightning_seqpar.pipeline.held_parameters import from_holder
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.hooks import begin_on_shards, draw_alike, end_on_shards, return_whole

@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
-from lightning_seqpar.parallel.module_changes import ModuleChange
-from lightning_seqpar.parallel.unsharded_view import as_written
+from lightning_seqpar.parallel.module_changes import ModuleChange, as_written
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.styles.style import Match

@@ -9,9 +9,8 @@ from torch import nn
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.vocab import VocabParallelHead, VocabPart
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
-from lightning_seqpar.parallel.recompute import Recompute, make_recomputed, recomputed
+from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, recomputed
 from lightning_seqpar.parallel.sharded_model import guard_pickling
-from lightning_seqpar.parallel.tiled_mlps import MLPTiles
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.plan.vocabulary import find_vocabulary
 from lightning_seqpar.styles.registry import STYLES

@@ -24,9 +24,9 @@ from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.fsdp_units import block_lists, fully_shard_options, units_among
 from lightning_seqpar.parallel.fully_sharded import FullySharded
 from lightning_seqpar.parallel.module_changes import ModuleChange
+from lightning_seqpar.parallel.recompute import MLPTiles
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of, whole_model
 from lightning_seqpar.parallel.synced_norms import sync_batch_norms
-from lightning_seqpar.parallel.tiled_mlps import MLPTiles
 from lightning_seqpar.parallel.unsharded import change_unsharded
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
