@@ -44,11 +44,7 @@ _HOOKS = (
 
 
 class _PartsAround:
-    """Keeps parts of sequences, and sharded logits, from the hooks of ``fully_shard``, which want plain tensors of a unit.
-
-    Outside of those hooks a part is the plain tensor that this rank holds, and inside of them a part again; and so is what the
-    unit returns. It is made before ``fully_shard`` is called on the unit, and closed after.
-    """
+    """Hides parts of sequences and sharded logits from the hooks of ``fully_shard`` on a unit; made before it, closed after."""
 
     def __init__(self, unit: nn.Module) -> None:
         self._unit = unit
@@ -124,8 +120,7 @@ class FullySharded:
         everything = dict(self._model.named_parameters())
         holds = (lambda name: True) if record.stage is None else record.stage.holds
         parameters = {name: p for name, p in everything.items() if holds(name)}
-        here = [name for name in units_of(self._model, blocks) if any(inside(one, name) for one in parameters)]
-        self.units = here
+        self.units = [name for name in units_of(self._model, blocks) if any(inside(one, name) for one in parameters)]
         self.whole = {name: p for name, p in parameters.items() if p.ndim == 0}
         left_alone = {*self.whole.values(), *(p for name, p in everything.items() if name not in parameters)}
         self._check(parameters)
@@ -152,9 +147,8 @@ class FullySharded:
         self._versions = {name: p._version for name, p in self._own.items()}
         self._reduces, self._waiting = True, False  # whether gradients of an earlier micro-batch wait
         self._used: set[str] = set()  # parameters that have got a gradient since they had none
-        self._changes = [
-            change for change in changes_since(snapshots) if change.own is not change.other or change.added
-        ]
+        changes = changes_since(snapshots)
+        self._changes = [change for change in changes if change.own is not change.other or change.added]
         self._hooks = hooks
         record.layout.rebind(self._model)
         record.changes, record.replicas = [*record.changes, *self._changes], self
@@ -163,11 +157,9 @@ class FullySharded:
             for name in [*self.units, ""]
         ]
         self._trains = {name: p.requires_grad for name, p in self._own.items()}
+        outside = self._outside_modules()
         self._handles = [
-            *(
-                module.register_forward_pre_hook(self._gather_outside, prepend=True)
-                for module in self._outside_modules()
-            ),
+            *(module.register_forward_pre_hook(self._gather_outside, prepend=True) for module in outside),
             *(self._model.get_submodule(unit).register_forward_hook(_refuse_graph(unit)) for unit in self.units),
         ]
         for crossing in crossings:
@@ -180,11 +172,9 @@ class FullySharded:
         return self._model
 
     def _own_calls(self) -> None:
-        """Put hooks of ours in the place of those that ``fully_shard`` gave the model for its calls.
-
-        A step of the user's is such a call, and calls the model once more where it reads ``self(x)``: what is in no block is
-        gathered by then. And torch's hook can't be given to logits that are sharded by vocabulary.
-        """
+        """Put hooks of ours in the place of those that ``fully_shard`` gave the model for its calls."""
+        # A step of the user's is such a call, and calls the model once more where it reads self(x): what is in no block is gathered
+        # by then. And torch's hook can't be given to logits that are sharded by vocabulary.
         self._in_step = False
         state = self._state
         state._pre_forward_hook_handle.remove()
@@ -262,7 +252,7 @@ class FullySharded:
             for name, module in self._model.named_modules()
             if name
             and not any(inside(name, unit) for unit in self.units)
-            and next(module.parameters(False), None) is not None
+            and any(True for _ in module.parameters(False))
         ]
 
     def _gather_outside(self, module: nn.Module, args: Any) -> None:
@@ -270,20 +260,17 @@ class FullySharded:
 
         That is so behind a backward in the middle of a step (manual optimization), and outside of steps.
         """
-        held = [parameter for parameter in module._parameters.values() if parameter is not None]
-        if any(is_split(parameter) for parameter in held):
+        if any(is_split(parameter) for parameter in module.parameters(recurse=False)):
             self.root.unshard()
             self._note_computing("")
-        for parameter in module._parameters.values():
-            layout = None if parameter is None else self._record.layout.of(parameter)
-            if parameter is None or layout is None or layout.name not in self._own:
+        for parameter in module.parameters(recurse=False):
+            layout = self._record.layout.of(parameter)
+            if layout is None or layout.name not in self._own:
                 continue
             # Which parameters train may be set on either object, and was the same on both.
             own = self._record.layout.parameter(layout.name)
             if own.requires_grad != parameter.requires_grad:
-                trains = (
-                    own.requires_grad if own.requires_grad != self._trains[layout.name] else parameter.requires_grad
-                )
+                trains = not self._trains[layout.name]
                 own.requires_grad_(trains)
                 parameter.requires_grad_(trains)
             self._trains[layout.name] = own.requires_grad
@@ -391,8 +378,8 @@ class FullySharded:
 
         Averaging again what is equal on all replicas changes nothing.
         """
-        due_ids = {id(parameter) for parameter in (self.whole.values() if parameters is None else parameters)}
-        due = [p for p in self.whole.values() if id(p) in due_ids and p.requires_grad]
+        asked = None if parameters is None else {id(parameter) for parameter in parameters}
+        due = [p for p in self.whole.values() if p.requires_grad and (asked is None or id(p) in asked)]
         if not due:
             return
         group = self._record.groups[self._record.groups.mean_axes]
