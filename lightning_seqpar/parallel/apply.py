@@ -118,7 +118,7 @@ class _Swap:
             plan.modules[name].__dict__[PART_KEY] = name
         for module in self._holders(record.layout):
             guard_pickling(module)
-        record.changes, record.restore = changes_since(before), application.restore
+        record.changes = changes_since(before)
         self._model.__dict__[RECORD_KEY] = record
         return record
 
@@ -373,7 +373,5 @@ def unshard(model: nn.Module) -> nn.Module:
         record.stage.undo_hooks()
     for change in reversed(record.changes):  # a module's last change leads to its class before that
         change.undo()
-    for restore in reversed(record.restore):  # what was changed last is taken back first
-        restore()
     del model.__dict__[RECORD_KEY]
     return model

@@ -1,8 +1,7 @@
 """What applying a plan changed of modules: found by comparing, taken back, and hidden from ``configure_optimizers``.
 
 No style lists what it changes: a module's class and its own attributes are compared as a whole. Parameters and buffers are
-cut in place and made whole again from their layouts; hooks are removed by their handles. A property that stores its value
-outside the module is the one thing that this can't see: ``apply`` notes the values of those that a plan sets.
+cut in place and made whole again from their layouts; hooks are removed by their handles.
 """
 
 from __future__ import annotations

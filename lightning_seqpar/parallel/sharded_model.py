@@ -92,8 +92,6 @@ class ShardedModel:
     why_frozen: str = ""  # what is wrong when they train
     versions: dict[str, int] = field(default_factory=dict)
     changes: list[ModuleChange] = field(default_factory=list)  # what became of its modules, to take it back
-    # Give properties of modules their values back: what they store elsewhere no comparison of the module shows.
-    restore: list[Callable[[], None]] = field(default_factory=list)
     replicas: SplitReplicas | None = None  # None if every replica holds all parts
     graphs: BlockGraphs | None = None  # None if blocks run eagerly
     context_blocks: tuple[str, ...] = ()  # that see a part of the sequence each

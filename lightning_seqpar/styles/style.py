@@ -8,7 +8,7 @@ style's own: modules are compared before and after, parameters are made whole fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NoReturn
@@ -384,7 +384,6 @@ class Application:
     rank: int  # in it
     regions: dict[str, SequenceRegion]  # by the first block of their stack
     buffers: dict[str, ParamLayout] = field(default_factory=dict)  # those that styles have cut
-    restore: list[Callable[[], None]] = field(default_factory=list)  # of properties, called in reverse order
     lowered: dict[str, LoweredRegion] = field(default_factory=dict)  # regions of compiled blocks, by the first block
 
     def module(self, name: str) -> nn.Module:

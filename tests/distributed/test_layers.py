@@ -203,19 +203,3 @@ def check_costs_and_refusals() -> None:
 )
 def test_costs_and_refusals():
     run_distributed(check_costs_and_refusals, 2)
-
-
-def test_shards_of_fused_segments():
-    shard = Shard.by_segments(0, [4, 4, 2], [2, 2, 2], 2, "qkv")
-    assert shard.ranges == (((0, 2), (4, 6), (8, 9)), ((2, 4), (6, 8), (9, 10)))
-    whole = torch.arange(10.0)
-    parts = [shard.take(whole, rank) for rank in range(2)]
-    assert parts[0].tolist() == [0, 1, 4, 5, 8]
-    assert torch.equal(shard.assemble(parts), whole)
-    assert shard.local_length(1) == 5
-    with pytest.raises(ValueError, match=r"qkv: 6 units \(heads or features\) do not divide by tp=4; use tp=2, 3 or 6"):
-        Shard.by_segments(0, [12], [6], 4, "qkv")
-    with pytest.raises(ValueError, match="a segment of 10 features can't be made of 4 units"):
-        Shard.by_segments(0, [10], [4], 2, "qkv")
-    with pytest.raises(ValueError, match="expected 10 at dim 0"):
-        shard.take(torch.ones(3), 0)

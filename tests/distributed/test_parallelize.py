@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import types
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from byte_gpt import Block, ByteGPT, CausalSelfAttention
+from byte_gpt import Block, ByteGPT
 from torch import Tensor, nn
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, ShardingPlan, unshard
@@ -197,51 +196,10 @@ def test_gathered_arguments_keep_their_types(sp):
     run_distributed(arguments_of_two_types, 2, sp)
 
 
-class CountsElsewhere(CausalSelfAttention):
-    """Attention whose head count is a property of something that it holds."""
-
-    def __init__(self) -> None:
-        self.__dict__["sizes"] = types.SimpleNamespace()
-        super().__init__(16, 4)
-
-    @property
-    def n_head(self) -> int:
-        return self.sizes.heads
-
-    @n_head.setter
-    def n_head(self, value: int) -> None:
-        self.sizes.heads = value
-
-
-def set_a_property() -> None:
-    model = models.GPT(tied=False).double()
-    for block in model.model.blocks:
-        attention = CountsElsewhere().double()
-        attention.load_state_dict(block.attn.state_dict())
-        block.attn = attention
-    ids = torch.randint(0, 31, (2, 9))
-    expected = model.model(ids)
-    parallelize(model, [ShardingPlan.from_rules(models.rules())], groups())
-    assert {block.attn.sizes.heads for block in model.model.blocks} == {2}
-    torch.testing.assert_close(model.model(ids), expected, rtol=1e-9, atol=1e-9)
-    unshard(model)
-    assert {block.attn.sizes.heads for block in model.model.blocks} == {4}
-    torch.testing.assert_close(model.model(ids), expected, rtol=0, atol=0)
-
-
-@sees(
-    "a property that a plan set not taken back",
-    "unshard",
-    "    for restore in reversed(record.restore):  # what was changed last is taken back first\n        restore()\n",
-    "",
-)
-def test_a_count_that_is_a_property_is_taken_back():
-    run_distributed(set_a_property, 2)
-
-
 def test_a_plan_is_read_without_process_groups_for_any_number_of_ranks():
     assert not dist.is_initialized()
     model = models.GPT(tied=False).model
+    before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
     (plan,) = resolve_plans("auto", model)
     resolved = ResolvedPlan(model, [plan], size=4, sp=True)
     layouts = {name: resolved.layout_of(name) for name, _ in model.named_parameters()}
@@ -249,6 +207,7 @@ def test_a_plan_is_read_without_process_groups_for_any_number_of_ranks():
     assert layouts["blocks.0.norm1.weight"].reason is Reason.SEES_SHARDS
     with pytest.raises(ValueError, match=r"do not divide by tp=512; use tp=2 or 4"):
         ResolvedPlan(model, [plan], size=512, sp=True)
+    assert before == {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
 
 
 def change_twice() -> None:

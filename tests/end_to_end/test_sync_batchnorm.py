@@ -101,15 +101,10 @@ UNEVEN = (3, 5)
 """How many samples of each global batch the two replicas have."""
 CASES: dict[str, dict[str, Any]] = {
     "tp1": {"tp": 1},
-    "tp1-fsdp": {"tp": 1, "data_parallel": "fsdp"},
-    "dp2-tp2": {"tp": 2, "self_check": True},
-    "dp2-tp2-accumulated": {"tp": 2, "accumulate": 2},
-    "dp2-tp2-uneven": {"tp": 2, "uneven": True},
     "dp2-tp2-fsdp": {"tp": 2, "data_parallel": "fsdp", "uneven": True},
     "dp2-tp2-no-sp": {"tp": 2, "sp": False, "within": True, "self_check": True},
     "dp2-tp2-within": {"tp": 2, "within": True, "plan": [{"pattern": "model.blocks.*.norm1", "style": "whole"}]},
     "dp2-tp2-behind columns": {"tp": 2, "kind": "batch_normed"},
-    "tp4": {"tp": 4},
 }
 ALWAYS = ("tp1", "dp2-tp2-within", "dp2-tp2-fsdp")
 
@@ -123,7 +118,6 @@ class BehindColumns(third_party.ThirdParty):
 
 def train(
     world: int = 1,
-    accumulate: int = 1,
     uneven: bool = False,
     within: bool = False,
     kind: str | None = None,
@@ -140,12 +134,11 @@ def train(
         strategy=SeqParallelStrategy(**{"self_check": False, **strategy}) if strategy else "auto",
         sync_batchnorm=True,
         max_steps=STEPS,
-        accumulate_grad_batches=accumulate,
         use_distributed_sampler=not uneven,
         num_sanity_val_steps=0,
         callbacks=[recorder],
     )
-    count = BATCH * STEPS * accumulate
+    count = BATCH * STEPS
     loader = models.loader(BATCH // dp, count=count)
     if uneven:  # of every eight samples the first replica has three
         of_first = dist.get_rank() // 2 == 0
@@ -200,7 +193,7 @@ def reference(**case: Any) -> Any:
 )
 def test_parity_with_one_process(name):
     case = CASES[name]
-    want = reference(**{key: case[key] for key in ("accumulate", "within", "kind") if key in case})
+    want = reference(**{key: case[key] for key in ("within", "kind") if key in case})
     for trace, state, logged, undone in (each[name] for each in trained(name in ALWAYS)):
         expected: Trace = copy.copy(want[0])
         if case.get("uneven"):

@@ -18,7 +18,8 @@ from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.slices import rest
 from tests.mutants import sees
 
-PLANS = {
+PLANS: dict[str, Any] = {
+    "SharedBlock": lambda: "byte_gpt",
     "Direct": lambda: models.plan("", None),
     "InnerRecompute": lambda: models.plan(),
     "AttentionNorm": lambda: models.plan(),
@@ -79,11 +80,6 @@ def test_blocks_that_are_left_out(model, sp, world):
     check(model, {}, world, sp=sp, strategy={"ddp": {"find_unused_parameters": world == 4}})
 
 
-@pytest.mark.parametrize("world", [rest(2), 4])
-def test_a_scheduler(world):
-    check("Scheduled", {}, world)
-
-
 @sees(
     "shards tell their own shapes to configure_optimizers",
     "_WholeShapes.__torch_function__",
@@ -108,11 +104,8 @@ def test_frozen_parameters_and_a_thaw(sp, thaw):
     "Steps._follow_training_parameters",
     "        if thawed or frozen:",
     "        if frozen:",
+    case="2",
 )
-def test_a_thaw_and_a_freeze_with_replicas():
-    check("Frozen", {"thaw": True, "tied": False}, 4, steps=10)
-
-
 @sees(
     "a thaw voids the parts of gradients that wait to be summed",
     "Steps._follow_training_parameters",
@@ -138,33 +131,35 @@ def test_gradients_that_the_user_puts_in_place_of_ours(sp, world):
     check("Edits", {}, world, sp=sp, steps=4, accumulate=2)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("length", [10, rest(8)])
-def test_activation_checkpointing_of_blocks(reentrant, length):
-    check("Recomputed", {"reentrant": reentrant}, length=length, steps=4)
+HABITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a scheduler": ("Scheduled", {}),
+    "checkpointed blocks": ("Recomputed", {"reentrant": False}),
+    "checkpointed blocks, reentrant": ("Recomputed", {"reentrant": True}),
+    "checkpoints in blocks": ("InnerRecompute", {"reentrant": False}),
+    "checkpoints in blocks, reentrant": ("InnerRecompute", {"reentrant": True}),
+    "saved-tensor hooks around a step": ("UnderHooks", {"who": "offloads", "where": "step"}),
+    "saved-tensor hooks in a block": ("UnderHooks", {"who": "offloads", "where": "block"}),
+    "saved-tensor hooks in a checkpoint": ("UnderHooks", {"who": "offloads", "where": "checkpoint"}),
+    "repeated and aborted forwards without an owner": ("Direct", {}),
+    "a block that runs three times": ("SharedBlock", {}),
+}
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("sp", [True, rest(False)])
-def test_activation_checkpointing_inside_blocks(reentrant, sp):
-    check("InnerRecompute", {"reentrant": reentrant}, sp=sp, steps=4)
+def fit_habits(world: int, sp: bool) -> dict[str, Trace]:
+    found = {}
+    for name, (model, args) in HABITS.items():
+        plan = PLANS[model]() if model in PLANS else "auto"
+        found[name] = fit(model, args, world=world, strategy={"tp": 2, "sp": sp, "plan": plan}, steps=4)
+    return found
 
 
-@pytest.mark.parametrize("where", ["step", "block", "checkpoint"])
-@pytest.mark.parametrize("who", ["offloads", rest("counts")])
-def test_saved_tensor_hooks_of_somebody_else(who, where):
-    check("UnderHooks", {"who": who, "where": where}, steps=4)
-
-
-@pytest.mark.parametrize("sp", [True, rest(False)])
-def test_repeated_and_aborted_forwards_without_an_owner(sp):
-    check("Direct", {}, sp=sp, steps=4)
-    check("Direct", {}, 4, sp=sp, steps=4)
-
-
-@pytest.mark.parametrize("sp", [True, rest(False)])
-def test_a_block_that_runs_three_times(sp):
-    check("SharedBlock", {}, sp=sp, steps=4, strategy={"plan": "byte_gpt"})
+@pytest.mark.parametrize(("world", "sp"), [(2, True), rest(4, True), rest(2, False)])
+def test_habits_of_training(world, sp):
+    expected = {name: fit(model, args, steps=4) for name, (model, args) in HABITS.items()}
+    for found in run_distributed(fit_habits, world, world, sp, timeout=200):
+        for name, trace in found.items():
+            report = compare(expected[name], trace)
+            assert report.ok, f"{name}: {report}"
 
 
 @sees(
@@ -334,15 +329,6 @@ class RawBehindToggled(models.ManualTwo):
         return loss.detach()
 
 
-def fit_raw(alone: bool) -> Trace:
-    torch.manual_seed(0)
-    recorder = ParityRecorder()
-    strategy = "auto" if alone else SeqParallelStrategy(tp=2, regather=True, self_check=False)
-    trainer = quiet_trainer(devices=1 if alone else 2, strategy=strategy, max_steps=6, callbacks=[recorder])
-    trainer.fit(RawBehindToggled(), models.loader(8, count=24))
-    return recorder.trace
-
-
 @sees(
     "what an optimizer toggles off is hooked no more",
     "GradSync.flush",
@@ -350,6 +336,4 @@ def fit_raw(alone: bool) -> Trace:
     "            if not partial.parameter.requires_grad:\n                partial.unhook()\n",
 )
 def test_a_raw_backward_behind_a_toggled_optimizer():
-    expected = fit_raw(True)
-    for found in run_distributed(fit_raw, 2, False):
-        compare(expected, found).raise_if_failed()
+    check("end_to_end.test_training:RawBehindToggled", {}, strategy={"regather": True, "self_check": False}, steps=6)
