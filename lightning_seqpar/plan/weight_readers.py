@@ -23,15 +23,9 @@ _PAST_THE_GRAPH = {"grad", "data", "no_grad"}
 
 
 def weight_reader(owners: Iterable[object]) -> str | None:
-    """The first hook or step whose code, or that of the methods and functions that it calls, names a weight.
+    """The first hook or step, as ``Class.method``, whose code or that of what it calls names a weight; None if there is none.
 
-    Of training steps only those that also name ``grad``, ``data`` or ``no_grad``.
-
-    Args:
-        owners: a LightningModule and callbacks.
-
-    Returns:
-        ``Class.method``, or None if there is none.
+    Of training steps only those that also name ``grad``, ``data`` or ``no_grad``. ``owners`` are a LightningModule and callbacks.
     """
     for owner in owners:
         for kind in _own_classes(owner):

@@ -130,18 +130,19 @@ class ParallelGroups:
         self._split_rank = split_rank
         topology.embedding_ranks(0, split_rank)  # raises for a split outside the pipeline
 
-    def _axis_sets(self) -> list[tuple[str, ...]]:
-        """Every set of one axis or more, in an order that is the same on all ranks."""
-        names = sorted(self.topology.axes)
-        return [axes for count in range(1, len(names) + 1) for axes in combinations(names, count)]
+    def _axis_sets(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        """Every set of axes, in one order on all ranks, with the first that has the same ranks: they differ in axes of size 1."""
+        names, first = sorted(self.topology.axes), dict[tuple[str, ...], tuple[str, ...]]()
+        return {
+            axes: first.setdefault(tuple(axis for axis in axes if self.topology.get_dim(axis) > 1), axes)
+            for count in range(1, len(names) + 1)
+            for axes in combinations(names, count)
+        }
 
     def _new(self, ranks: Sequence[int], options: Mapping[str, Any]) -> ProcessGroup:
-        """Make a group of world ranks; only its members call this.
-
-        The name that torch gives a group counts the groups that a rank made before, and the members must arrive at the same
-        name. So all ranks that construct this object must make equally many groups: a rank that is in none at some point
-        makes one of itself alone there.
-        """
+        """Make a group of world ranks; only its members call this."""
+        # The name that torch gives a group counts the groups that a rank made before, and the members must arrive at the same
+        # name. So all ranks must make equally many groups: a rank that is in none at some point makes one of itself alone there.
         group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False, **options)
         assert isinstance(group, ProcessGroup)
         self._made.append(group)
@@ -151,20 +152,12 @@ class ParallelGroups:
         """Make a group for each set of axes, and put it into ``into``; sets that have the same ranks share one."""
         by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
         # In the order of _axis_sets: ranks that share two groups must make them in the same order.
-        for axes, first in self._distinct_axis_sets().items():
+        for axes, first in self._axis_sets().items():
             ranks = tuple(self.ranks(axes)) if self._grid_rank >= 0 else (self._world_rank,)
             if axes == first:
                 by_ranks[ranks] = self._new(ranks, options)
             if self._grid_rank >= 0:
                 into[frozenset(axes)] = by_ranks[ranks]
-
-    def _distinct_axis_sets(self) -> dict[tuple[str, ...], tuple[str, ...]]:
-        """For every set of axes, the first set that has the same ranks: they differ in axes of size 1 alone."""
-        first: dict[tuple[str, ...], tuple[str, ...]] = {}
-        return {
-            axes: first.setdefault(tuple(axis for axis in axes if self.topology.get_dim(axis) > 1), axes)
-            for axes in self._axis_sets()
-        }
 
     def _make_named_groups(self, options: Mapping[str, Any]) -> None:
         """Make the groups of embeddings; one that has the ranks of a group of axes, or of the other, shares that group."""
@@ -198,12 +191,9 @@ class ParallelGroups:
         """
         groups = cls.fake(topology, rank)
         groups._fake = False
-        made: dict[tuple[int, ...], ProcessGroup] = {}
-        for axes in groups._axis_sets():
-            ranks = tuple(groups.ranks(axes))
-            if ranks not in made:
-                made[ranks] = _silent_group(ranks.index(rank), len(ranks))
-            groups._groups[frozenset(axes)] = made[ranks]
+        for axes, first in groups._axis_sets().items():
+            made = groups._groups.get(frozenset(first)) or _silent_group(groups.rank(axes), groups.size(axes))
+            groups._groups[frozenset(axes)] = made
         return groups
 
     # ---- what there is -----------------------------------------------------------------------------------------
