@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
 from lightning_seqpar.parallel.context import hook_embeddings
-from lightning_seqpar.parallel.graph_draws import GraphDraws
+from lightning_seqpar.parallel.graph_draws import check_draws
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, recomputed
 from lightning_seqpar.parallel.resolve import ResolvedPlan
@@ -57,12 +58,13 @@ class _Swap:
         loss_chunk: int | None,
         recompute: Recompute,
         compiler: BlockGraphs | None,
-        context: ContextAxis | None,
         tiles: MLPTiles | None,
+        cp_method: Method,
     ) -> None:
         self.plan = ResolvedPlan(model, plans, groups.size("tp"), sp, loss_chunk)
         self._recompute, self._recomputed = recompute, recomputed(self.plan, recompute)
-        self._model, self._groups, self._compiler, self._context = model, groups, compiler, context
+        self._model, self._groups, self._compiler = model, groups, compiler
+        self._context = ContextAxis(groups["cp"], cp_method) if has_context(groups) else None
         self._tiles, self._tiled = tiles, tiles.find(self.plan) if tiles is not None else []
         if compiler is not None:
             refuse_unlowered(self.plan)
@@ -127,10 +129,8 @@ class _Swap:
         for stack in self.plan.stacks:
             lowered = self._application.lowered[stack.blocks[0]]
 
-            def check(graph: Any, inputs: Sequence[Any], lowered: LoweredRegion = lowered) -> None:
-                GraphDraws(graph, inputs, layouts, lowered).check()
-
             for name in stack.blocks:
+                check = functools.partial(check_draws, layout=layouts, lowered=lowered)
                 compiler.compile(self.plan.modules[name], name, count, check)
 
     def _recomputing_modules(self) -> dict[str, SequenceRegion]:
@@ -139,9 +139,7 @@ class _Swap:
         for name, module in self.plan.modules.items():
             if self.plan.canonical[name] != name or not (is_norm(module) or type(module) is nn.Dropout):
                 continue
-            if self._application.is_lowered(name):
-                continue
-            if (stack := self.plan.stack_reaching(name)) is not None:
+            if not self._application.is_lowered(name) and (stack := self.plan.stack_reaching(name)) is not None:
                 found[name] = self._application.region_at(stack)
         return found
 
@@ -243,15 +241,10 @@ def _refuse_other_strategies(model: nn.Module) -> Callable[..., None]:
     """Before the blocks run: the trainer's strategy must be the one that sharded them."""
 
     def hook(module: nn.Module, args: Any) -> None:
-        trainer = getattr(model, "_trainer", None)
-        record = record_of(model)
-        if (
-            trainer is not None
-            and record is not None
-            and not record.is_copy
-            and trainer.training
-            and trainer.strategy is not record.strategy()
-        ):
+        trainer, record = getattr(model, "_trainer", None), record_of(model)
+        if trainer is None or record is None or record.is_copy or not trainer.training:
+            return
+        if trainer.strategy is not record.strategy():
             raise RuntimeError(
                 f"the model is still sharded by an earlier strategy, and {type(trainer.strategy).__name__} would train "
                 "the shards as if they were the model; call lightning_seqpar.unshard(model) on all ranks first"
@@ -301,8 +294,7 @@ def parallelize(
     """
     if record_of(model) is not None:
         raise ValueError("the model is parallelised already; call unshard(model) first")
-    context = ContextAxis(groups["cp"], cp_method) if has_context(groups) else None
-    swap = _Swap(model, plans, groups, sp, regather, loss_chunk, recompute, compiler, context, tiles)
+    swap = _Swap(model, plans, groups, sp, regather, loss_chunk, recompute, compiler, tiles, cp_method)
     refuse_compiled(model, [match.name for match in swap.plan.matches])
     return swap.apply()
 

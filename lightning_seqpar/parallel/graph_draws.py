@@ -74,25 +74,24 @@ _SUMS = ("reduce_scatter", "all_reduce")
 """Parts of names of collectives behind which a value is no term of a sum any more."""
 
 
-class GraphDraws:
+def check_draws(graph: fx.GraphModule, inputs: Sequence[Any], layout: ModelLayout, lowered: LoweredRegion) -> None:
+    """Raise GraphRefusedError for the first draw of a graph that its block's stream is wrong for."""
+    # The mode that the examples were made in; while a backend runs, another one is current.
+    examples = (value for node in graph.graph.nodes if isinstance(value := _value(node), FakeTensor))
+    first = next(examples, None)
+    if first is not None:
+        known = [layout.of(value) if isinstance(value, Tensor) else None for value in inputs]
+        given = ["cut" if one is not None and one.is_sharded else "" for one in known]
+        _Follower(lowered, first.fake_mode).follow(graph, given)
+
+
+class _Follower:
     """Follows through a graph which values are whole, and which are this rank's features."""
 
-    def __init__(
-        self, graph: fx.GraphModule, inputs: Sequence[Any], layout: ModelLayout, lowered: LoweredRegion
-    ) -> None:
-        self._graph, self._lowered = graph, lowered
-        # The mode that the examples were made in; while a backend runs, another one is current.
-        examples = [value for node in graph.graph.nodes if isinstance(value := _value(node), FakeTensor)]
-        self._mode = examples[0].fake_mode if examples else None
-        known = [layout.of(value) if isinstance(value, Tensor) else None for value in inputs]
-        self._given = ["cut" if one is not None and one.is_sharded else "" for one in known]
+    def __init__(self, lowered: LoweredRegion, mode: Any) -> None:
+        self._lowered, self._mode = lowered, mode
 
-    def check(self) -> None:
-        """Raise GraphRefusedError for the first draw that the block's stream is wrong for."""
-        if self._mode is not None:
-            self._follow(self._graph, self._given)
-
-    def _follow(self, graph: fx.GraphModule, given: Sequence[str]) -> str:
+    def follow(self, graph: fx.GraphModule, given: Sequence[str]) -> str:
         """The state of what a graph returns, given those of its inputs."""
         state: dict[fx.Node, str] = {}
         inputs = iter(given)
@@ -112,7 +111,7 @@ class GraphDraws:
             # Of a function with its own backward the first graph is the forward, which may be given its context first.
             forward, used = parts[0], [text for part in parts for text in _collectives(part)]
             given = sum(one.op == "placeholder" for one in forward.graph.nodes)
-            behind = self._follow(forward, [""] * (given - len(inner)) + inner)
+            behind = self.follow(forward, [""] * (given - len(inner)) + inner)
             if not used or "autograd_function_apply" not in str(node.target):
                 return behind
             first = _collectives(forward)

@@ -168,12 +168,10 @@ class ShardedModel:
 
     def added_inside(self) -> list[nn.Parameter]:
         """Parameters that came after the model was sharded, inside modules that it had then."""
-        names = self.layout.added(self.model)
-        paths = {name: name.split(".") for name in names}
         return [
             self.model.get_parameter(name)
-            for name, path in paths.items()
-            if any(self.is_inside(".".join(path[:at])) for at in range(1, len(path)))
+            for name in self.layout.added(self.model)
+            if any(self.is_inside(name[:at]) for at, char in enumerate(name) if char == ".")
         ]
 
     def check_closed(self, out: Any = None) -> None:

@@ -370,9 +370,9 @@ REFUSALS = {
 
 @sees(
     "compiled: draws from the wrong stream",
-    "GraphDraws.check",
-    "            self._follow(self._graph, self._given)\n",
-    "            pass\n",
+    "check_draws",
+    "        _Follower(lowered, first.fake_mode).follow(graph, given)\n",
+    "        pass\n",
 )
 @sees(
     "compiled: a style without a lowered form let through",
