@@ -1,8 +1,7 @@
 """Blocks whose forward ``torch.compile`` has made one graph of.
 
-A block's class gets a subclass with another forward, so that everything around the forward (the region's hooks, and the user's on
-the block) stays eager, and so that a copy of the block runs on its own parameters. One compiled function serves all blocks of a
-class; their graphs differ only where the blocks do.
+A block's class gets a subclass with another forward, so that hooks on the block stay eager and a copy of it runs on its own
+parameters. One compiled function serves all blocks of a class; their graphs differ only where the blocks do.
 """
 
 from __future__ import annotations

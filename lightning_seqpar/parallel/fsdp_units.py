@@ -113,11 +113,9 @@ def units_among(given: Mapping[str, Any], model: nn.Module, blocks: Iterable[str
 
 
 def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
-    """The blocks that are gathered and reduced as a whole, each on its own; the rest of the model is one more unit.
+    """Names of the blocks that are gathered and reduced each on its own, in order; of a list of modules, those.
 
-    Returns:
-        Names, in order; of a block that is a list of modules, those. One that shares a parameter with anything outside of it is
-        left out: the parameter would belong to two.
+    One that shares a parameter with anything outside of it is left out: the parameter would belong to two units.
     """
     named = dict(model.named_modules())
     modules = {id(named[name]): name for name in reversed(list(blocks)) if name in named}

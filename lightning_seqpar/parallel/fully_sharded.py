@@ -1,8 +1,7 @@
 """Sharding over the data-parallel replicas: torch's ``fully_shard`` on the blocks of a model whose tp parts are made already.
 
-Of every parameter (its part over tp) a rank then holds some rows between steps, and so of its gradient and of the optimizer's
-moments. ``fully_shard`` gathers a block's rows before the block runs, and reduces their gradients behind its backward
-(ZeRO-2 and -3, arXiv 1910.02054; torch calls it FSDP2). It replaces every parameter object; layouts find them again by name.
+Of every parameter (its part over tp) a rank then holds some rows between steps, gathered before a block runs, and so of gradients
+and moments (ZeRO-2 and -3, arXiv 1910.02054). ``fully_shard`` replaces every parameter; layouts find them again by name.
 """
 
 from __future__ import annotations
@@ -351,10 +350,9 @@ class FullySharded:
         self.root.set_requires_gradient_sync(reduces)
 
     def drop_unused(self, parameters: Sequence[Tensor] | None) -> None:
-        """Take away the gradients of those of ``parameters`` (None for all) that no rank has used.
+        """Take away the gradients of those of ``parameters`` (None for all) that no rank has used, and an optimizer leaves alone.
 
-        They are zeros, which only the reduction needed. An optimizer then leaves them alone, as in one process. Collective over
-        dp and tp; a rank that has used all of them does not wait for what the others say.
+        Collective over dp and tp; a rank that has used all of them does not wait for what the others say.
         """
         layout = self._record.layout
         if parameters is None:
@@ -374,10 +372,7 @@ class FullySharded:
                 layout.parameter(name).grad = None
 
     def average(self, parameters: Sequence[Tensor] | None) -> None:
-        """Average the gradients of those of ``parameters`` (None for all) that every replica holds whole. Collective over dp.
-
-        Averaging again what is equal on all replicas changes nothing.
-        """
+        """Average the gradients of those of ``parameters`` (None for all) that every replica holds whole. Collective over dp."""
         asked = None if parameters is None else {id(parameter) for parameter in parameters}
         due = [p for p in self.whole.values() if p.requires_grad and (asked is None or id(p) in asked)]
         if not due:

@@ -145,10 +145,7 @@ def _why_apart_over_tp(gaps: Sequence[float]) -> str:
 
 
 class StageScales:
-    """Whether code of the user's has scaled the gradients of each stage of a pipeline by a number of its own.
-
-    That is what ``torch.nn.utils.clip_grad_norm_`` does, which knows the gradients of one stage alone.
-    """
+    """Whether code of the user's (``torch.nn.utils.clip_grad_norm_``) has scaled each stage's gradients by a number of its own."""
 
     def __init__(self, parameters: Sequence[Tensor], groups: ParallelGroups) -> None:
         self._groups = groups

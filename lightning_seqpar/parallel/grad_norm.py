@@ -17,18 +17,16 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 def global_grad_norm(
     parameters: Iterable[Tensor], layout: ModelLayout, groups: ParallelGroups, norm_type: float = 2.0
 ) -> Tensor:
-    """The norm of the whole model's gradient: shards from every rank of tp (and of dp, where replicas split them), the rest once.
+    """The norm of the whole model's gradient (0-dim, equal on all ranks), which must be synced before.
+
+    Shards count from every rank of tp (and of dp, where replicas split them), the rest once; what several stages hold on the first
+    of them. Collective over tp, over pp, and over dp if the replicas split parameters.
 
     Args:
-        parameters: those whose gradients count, the same on every rank; one without a gradient counts nothing. What several
-            stages hold counts on the first of them.
+        parameters: those whose gradients count, the same on every rank.
         layout: where each of them lies.
         groups: the process groups.
         norm_type: 2, another positive number, or infinity.
-
-    Returns:
-        The norm as a 0-dim tensor, equal on all ranks. The gradients must be synced before. Collective over tp, over pp,
-        and over dp if the replicas split them.
     """
     parameters = list(parameters)
     highest = norm_type == float("inf")

@@ -1,8 +1,7 @@
 """Random draws of a traced block: whether all of them may come from the one stream that the block runs on.
 
-Eagerly a region switches between two random streams as modules begin and end. A graph can't: with sequence parallelism a compiled
-block draws from the rank's own stream throughout, and without it from the replicated one. So what would need the other stream is
-refused when the graph is made, as are draws of which a graph does not tell what they are for.
+Eagerly a region switches between two streams. A compiled block draws from the rank's own throughout, or without sequence
+parallelism from the replicated one. What would need the other is refused when the graph is made, and so is what may need it.
 """
 
 from __future__ import annotations

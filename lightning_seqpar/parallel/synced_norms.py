@@ -12,11 +12,7 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 def sync_batch_norms(model: nn.Module, groups: ParallelGroups, *, every: bool) -> list[ModuleChange]:
-    """Let the batch norms of a model take the statistics of all replicas' batches.
-
-    Raises:
-        ValueError: naming a batch norm that can't be synced; the model is untouched then.
-    """
+    """Let the batch norms of a model take the statistics of all replicas' batches; raises ValueError if one of them can't."""
     over_replicas = every and groups.size("dp") > 1
     chosen = {
         name: module

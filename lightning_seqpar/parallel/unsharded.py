@@ -38,13 +38,9 @@ def change_unsharded(
     tiles: MLPTiles | None = None,
     loss_chunk: int | None = None,
 ) -> tuple[list[str], list[ModuleChange]]:
-    """Change a model of which tp shards nothing.
+    """Change a model of which tp shards nothing; raises ValueError before that if what is asked for is not found in it.
 
-    Returns:
-        The names of the modules that are recomputed, and what became of all modules, to take it back.
-
-    Raises:
-        ValueError: if the plans name no blocks, or no such modules are found; the model is untouched then.
+    Returns the names of the modules that are recomputed, and what became of all modules, to take it back.
     """
     names: list[str] = []
     tiled: list[str] = []

@@ -1,9 +1,8 @@
 """What a style is, and what it works on.
 
-A plan is a list of rules; a rule is a pattern over names and a style with options. Each style is one subclass of :class:`Rule`, in
-a module of its own, and answers for all that the style means: what its pattern can name, which options it takes, what it checks on
-a model, which layout it gives a parameter, how it changes modules and which forward hooks it needs. Undoing needs no code of a
-style's own: modules are compared before and after, parameters are made whole from their layouts, and hooks go by their handles.
+A plan is a list of rules; a rule is a pattern over names and a style with options. Each style is one subclass of :class:`Rule`, and
+answers for all that the style means. Undoing needs no code of a style's own: modules are compared before and after, parameters are
+made whole from their layouts, and hooks go by their handles.
 """
 
 from __future__ import annotations
@@ -178,8 +177,6 @@ class Stack:
 
 class PlannedModel:
     """A model and the rules that hold for it: what a style looks at when it checks, and when it lays out parameters.
-
-    It needs the size of the axis ``tp``, and no process group: a plan for 512 ranks is read on one.
 
     Raises:
         ValueError: for rules that name no blocks, or say what can't be of stacks and where they end.
