@@ -115,27 +115,6 @@ def check_frozen(own_gather: bool) -> None:
     assert quiet.calls == {"all_gather": 2, "reduce_scatter": 1}
 
 
-def check_saved_bytes() -> None:
-    sizes = {}
-    for regather in (True, False):
-        for own_gather in (True, False):
-            _, region, _, column, row = build(
-                2, dim=1, sp=True, regather=regather, own_gather=own_gather, dtype=torch.float64
-            )
-            x = torch.randn(2, 8, 6, dtype=torch.float64, requires_grad=True)
-            with SavedBytes(exclude=[*column.parameters(), *row.parameters()]) as saved:
-                run(region, column, row, x)
-            sizes[regather, own_gather] = saved.total
-    shard, hidden = 2 * 4 * 6 * 8, 2 * 8 * 12 * 8
-    # The shard and gelu's input, whose output is made again; or the gathered input and both.
-    assert sizes == {
-        (True, True): shard + hidden,
-        (True, False): shard + hidden,
-        (False, True): 2 * shard + 2 * hidden,
-        (False, False): 2 * shard + 2 * hidden,
-    }
-
-
 def check_changed_input() -> None:
     """A gathered input that is changed in place is no longer what its shard would be gathered to."""
     for regather in (True, False):
@@ -154,14 +133,6 @@ def check_changed_input() -> None:
         dense(x * 0.5).sum().backward()
         expected = column.shard.take(dense[0].weight.grad, region.rank)
         torch.testing.assert_close(column.weight.grad, expected, rtol=1e-12, atol=1e-12)
-
-
-def check_double_backward() -> None:
-    _, region, _, column, row = build(2, dim=1, sp=True, regather=True, own_gather=False, dtype=torch.float64)
-    x = torch.randn(2, 8, 6, dtype=torch.float64, requires_grad=True)
-    grad = torch.autograd.grad(run(region, column, row, x).sum(), x, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.pow(2).sum().backward()
 
 
 def check_guards() -> None:
@@ -191,8 +162,8 @@ def check_guards() -> None:
 def check_costs_and_refusals() -> None:
     for own_gather in (True, False):
         check_frozen(own_gather)
-    for check in (check_saved_bytes, check_changed_input, check_double_backward, check_guards):
-        check()
+    check_changed_input()
+    check_guards()
 
 
 @sees(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -158,30 +157,27 @@ def test_inductor():
 # ---- every loop, and the way back ------------------------------------------------------------------------------------
 
 
-def loops(compiled: bool, folder: str) -> dict[str, Any]:
-    """Validate before, within and behind training, predict, save, and undo it all."""
+def loops(compiled: bool) -> dict[str, Any]:
+    """Validate before, within and behind training, predict, and undo it all."""
     strategy = SeqParallelStrategy(tp=2, **(EAGER if compiled else {}))
     module = models.Watched()
     kinds = [type(part) for part in module.modules()]
     trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=4, limit_val_batches=2, val_check_interval=2)
-    loader = models.loader(8, length=8)
-    trainer.fit(module, loader, models.loader(8, length=9))
+    trainer.fit(module, models.loader(8, length=8), models.loader(8, length=9))
     out: dict[str, Any] = {"val": float(trainer.callback_metrics["val"])}
     out["predicted"] = torch.cat(trainer.predict(module, models.loader(4, count=8)))
     record = record_of(module)
     out["traced"] = dict(record.graphs.traced) if record.graphs is not None else {}
     out["summary"] = describe_compiled(record)
-    trainer.save_checkpoint(f"{folder}/{compiled}.ckpt")
     lightning_seqpar.unshard(module)
     out["as written"] = [type(part) for part in module.modules()] == kinds
-    tokens = torch.arange(8)[None]
-    out["logits"] = module.double().model(tokens).detach()
+    out["weights"] = {name: parameter.detach() for name, parameter in module.named_parameters()}
     return out
 
 
 @pytest.mark.more
-def test_evaluation_checkpoints_and_the_way_back(tmp_path: Path):
-    eager, compiled = (run_distributed(loops, 2, one, str(tmp_path))[0] for one in (False, True))
+def test_evaluation_and_the_way_back():
+    eager, compiled = (run_distributed(loops, 2, one)[0] for one in (False, True))
     # Training, and evaluation without gradients; and each again for lengths that vary.
     assert compiled["traced"]["Block"] <= 6
     assert compiled["as written"]
@@ -190,10 +186,7 @@ def test_evaluation_checkpoints_and_the_way_back(tmp_path: Path):
     assert "and 512 bytes a token and rank of gathered inputs" in compiled["summary"]
     assert compiled["val"] == pytest.approx(eager["val"], abs=1e-12)
     assert torch.equal(compiled["predicted"], eager["predicted"])
-    assert torch.allclose(compiled["logits"], eager["logits"], rtol=0, atol=1e-9)
-    saved = [torch.load(tmp_path / f"{one}.ckpt", weights_only=False)["state_dict"] for one in (False, True)]
-    assert saved[0].keys() == saved[1].keys()
-    assert all(torch.allclose(saved[0][key], saved[1][key], rtol=0, atol=1e-9) for key in saved[0])
+    torch.testing.assert_close(compiled["weights"], eager["weights"], rtol=0, atol=1e-9)
 
 
 def without_tp(dp: int) -> tuple[Trace, bool]:

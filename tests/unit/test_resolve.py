@@ -229,17 +229,6 @@ def test_one_module_may_end_several_stacks():
     assert [(stack.blocks[0], stack.exits) for stack in plan.stacks] == [("first.0", [""]), ("second.0", [""])]
 
 
-def test_the_last_rule_says_which_argument_of_the_blocks_is_scattered():
-    scatter = [
-        {"pattern": "first.*", "style": "scatter", "arg": "x"},
-        {"pattern": "first.0", "style": "scatter", "arg": 0},
-    ]
-    plan = resolved(TwoStacks(), *TWO_STACKS, *scatter, base=False)
-    assert [stack.arg for stack in plan.stacks] == [0, 0]
-    plan = resolved(TwoStacks(), *TWO_STACKS, *scatter[::-1], base=False)
-    assert [stack.arg for stack in plan.stacks] == ["x", 0]
-
-
 @sees(
     "a column with one unit gets the style of an earlier rule",
     "PlannedModel.drop",
