@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -13,6 +14,13 @@ Argument = int | str
 def inside(name: str, parent: str) -> bool:
     """Whether a module is the module ``parent`` or inside it; the empty name is the model's."""
     return parent == "" or name == parent or name.startswith(parent + ".")
+
+
+def outwards(name: str) -> Iterator[str]:
+    """A name, and the names of the modules around it but for the model's, from the innermost."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def in_all_layers(name: str) -> str:

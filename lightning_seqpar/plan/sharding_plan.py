@@ -85,18 +85,6 @@ def _rules_in(text: str, name: str) -> list[Any]:
     return [*data["rules"]]
 
 
-def _read_rule(data: Any) -> Rule:
-    """One rule from plain data or a rule, of which the patterns can be matched; raises ValueError for any other."""
-    if isinstance(data, Mapping) and not all(isinstance(key, str) for key in (*data, data.get("style", ""))):
-        raise ValueError(
-            f"plan rule {shown(data)}: options and style must be words, such as {{pattern: layers.*, style: blocks}}"
-        )
-    try:
-        return parse_rule(data)
-    except ValueError as error:  # it shows the rule, which may be long, and then what is wrong with it
-        raise ValueError(shortened(error)) from None
-
-
 @dataclass(frozen=True)
 class ShardingPlan:
     """Rules, and where they came from.
@@ -124,7 +112,7 @@ class ShardingPlan:
             listed = None
         if listed is None:
             raise ValueError(f"rules={shown(rules)}: write a list of rules, each {{pattern: ..., style: ...}}")
-        return cls(tuple(_read_rule(rule) for rule in listed), prefix, source)
+        return cls(tuple(parse_rule(rule) for rule in listed), prefix, source)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> ShardingPlan:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import AfterValidator, ValidationInfo, field_validator
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.config import FrozenModel
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.layout.linear_kind import LinearKind, linear_kind
-from lightning_seqpar.layout.module_names import Argument, inside, likely_blocks, why_no_pattern
+from lightning_seqpar.layout.module_names import Argument, inside, likely_blocks, outwards, why_no_pattern
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.region.lowered import LoweredRegion
@@ -121,23 +121,20 @@ class Rule(FrozenModel):
         """Behind :meth:`apply`, turn the module inside a compiled block into its lowered form."""
 
 
+def _each_once(args: tuple[Argument, ...]) -> tuple[Argument, ...]:
+    if not args or len(set(args)) != len(args):
+        raise ValueError(f"args={list(args)}: name each argument once, by position or keyword")
+    return args
+
+
+Arguments = Annotated[tuple[Argument, ...], AfterValidator(_each_once)]
+"""Positions or names of arguments of a module, as the caller passes them."""
+
+
 class ArgumentsRule(Rule):
     """Base of the styles that work on some of a module's arguments, by default the first."""
 
-    args: tuple[Argument, ...] = (0,)
-    """Positions or names of the arguments, as the caller passes them."""
-
-    @field_validator("args")
-    @classmethod
-    def args_are_named_once(cls, value: tuple[Argument, ...]) -> tuple[Argument, ...]:
-        return each_once(value, str(cls.model_fields["style"].default))
-
-
-def each_once(args: tuple[Argument, ...], what: str) -> tuple[Argument, ...]:
-    """Arguments of a rule as they are."""
-    if not args or len(set(args)) != len(args):
-        raise ValueError(f"args={list(args)}: name each argument to {what} once, by position or keyword")
-    return args
+    args: Arguments = (0,)
 
 
 @dataclass(frozen=True)
@@ -329,24 +326,19 @@ class PlannedModel:
 
     def number_at(self, name: str, attribute: str) -> int:
         """A whole-number attribute of a module, or of the nearest one around it."""
-        at = name if name in self.modules else name.rpartition(".")[0]
-        known: dict[str, None] = {}
-        while True:
-            known |= dict.fromkeys(
-                key for key, value in vars(self.modules[at]).items() if type(value) is int and value > 1
-            )
+        around = [self.modules[at] for at in (*outwards(name), "") if at in self.modules]
+        for module in around:
             try:
-                value = read_attribute(self.modules[at], attribute)
+                value = read_attribute(module, attribute)
             except AttributeError:
-                value = None
+                continue
             if isinstance(value, int):
                 return value
-            if at == "":
-                near = f"; did you mean {nearest(attribute, [*known])}?" if known else ""
-                raise ValueError(
-                    f"{name}: units={attribute!r} is no whole-number attribute of it or of a module around it{near}"
-                )
-            at = at.rpartition(".")[0]
+        numbers = [key for module in around for key, value in vars(module).items() if type(value) is int and value > 1]
+        near = f"; did you mean {nearest(attribute, [*dict.fromkeys(numbers)])}?" if numbers else ""
+        raise ValueError(
+            f"{name}: units={attribute!r} is no whole-number attribute of it or of a module around it{near}"
+        )
 
     def make_layout(
         self,

@@ -60,8 +60,8 @@ def test_a_pattern_for_all_layers(name, pattern):
         ({"pattern": "a.{b", "style": "exit"}, "a brace is not closed"),
         ({"pattern": "a", "style": "blocks", "dim": 2}, "0 or 1"),
         ({"pattern": "a", "style": "blocks", "dims": 1}, "'dims' is not a field of BlocksRule; did you mean 'dim'"),
-        ({"pattern": "a", "style": "whole", "args": [0, 0]}, "name each argument to whole once"),
-        ({"pattern": "a", "style": "local_heads", "args": []}, "name each argument to slice once"),
+        ({"pattern": "a", "style": "whole", "args": [0, 0]}, "name each argument once"),
+        ({"pattern": "a", "style": "local_heads", "args": []}, "name each argument once"),
         ({"pattern": "a", "style": "column", "segments": ["q", 3]}, "write a number of equal parts"),
     ],
 )
