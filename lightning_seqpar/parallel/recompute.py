@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.layout.module_names import inside, outwards
 from lightning_seqpar.region.recompute import RecomputedForward, RecomputeNotes
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.region.tiled_call import TiledCall
@@ -38,12 +38,12 @@ def _columns(plan: PlannedModel, block: str, *, by_heads: bool) -> list[str]:
 
 def _nearest_around(names: Sequence[str], block: str, rows: Sequence[str] | None = None) -> str | None:
     """The nearest module inside a block that is around all of ``names``, and around one of ``rows``; None if there is none."""
-    around = names[0].rpartition(".")[0]
-    while around != block and inside(around, block):
+    for around in outwards(names[0].rpartition(".")[0]):
+        if around == block or not inside(around, block):
+            break
         holds_row = rows is None or any(inside(row, around) for row in rows)
         if holds_row and all(inside(name, around) for name in names):
             return around
-        around = around.rpartition(".")[0]
     return None
 
 

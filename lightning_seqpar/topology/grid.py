@@ -28,11 +28,12 @@ def nearest_multiples(number: int, unit: int) -> str:
 def _whole(name: str, value: Any, rule: str = "it must be a whole number") -> int:
     """A whole number of any library as a plain int; raises ValueError, which calls it ``name``, for anything else."""
     try:
-        if not isinstance(value, bool):
-            return operator.index(value)
+        whole = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        pass
-    raise ValueError(f"{name} {value!r}: {rule}")
+        whole = None
+    if whole is None:
+        raise ValueError(f"{name} {value!r}: {rule}")
+    return whole
 
 
 def _nearest_divisors(number: int, wanted: int) -> str:
