@@ -135,7 +135,7 @@ class FullySharded:
         left = dict(self._own)
         crossings = [_PartsAround(self._model.get_submodule(unit)) for unit in self.units]
         for unit in [*self.units, ""]:
-            within = [left.pop(name) for name in list(left) if not unit or inside(name, unit)]
+            within = [left.pop(name) for name in list(left) if inside(name, unit)]
             for parameter in within:
                 parameter.data = parameter.data.contiguous()
             fully_shard(self._model.get_submodule(unit), mesh=mesh, ignored_params=left_alone, **options)

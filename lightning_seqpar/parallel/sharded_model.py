@@ -60,13 +60,11 @@ def guard_pickling(module: nn.Module, why: str = _WRITES_SHARDS) -> None:
 
 
 class SplitReplicas(Protocol):
-    """What splits a model's parts over the data-parallel replicas."""
+    """What splits a model's parts over the data-parallel replicas: ``FullySharded``."""
 
-    def check_leaf(self, leaf: Tensor) -> None:
-        """Raise RuntimeError if a leaf of the loss's graph is a parameter's object from before the split."""
+    def check_leaf(self, leaf: Tensor) -> None: ...
 
-    def undo(self) -> None:
-        """Let every replica hold all rows of its parts again, in the parameter objects that the model had. Collective over dp."""
+    def undo(self) -> None: ...
 
 
 @dataclass

@@ -71,9 +71,8 @@ def _with_adapters(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
             rules.append(rule)
             continue
         named = [name for name, _ in model.named_modules() if match_pattern(plan.full(rule.pattern), name)]
-        if len(found) == len(named):
-            patterns = [f"{rule.pattern}.{BASE}", f"{rule.pattern}.{half}.*"]
-        else:  # some have none
+        patterns = [f"{rule.pattern}.{BASE}", f"{rule.pattern}.{half}.*"]
+        if len(found) < len(named):  # some have none
             inner = [name.removeprefix(f"{plan.prefix}.") if plan.prefix else name for name in named]
             whole = [name if plan.full(name) not in adapted else f"{name}.{BASE}" for name in inner]
             patterns = [*whole, *(f"{name}.{half}.*" for name in inner if plan.full(name) in adapted)]
