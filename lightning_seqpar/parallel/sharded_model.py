@@ -59,7 +59,7 @@ def guard_pickling(module: nn.Module, why: str = _WRITES_SHARDS) -> None:
     own.update(others)
 
 
-class SplitReplicas(Protocol):
+class _Replicas(Protocol):
     """What splits a model's parts over the data-parallel replicas: ``FullySharded``."""
 
     def check_leaf(self, leaf: Tensor) -> None: ...
@@ -90,7 +90,7 @@ class ShardedModel:
     why_frozen: str = ""  # what is wrong when they train
     versions: dict[str, int] = field(default_factory=dict)
     changes: list[ModuleChange] = field(default_factory=list)  # what became of its modules, to take it back
-    replicas: SplitReplicas | None = None  # None if every replica holds all parts
+    replicas: _Replicas | None = None  # None if every replica holds all parts
     graphs: BlockGraphs | None = None  # None if blocks run eagerly
     context_blocks: tuple[str, ...] = ()  # that see a part of the sequence each
     stage: Stage | None = None  # None without a pipeline

@@ -187,13 +187,11 @@ def test_a_norm_behind_the_row_linear_is_right_with_sp_and_refused_without():
         check("AttentionNorm", {"behind": True}, sp=False, steps=4)
 
 
-def evaluate(args: dict, strategy: dict | None, kind: str) -> list:
-    module = getattr(models, kind)(**args)
-    options = (
-        {"devices": dist.get_world_size(), "strategy": SeqParallelStrategy(**strategy)} if strategy else {"devices": 1}
-    )
-    trainer = quiet_trainer(**options)
-    return torch.cat(trainer.predict(module, models.loader(8, count=32, length=9)))
+def predicted(kind: str, args: dict, strategy: dict | None) -> list:
+    """What a model returns of each batch that it predicts on."""
+    alone = {"devices": 1, "strategy": "auto"}
+    options = alone if strategy is None else {"devices": 2, "strategy": SeqParallelStrategy(**strategy)}
+    return quiet_trainer(**options).predict(getattr(models, kind)(**args), models.loader(8, count=32, length=9))
 
 
 @sees(
@@ -206,22 +204,14 @@ def evaluate(args: dict, strategy: dict | None, kind: str) -> list:
 @pytest.mark.parametrize("sp", [True, rest(False)])
 @pytest.mark.parametrize("args", [{}, {"norm_first": True}, {"batch_first": False}, {"norm": False}], ids=str)
 def test_evaluation_of_a_padded_encoder_where_stock_torch_packs_the_batch(args, sp):
-    expected = evaluate(args, None, "PaddedEncoder")
-    for out in run_distributed(evaluate, 2, args, {"tp": 2, "sp": sp}, "PaddedEncoder"):
+    expected = predicted("PaddedEncoder", args, None)
+    for out in run_distributed(predicted, 2, "PaddedEncoder", args, {"tp": 2, "sp": sp}):
         torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
 
 
-def activations(strategy: dict | None) -> list[Tensor]:
-    """What a step returns that gives away what is between the blocks."""
-    options = {"devices": 2, "strategy": SeqParallelStrategy(**strategy)} if strategy else {"devices": 1}
-    return [
-        x for batch in quiet_trainer(**options).predict(models.GivesShards(), models.loader(4, count=8)) for x in batch
-    ]
-
-
 def test_a_step_that_gives_activations_away_gives_all_of_them():
-    expected = activations(None)
-    for found in run_distributed(activations, 2, {"tp": 2, "plan": "byte_gpt"}):
+    expected = predicted("GivesShards", {}, None)
+    for found in run_distributed(predicted, 2, "GivesShards", {}, {"tp": 2, "plan": "byte_gpt"}):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
