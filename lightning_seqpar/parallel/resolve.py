@@ -46,7 +46,6 @@ class ResolvedPlan(PlannedModel):
         matches = [match for plan in plans for match in plan.match(model)]
         super().__init__(model, matches, list(STYLES), size, sp, loss_chunk)
         self._aliases = self._other_names_of_vocabularies()
-        self._check_tensors()
         for match in self.decided:
             match.rule.check(match.name, self)
         self._check_loss_chunk()
@@ -61,19 +60,6 @@ class ResolvedPlan(PlannedModel):
         self._check_ties()
 
     # ---- checks of the model as a whole, before anything changes ---------------------------------------------------
-
-    def _check_tensors(self) -> None:
-        """A parameter or buffer is dealt out once."""
-        styles: dict[str, list[str]] = defaultdict(list)
-        for match in self.decided:
-            if match.of_tensor:
-                styles[match.name].append(match.rule.style)
-        for name, held in styles.items():
-            if len(held) > 1:
-                raise ValueError(
-                    f"{name}: rules give it the styles {' and '.join(map(repr, held))}; a parameter or buffer has one, so drop the "
-                    "others"
-                )
 
     def _check_loss_chunk(self) -> None:
         heads = [name for name in self.named("vocab") if isinstance(self.modules[name], nn.Linear)]

@@ -51,7 +51,7 @@ class Rule(FrozenModel):
     style: str
 
     slot: ClassVar[str] = ""
-    """A name has at most one style per slot; the last rule wins. By default a style has a slot of its own."""
+    """A module has at most one style per slot; the last rule wins. By default a style has a slot of its own."""
     accumulates: ClassVar[bool] = False
     """Whether every rule for a name holds, and not just the last."""
     undoes_inside: ClassVar[bool] = False
@@ -146,6 +146,11 @@ class Match:
     source: str  # who wrote the rule, for the plan's table
     of_tensor: bool = False
 
+    @property
+    def slot(self) -> str:
+        """Of the rules for a name that have one slot, the last holds: a parameter or buffer is dealt out once."""
+        return "tensor" if self.of_tensor else self.rule.slot or self.rule.style
+
 
 @dataclass
 class Stack:
@@ -227,11 +232,10 @@ class PlannedModel:
     def _decide(self) -> None:
         last: dict[tuple[str, str, int], Match] = {}
         for at, match in enumerate(self.matches):
-            rule = match.rule
-            if (rule.slot or rule.style, match.name) not in self._dropped:
-                last[rule.slot or rule.style, match.name, at if rule.accumulates else -1] = match
+            if (match.slot, match.name) not in self._dropped:
+                last[match.slot, match.name, at if match.rule.accumulates else -1] = match
         for match in self._implied:
-            last.setdefault((match.rule.slot or match.rule.style, match.name, -1), match)
+            last.setdefault((match.slot, match.name, -1), match)
         self._last = list(last.values())
         order = {style: at for at, style in enumerate(self._styles)}
         self.decided = sorted(self._last, key=lambda match: order[match.rule.style])

@@ -43,8 +43,8 @@ def held(plan: ResolvedPlan, name: str, *styles: str) -> list[style.Rule]:
 @sees(
     "an earlier rule wins over a later one",
     "PlannedModel._decide",
-    "                last[rule.slot or rule.style, match.name, at if rule.accumulates else -1] = match\n",
-    ("                last.setdefault((rule.slot or rule.style, match.name, at if rule.accumulates else -1), match)\n"),
+    "                last[match.slot, match.name, at if match.rule.accumulates else -1] = match\n",
+    "                last.setdefault((match.slot, match.name, at if match.rule.accumulates else -1), match)\n",
 )
 def test_of_the_rules_for_a_linear_the_last_holds():
     plan = resolved(models.GPT(), {"pattern": "model.blocks.0.mlp.up", "style": "column", "units": 8})
@@ -220,7 +220,7 @@ TWO_STACKS: list[dict[str, Any]] = [
 @sees(
     "of several rules that set attributes the last alone holds",
     "PlannedModel._decide",
-    "at if rule.accumulates else -1",
+    "at if match.rule.accumulates else -1",
     "-1",
 )
 def test_one_module_may_end_several_stacks():
@@ -306,12 +306,9 @@ def test_a_row_that_a_module_multiplies_itself_implies_that_its_output_is_reduce
         resolved(Stack(), *EXPERTS[:3], base=False)
 
 
-@pytest.mark.parametrize("rule", [{"style": "local_heads", "dim": 2}, {"style": "once"}])
-def test_a_parameter_has_one_style(rule):
-    with pytest.raises(
-        ValueError, match=r"layers.0.w2: rules give it the styles 'row' and '\w+'; a parameter or buffer has one"
-    ):
-        resolved(Stack(), *EXPERTS, {"pattern": "layers.*.w2", **rule}, base=False)
+def test_of_the_rules_for_a_parameter_the_last_holds():
+    plan = resolved(Stack(), {"pattern": "layers.*.w2", "style": "local_heads", "dim": 2}, *EXPERTS, base=False)
+    assert [match.rule.style for match in plan.at("layers.0.w2")] == ["row"]
 
 
 def test_what_is_replaced_with_a_module_can_not_be_whole():
