@@ -20,7 +20,7 @@ from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
-from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
+from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, is_compiled
 from lightning_seqpar.parallel.context import hook_embeddings
 from lightning_seqpar.parallel.graph_draws import check_draws
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
@@ -157,8 +157,10 @@ class _Swap:
     def _own_hooks(self, record: ShardedModel) -> Iterator[RemovableHandle]:
         for stack in self.plan.stacks:
             yield from hook_stack(stack, self._application)
-            if self._compiler is not None:
-                yield from self._hook_lowered_blocks(stack)
+            # What is traced in a block is told how long the sequence is, behind the hook by which the block enters the region.
+            for name in stack.blocks if self._compiler is not None else ():
+                frames, lowered = self._application.region_at(stack).frames, self._application.lowered_at(name)
+                yield self.plan.modules[name].register_forward_pre_hook(begin_lowered_block(lowered, frames))
             owner = self.plan.modules[stack.owner]
             yield owner.register_forward_pre_hook(_refuse_other_strategies(self._model), prepend=True)
         for name in dict.fromkeys(match.name for match in self.plan.decided):
@@ -176,13 +178,6 @@ class _Swap:
         yield from self._hook_modules_around()
         for module in self._holders(record.layout):
             yield module.register_state_dict_pre_hook(guard_state_dict(record))
-
-    def _hook_lowered_blocks(self, stack: Stack) -> Iterator[RemovableHandle]:
-        """What is traced in a block is told how long the sequence is, behind the hook by which the block enters the region."""
-        frames = self._application.region_at(stack).frames
-        lowered = self._application.lowered[stack.blocks[0]]
-        for name in stack.blocks:
-            yield self.plan.modules[name].register_forward_pre_hook(begin_lowered_block(lowered, frames))
 
     def _hook_dropouts(self) -> Iterator[RemovableHandle]:
         """What drops whole activations, and stochastic depth, draws alike on all ranks."""
@@ -257,8 +252,7 @@ def refuse_compiled(model: nn.Module, planned: Iterable[str]) -> None:
     """What torch.compile made of ``planned`` modules, or of modules in or around them, knows nothing of shards."""
     names = list(planned)
     for name, module in model.named_modules():
-        is_compiled = module._compiled_call_impl is not None or "_orig_mod" in module._modules
-        if is_compiled and any(not name or inside(one, name) or inside(name, one) for one in names):
+        if is_compiled(module) and any(not name or inside(one, name) or inside(name, one) for one in names):
             raise ValueError(
                 f"{name or 'the model'} was compiled (torch.compile, or the module's own compile()), and a compiled graph knows "
                 "nothing of shards. Leave torch.compile away and set compile: true (SeqParallelStrategy(compile=True)): the "

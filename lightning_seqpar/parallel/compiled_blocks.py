@@ -32,6 +32,11 @@ Check = Callable[[fx.GraphModule, Sequence[Any]], None]
 """What raises :class:`GraphRefusedError` for a traced graph, given what it was traced with."""
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the strategy compiles a module, or the user's code has compiled it."""
+    return NAME_KEY in vars(module) or module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
 class GraphRefusedError(ValueError):
     """A block was traced, but its graph would not compute what the block does."""
 

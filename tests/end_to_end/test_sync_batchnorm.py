@@ -346,7 +346,7 @@ def manners() -> dict[str, Any]:
     return found
 
 
-@sees("batch norms of compiled blocks are synced", "_is_compiled", "NAME_KEY in vars(module)", "False")
+@sees("batch norms of compiled blocks are synced", "is_compiled", "NAME_KEY in vars(module)", "False")
 @sees("a replaced forward of a batch norm is not seen", "make_synced", 'if "forward" in vars(module) or', "if")
 @sees(
     "ranks that sync batch norms and ranks that do not",
