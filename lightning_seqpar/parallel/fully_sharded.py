@@ -103,13 +103,7 @@ def _with_places(tree: Any, places: Sequence[_Place]) -> Any:
 class FullySharded:
     """A model of which each data-parallel rank holds some rows of every parameter.
 
-    Attributes:
-        units: names of the blocks that are gathered and reduced each on its own.
-        whole: parameters that every replica holds whole (``fully_shard`` can't split one without dims), by name. Their
-            gradients are averaged by :meth:`average`.
-
-    Raises:
-        ValueError: for what ``fully_shard`` would compute wrong, or refuse in the first step; the model is untouched then.
+    Raises ValueError for what ``fully_shard`` would compute wrong, or refuse in the first step; the model is untouched then.
     """
 
     def __init__(
@@ -119,6 +113,7 @@ class FullySharded:
         everything = dict(self._model.named_parameters())
         holds = (lambda name: True) if record.stage is None else record.stage.holds
         parameters = {name: p for name, p in everything.items() if holds(name)}
+        # The blocks that are gathered and reduced each on its own; and what has no dims, which fully_shard can't split.
         self.units = [name for name in units_of(self._model, blocks) if any(inside(one, name) for one in parameters)]
         self.whole = {name: p for name, p in parameters.items() if p.ndim == 0}
         left_alone = {*self.whole.values(), *(p for name, p in everything.items() if name not in parameters)}

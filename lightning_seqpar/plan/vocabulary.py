@@ -1,9 +1,7 @@
 """Embeddings and heads over a vocabulary, found on a model without running it, and the rules that shard them.
 
-Their names lie in no family's plan: a head stands above the module that a family's rules are relative to. Whatever this finds is
-right to shard, since a sharded embedding or head computes what the whole one does; what it must not take is a weight that
-other code reads past its module, which no look at the modules shows. The self-check sees that, and the vocabulary then stays
-whole.
+Whatever this finds is right to shard, since a sharded embedding or head computes what the whole one does; what it must not take is
+a weight that other code reads past its module. The self-check sees that, and the vocabulary then stays whole.
 """
 
 from __future__ import annotations
@@ -103,13 +101,12 @@ def with_vocabulary(
     whole (a file, or ``base: none``) says itself what is sharded: nothing is added.
 
     Args:
-        plans: what :func:`~lightning_seqpar.plan.choice.resolve_plans` found for the config's field ``spec`` on ``model``.
-        spec: the field ``plan``.
-        model: the whole model, on ``size`` tensor-parallel ranks.
+        plans: what :func:`~lightning_seqpar.plan.choice.resolve_plans` found.
+        spec: the config's field ``plan``.
+        model: the whole model, for ``size`` tensor-parallel ranks.
         size: their number.
         sp: whether activations between blocks are shards along the sequence.
-        certain: take only what the library's accessors, ties or equal numbers of rows show to be over a vocabulary, for plans
-            that nothing proves.
+        certain: for plans that nothing proves: take only what accessors, ties or equal numbers of rows show to be a vocabulary.
         callbacks: of the trainer; one that reads a weight, as a hook of the model may, leaves the vocabulary whole.
     """
     base = spec if isinstance(spec, str) else spec.base

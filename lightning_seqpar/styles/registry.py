@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from lightning_seqpar.styles.blocks import BlocksRule, ExitRule, ScatterRule
 from lightning_seqpar.styles.full_width import FullWidthRule
 from lightning_seqpar.styles.gather import CopyRule, GatherRule
-from lightning_seqpar.styles.gradient import GradientRule
 from lightning_seqpar.styles.linear import ColumnRule, RowRule
 from lightning_seqpar.styles.local_heads import LocalHeadsRule
 from lightning_seqpar.styles.reduce import OnceRule, ReduceRule
@@ -18,7 +17,7 @@ from lightning_seqpar.styles.replace import ReplaceRule
 from lightning_seqpar.styles.set import SetRule
 from lightning_seqpar.styles.style import Rule
 from lightning_seqpar.styles.vocab import VocabRule
-from lightning_seqpar.styles.whole import WholeRule
+from lightning_seqpar.styles.whole import GradientRule, WholeRule
 from lightning_seqpar.user_input import nearest, shortened, shown
 
 STYLES: dict[str, type[Rule]] = {
