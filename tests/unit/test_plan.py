@@ -13,7 +13,6 @@ from lightning_seqpar import ParallelConfig, ShardingPlan
 from lightning_seqpar.layout.module_names import in_all_layers, match_pattern
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, load_families, source_digest
-from lightning_seqpar.styles.registry import parse_rule
 from tests.helpers import models
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,42 +48,6 @@ def test_patterns(pattern, name, fits):
 def test_a_pattern_for_all_layers(name, pattern):
     assert in_all_layers(name) == pattern
     assert match_pattern(pattern, name)
-
-
-@pytest.mark.parametrize(
-    ("rule", "says"),
-    [
-        ({"pattern": "a"}, "a rule is a mapping with at least 'pattern' and 'style'"),
-        ({"pattern": "a", "style": "colunm"}, "no style 'colunm'; did you mean 'column'"),
-        ({"pattern": "a..b", "style": "exit"}, "write names joined by single dots"),
-        ({"pattern": "a.{b", "style": "exit"}, "a brace is not closed"),
-        ({"pattern": "a", "style": "blocks", "dim": 2}, "0 or 1"),
-        ({"pattern": "a", "style": "blocks", "dims": 1}, "'dims' is not a field of BlocksRule; did you mean 'dim'"),
-        ({"pattern": "a", "style": "whole", "args": [0, 0]}, "name each argument once"),
-        ({"pattern": "a", "style": "local_heads", "args": []}, "name each argument once"),
-        ({"pattern": "a", "style": "column", "segments": ["q", 3]}, "write a number of equal parts"),
-    ],
-)
-def test_a_wrong_rule_shows_itself(rule, says):
-    with pytest.raises(ValueError, match=says):
-        parse_rule(rule)
-
-
-def test_a_pattern_that_matches_nothing_lists_near_names():
-    plan = ShardingPlan.from_rules([{"pattern": "model.block.*", "style": "blocks"}])
-    with pytest.raises(
-        ValueError,
-        match=r"plan pattern 'model.block.\*' \(style blocks\) matches no module; near names: .*model.blocks",
-    ):
-        plan.match(models.GPT())
-
-
-def test_wrong_files(tmp_path):
-    with pytest.raises(ValueError, match=r"no such file; give a YAML file, a family \(bert, byte_gpt"):
-        ShardingPlan.from_yaml(tmp_path / "x.yaml")
-    (tmp_path / "y.yaml").write_text("a: 1")
-    with pytest.raises(ValueError, match="must hold a list 'rules'"):
-        ShardingPlan.from_yaml(tmp_path / "y.yaml")
 
 
 def test_auto_finds_the_families():

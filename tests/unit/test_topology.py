@@ -208,21 +208,6 @@ def test_wrong_questions_are_answered_with_the_right_name():
         pipeline.stage_layers(0, 8, -1)
 
 
-@pytest.mark.parametrize(
-    ("config", "world", "says"),
-    [
-        ({"tp": 4}, 6, "world size 6 does not divide by tp 4 × cp 1 × pp 1 = 4; use 4 or 8 processes"),
-        ({"tp": 3, "pp": 2}, 8, "use 6 or 12 processes .*, or tp=2 or 4"),
-        ({"pp": 3, "tp": 2}, 8, r"= 6; use 6 or 12 processes \(devices × num_nodes\)$"),
-        ({"tp": 2}, 0, "a world has 1 rank or more; use 2 processes"),
-        ({"tp": 2, "dp": 3}, 8, r"dp=3: dp 3 × tp 2 × cp 1 × pp 1 = 6 ranks, but the world has 8; use dp=4"),
-    ],
-)
-def test_a_world_that_does_not_fit_names_one_that_does(config, world, says):
-    with pytest.raises(ValueError, match=says):
-        ProcessTopology.from_config(ParallelConfig(**config), world)
-
-
 # ---- process groups without other processes ---------------------------------------------------------------------
 
 
