@@ -204,6 +204,8 @@ def test_wrong_questions_are_answered_with_the_right_name():
         pipeline.stage_layers(0, 18, 2)
     with pytest.raises(ValueError, match="virtual_pp=2 with pp=1: there is nothing to interleave"):
         topology.stage_layers(0, 8, 2)
+    with pytest.raises(ValueError, match="world size 0: a world has 1 rank or more; use 2 processes"):
+        ProcessTopology.from_config(ParallelConfig(tp=2), 0)
     with pytest.raises(ValueError, match="virtual_pp=-1: a rank holds 1 virtual stage or more"):
         pipeline.stage_layers(0, 8, -1)
 
