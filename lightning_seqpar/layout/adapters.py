@@ -36,32 +36,35 @@ def is_variant(config: object) -> bool:
 
 def holds_variants(root: nn.Module) -> bool:
     """Whether adapters stand in ``root`` that are no plain LoRA."""
+    return any(is_variant(config) for config in _configs(root))
+
+
+def _configs(root: nn.Module) -> Iterator[object]:
+    """PEFT's configurations of the adapters in ``root``."""
     held = [getattr(module, "peft_config", None) for module in root.modules()]
-    return any(is_variant(config) for configs in held if isinstance(configs, dict) for config in configs.values())
+    return (config for configs in held if isinstance(configs, dict) for config in configs.values())
 
 
 def known_limits(root: nn.Module) -> list[str]:
     """A sentence for each kind of adapter in ``root``, by PEFT's configuration, that is known not to work on shards."""
     limits: dict[str, None] = {}
-    for module in root.modules():
-        configs = getattr(module, "peft_config", None)
-        for config in configs.values() if isinstance(configs, dict) else ():
-            kind = getattr(getattr(config, "peft_type", None), "name", "")
-            if kind == "PREFIX_TUNING":
-                limits["prefix tuning gives every block keys and values of all heads; use LoRA or prompt tuning"] = None
-            if is_variant(config):
-                kind = "DORA" if getattr(config, "use_dora", False) else kind
-                limits[
-                    f"the attention or MLP in which {kind} stands may have to be whole on every rank, and then nothing but the "
-                    "vocabulary is left to shard; leave the attention's or the MLP's linears out of target_modules, or use LoRA"
-                ] = None
-            if getattr(config, "target_parameters", None):
-                limits[
-                    "LoRA on target_parameters (experts) replaces parameters that are dealt out; use target_modules, or leave "
-                    "the module that holds them whole: {pattern: ..., style: whole}"
-                ] = None
-            if getattr(config, "alora_invocation_tokens", None):
-                limits["activated LoRA picks tokens by their place in the whole sequence; set sp=False"] = None
+    for config in _configs(root):
+        kind = getattr(getattr(config, "peft_type", None), "name", "")
+        if kind == "PREFIX_TUNING":
+            limits["prefix tuning gives every block keys and values of all heads; use LoRA or prompt tuning"] = None
+        if is_variant(config):
+            kind = "DORA" if getattr(config, "use_dora", False) else kind
+            limits[
+                f"the attention or MLP in which {kind} stands may have to be whole on every rank, and then nothing but the "
+                "vocabulary is left to shard; leave the attention's or the MLP's linears out of target_modules, or use LoRA"
+            ] = None
+        if getattr(config, "target_parameters", None):
+            limits[
+                "LoRA on target_parameters (experts) replaces parameters that are dealt out; use target_modules, or leave "
+                "the module that holds them whole: {pattern: ..., style: whole}"
+            ] = None
+        if getattr(config, "alora_invocation_tokens", None):
+            limits["activated LoRA picks tokens by their place in the whole sequence; set sp=False"] = None
     return list(limits)
 
 
@@ -78,10 +81,7 @@ def plain_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def without_adapters(root: nn.Module) -> nn.Module:
-    """Replace each adapter by the linear inside it, in place, for a copy from which a plan is inferred.
-
-    The linear's parameters, which are frozen under the adapter, require gradients again.
-    """
+    """Replace each adapter by the linear inside it, in place, which trains again: for a copy from which a plan is inferred."""
     for module in list(root.modules()):
         for name, child in list(module.named_children()):
             if is_adapted(child):

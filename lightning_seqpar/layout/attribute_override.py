@@ -48,10 +48,7 @@ def read_attribute(module: Any, path: str) -> Any:
 
 
 def write_attribute(module: Any, path: str, value: Any) -> None:
-    """Set an attribute by its path; for ``config.num_heads`` the module gets an :class:`AttributeOverride` of its config.
-
-    A mapping or a tuple of pairs is replaced by another one.
-    """
+    """Set an attribute by its path; its holder (a config, a mapping, pairs) is overridden or replaced, and stays as it is."""
     holder, _, leaf = path.rpartition(".")
     if not holder:
         setattr(module, leaf, value)

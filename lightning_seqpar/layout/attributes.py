@@ -24,9 +24,7 @@ Values = dict[tuple[str, str], Any]
 class ModelAttributes:
     """Reads and sets the attributes of a model's modules; not those of layers that were swapped, nor of metrics.
 
-    Args:
-        model: the model.
-        tensors: whether tensors count too in all of its modules; else they do in the model itself alone.
+    Tensors count in all of its modules with ``tensors``, and else in the model itself alone.
     """
 
     def __init__(self, model: nn.Module, *, tensors: bool = False) -> None:

@@ -24,10 +24,9 @@ LinearKind = Literal["out_in", "in_out"]
 def linear_kind(module: nn.Module | None) -> LinearKind | None:
     """How ``module`` keeps its weight if it computes ``x Wᵀ + b`` and nothing else; None for any other module.
 
-    torch's own ``nn.Linear`` is known. A module of any other class with a matrix ``weight`` (Conv1D, a subclass of
-    ``nn.Linear``) is run on random numbers and compared with ``F.linear``: quantised linears compute something else, and one
-    that casts its weight to its input's type is none either. Nor is a subclass whose forward reads what may change while training
-    (a noise that grows), as a parallel layer would not; settings that are off, or words, are watched (:func:`settings_of`).
+    A module of another class than torch's own ``nn.Linear`` with a matrix ``weight`` (Conv1D, a subclass) is run on random numbers
+    and compared with ``F.linear``. One that casts its weight to its input's type is none, nor a subclass whose forward reads what
+    may change while training (:func:`settings_of`), as a parallel layer would not.
     """
     if module is None:
         return None
@@ -69,15 +68,10 @@ def is_parametrized(module: nn.Module | None) -> TypeGuard[nn.Linear]:
 
 @dataclass(frozen=True)
 class LinearSettings:
-    """Settings that the forward of a subclass of ``nn.Linear`` reads, none of which changes what it computes as they are.
-
-    Attributes:
-        of: the class.
-        values: each setting (of the module or of its class), by name.
-    """
+    """Settings that the forward of a subclass of ``nn.Linear`` reads, none of which changes what it computes as they are."""
 
     of: type
-    values: Mapping[str, object]
+    values: Mapping[str, object]  # by name, of the module or of its class
 
     def check(self, module: nn.Module, name: str) -> None:
         """Raises RuntimeError, naming the setting, unless all are as they were: a parallel layer computes the product alone."""
@@ -92,10 +86,9 @@ class LinearSettings:
 
 
 def settings_of(module: nn.Module) -> LinearSettings | None:
-    """Finds the settings that the forward of a subclass of ``nn.Linear`` reads.
+    """Finds the settings (flags, words) that the forward of a subclass of ``nn.Linear`` reads.
 
-    None if it reads anything else beside its weight and bias that may change what it computes: a number (a noise that grows),
-    a type, whether it trains, a closure, a global name.
+    None if it reads anything else that may change what it computes: a number, a type, whether it trains, a closure, a global name.
     """
     forward = type(module).forward
     if forward is nn.Linear.forward or not isinstance(module, nn.Linear):
@@ -118,25 +111,19 @@ def settings_of(module: nn.Module) -> LinearSettings | None:
 
 
 def _try(module: nn.Module, weight: Tensor, bias: Tensor | None) -> LinearKind | None:
-    """Runs a module on random numbers ``[2, 3, in]`` and compares it with ``F.linear`` for either form of its weight.
-
-    Modes of the caller's do not reach it: one that turns casts down would hide that a linear takes one type alone.
-    """
-    with _disable_current_modes():
-        return _try_plainly(module, weight, bias)
-
-
-def _try_plainly(module: nn.Module, weight: Tensor, bias: Tensor | None) -> LinearKind | None:
+    """Runs a module on random numbers ``[2, 3, in]`` and compares it with ``F.linear`` for either form of its weight."""
     generator = torch.Generator().manual_seed(5)
     kinds: tuple[tuple[LinearKind, Tensor], ...] = (("in_out", weight.t()), ("out_in", weight))
-    for kind, matrix in kinds:
-        if bias is not None and bias.shape[0] != matrix.shape[0]:
-            continue
-        x = torch.randn(2, 3, matrix.shape[1], generator=generator).to(weight)
-        wanted = F.linear(x, matrix, bias).detach()
-        if all(_makes(module, x, wanted, training) for training in (True, False)):
-            other = torch.float32 if x.dtype == torch.float64 else torch.float64
-            return None if _output(module, x.to(other), module.training) is not None else kind
+    # Modes of the caller's do not reach it: one that turns casts down would hide that a linear takes one type alone.
+    with _disable_current_modes():
+        for kind, matrix in kinds:
+            if bias is not None and bias.shape[0] != matrix.shape[0]:
+                continue
+            x = torch.randn(2, 3, matrix.shape[1], generator=generator).to(weight)
+            wanted = F.linear(x, matrix, bias).detach()
+            if all(_makes(module, x, wanted, training) for training in (True, False)):
+                other = torch.float32 if x.dtype == torch.float64 else torch.float64
+                return None if _output(module, x.to(other), module.training) is not None else kind
     return None
 
 

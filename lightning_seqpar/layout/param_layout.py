@@ -123,10 +123,9 @@ class ModelLayout(Mapping[str, ParamLayout]):
         self._layouts = {name: replace(layout, stages=stages_of(name)) for name, layout in self._layouts.items()}
 
     def note_computing(self, model: nn.Module, prefix: str) -> dict[str, nn.Parameter]:
-        """Notes the objects that stand in for parameters while a forward computes with all rows of them.
+        """Notes the objects that stand in for parameters whose names begin with ``prefix`` while a forward computes with all rows.
 
-        ``prefix`` names the module whose parameters have all rows now, with a dot at its end; empty for the model's. Returns those
-        that were not known yet, by name.
+        Returns those that were not known yet, by name.
         """
         new: dict[str, nn.Parameter] = {}
         for name in self._parameters:
@@ -156,10 +155,7 @@ class ModelLayout(Mapping[str, ParamLayout]):
         return self._parameters[name]
 
     def first_held(self, name: str, rank: int, grad: Tensor) -> Tensor:
-        """Returns which indices of a rank's part of a gradient no rank before it holds too, along the shard's dim: int64.
-
-        It is sent to the gradient's device once. Of the gradient the rank may hold some rows alone.
-        """
+        """Returns which indices of a rank's part (or rows) of a gradient no rank before it holds too: int64, made once."""
         rows, shard = rows_held(grad), self[name].shard
         key = name, grad.device, rows
         if key not in self._first_held:

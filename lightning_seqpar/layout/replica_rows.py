@@ -1,8 +1,7 @@
 """The rows that a rank holds of a parameter which torch's ``fully_shard`` split over the data-parallel ranks.
 
-Tensor parallelism gives each rank a part of a parameter, a plain tensor. ``fully_shard`` makes a ``DTensor`` of that part, of
-which each data-parallel rank holds some rows (indices of dim 0), and so are its gradient and the optimizer's moments. Everywhere
-else tensors stay plain: this module is where the two forms meet.
+It makes a ``DTensor`` of the part that tensor parallelism gives a rank, and so are the gradient and the optimizer's moments.
+Everywhere else tensors stay plain: this module is where the two forms meet.
 """
 
 from __future__ import annotations

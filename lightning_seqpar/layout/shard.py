@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,13 +85,8 @@ class Shard:
     @property
     def shared_length(self) -> int:
         """How many indices several ranks have; no tensor is made, so that it can be asked where tensors have no numbers."""
-        edges = sorted({edge for own in self.ranges for pair in own for edge in pair})
-        spans = [pair for own in self.ranges for pair in own]
-        return sum(
-            after - edge
-            for edge, after in itertools.pairwise(edges)
-            if sum(start <= edge < stop for start, stop in spans) > 1
-        )
+        held = Counter(pair for own in self.ranges for pair in own)  # of two ranks the same, or without a common index
+        return sum(stop - start for (start, stop), count in held.items() if count > 1)
 
     @property
     def has_shared(self) -> bool:

@@ -16,10 +16,9 @@ _PRODUCTS = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 class StandIn(Tensor):
     """An activation that tells this rank's width, and stands for a whole one.
 
-    A module may write ``b, s, h = x.shape``, project ``x`` and bring what its attention made back to ``[b, s, h]``: on a rank,
-    ``h`` must be this rank's features there, and the projections must read all of ``x``. Columns that are modules resolve
-    it (:func:`resolve`), and so do products with a weight. Every number in it is NaN, so that whoever else computes with it
-    is found out.
+    A module may write ``b, s, h = x.shape``, project ``x`` and bring what its attention made back to ``[b, s, h]``: on a rank, that
+    must be its own features, and the projections must read all of ``x``. Columns resolve it (:func:`resolve`), and so do
+    products with a weight. Every number in it is NaN, so that whoever else computes with it is found out.
     """
 
     whole: Tensor | None = None

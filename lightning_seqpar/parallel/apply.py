@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -19,11 +20,11 @@ from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
-from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
+from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, is_compiled
 from lightning_seqpar.parallel.context import hook_embeddings
-from lightning_seqpar.parallel.graph_draws import GraphDraws
+from lightning_seqpar.parallel.graph_draws import check_draws
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
-from lightning_seqpar.parallel.recompute import Recompute, make_recomputed, recomputed
+from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, recomputed
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import (
     PART_KEY,
@@ -34,7 +35,6 @@ from lightning_seqpar.parallel.sharded_model import (
     record_of,
     refuse_copies,
 )
-from lightning_seqpar.parallel.tiled_mlps import MLPTiles
 from lightning_seqpar.pipeline.held_parameters import from_holder
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.hooks import begin_on_shards, draw_alike, end_on_shards, return_whole
@@ -58,12 +58,13 @@ class _Swap:
         loss_chunk: int | None,
         recompute: Recompute,
         compiler: BlockGraphs | None,
-        context: ContextAxis | None,
         tiles: MLPTiles | None,
+        cp_method: Method,
     ) -> None:
         self.plan = ResolvedPlan(model, plans, groups.size("tp"), sp, loss_chunk)
         self._recompute, self._recomputed = recompute, recomputed(self.plan, recompute)
-        self._model, self._groups, self._compiler, self._context = model, groups, compiler, context
+        self._model, self._groups, self._compiler = model, groups, compiler
+        self._context = ContextAxis(groups["cp"], cp_method) if has_context(groups) else None
         self._tiles, self._tiled = tiles, tiles.find(self.plan) if tiles is not None else []
         if compiler is not None:
             refuse_unlowered(self.plan)
@@ -119,7 +120,7 @@ class _Swap:
             plan.modules[name].__dict__[PART_KEY] = name
         for module in self._holders(record.layout):
             guard_pickling(module)
-        record.changes, record.restore = changes_since(before), application.restore
+        record.changes = changes_since(before)
         self._model.__dict__[RECORD_KEY] = record
         return record
 
@@ -128,10 +129,8 @@ class _Swap:
         for stack in self.plan.stacks:
             lowered = self._application.lowered[stack.blocks[0]]
 
-            def check(graph: Any, inputs: Sequence[Any], lowered: LoweredRegion = lowered) -> str | None:
-                return GraphDraws(graph, inputs, layouts, lowered).refusal()
-
             for name in stack.blocks:
+                check = functools.partial(check_draws, layout=layouts, lowered=lowered)
                 compiler.compile(self.plan.modules[name], name, count, check)
 
     def _recomputing_modules(self) -> dict[str, SequenceRegion]:
@@ -140,9 +139,7 @@ class _Swap:
         for name, module in self.plan.modules.items():
             if self.plan.canonical[name] != name or not (is_norm(module) or type(module) is nn.Dropout):
                 continue
-            if self._application.is_lowered(name):
-                continue
-            if (stack := self.plan.stack_reaching(name)) is not None:
+            if not self._application.is_lowered(name) and (stack := self.plan.stack_reaching(name)) is not None:
                 found[name] = self._application.region_at(stack)
         return found
 
@@ -160,8 +157,10 @@ class _Swap:
     def _own_hooks(self, record: ShardedModel) -> Iterator[RemovableHandle]:
         for stack in self.plan.stacks:
             yield from hook_stack(stack, self._application)
-            if self._compiler is not None:
-                yield from self._hook_lowered_blocks(stack)
+            # What is traced in a block is told how long the sequence is, behind the hook by which the block enters the region.
+            for name in stack.blocks if self._compiler is not None else ():
+                frames, lowered = self._application.region_at(stack).frames, self._application.lowered_at(name)
+                yield self.plan.modules[name].register_forward_pre_hook(begin_lowered_block(lowered, frames))
             owner = self.plan.modules[stack.owner]
             yield owner.register_forward_pre_hook(_refuse_other_strategies(self._model), prepend=True)
         for name in dict.fromkeys(match.name for match in self.plan.decided):
@@ -179,13 +178,6 @@ class _Swap:
         yield from self._hook_modules_around()
         for module in self._holders(record.layout):
             yield module.register_state_dict_pre_hook(guard_state_dict(record))
-
-    def _hook_lowered_blocks(self, stack: Stack) -> Iterator[RemovableHandle]:
-        """What is traced in a block is told how long the sequence is, behind the hook by which the block enters the region."""
-        frames = self._application.region_at(stack).frames
-        lowered = self._application.lowered[stack.blocks[0]]
-        for name in stack.blocks:
-            yield self.plan.modules[name].register_forward_pre_hook(begin_lowered_block(lowered, frames))
 
     def _hook_dropouts(self) -> Iterator[RemovableHandle]:
         """What drops whole activations, and stochastic depth, draws alike on all ranks."""
@@ -244,15 +236,10 @@ def _refuse_other_strategies(model: nn.Module) -> Callable[..., None]:
     """Before the blocks run: the trainer's strategy must be the one that sharded them."""
 
     def hook(module: nn.Module, args: Any) -> None:
-        trainer = getattr(model, "_trainer", None)
-        record = record_of(model)
-        if (
-            trainer is not None
-            and record is not None
-            and not record.is_copy
-            and trainer.training
-            and trainer.strategy is not record.strategy()
-        ):
+        trainer, record = getattr(model, "_trainer", None), record_of(model)
+        if trainer is None or record is None or record.is_copy or not trainer.training:
+            return
+        if trainer.strategy is not record.strategy():
             raise RuntimeError(
                 f"the model is still sharded by an earlier strategy, and {type(trainer.strategy).__name__} would train "
                 "the shards as if they were the model; call lightning_seqpar.unshard(model) on all ranks first"
@@ -265,8 +252,7 @@ def refuse_compiled(model: nn.Module, planned: Iterable[str]) -> None:
     """What torch.compile made of ``planned`` modules, or of modules in or around them, knows nothing of shards."""
     names = list(planned)
     for name, module in model.named_modules():
-        is_compiled = module._compiled_call_impl is not None or "_orig_mod" in module._modules
-        if is_compiled and any(not name or inside(one, name) or inside(name, one) for one in names):
+        if is_compiled(module) and any(not name or inside(one, name) or inside(name, one) for one in names):
             raise ValueError(
                 f"{name or 'the model'} was compiled (torch.compile, or the module's own compile()), and a compiled graph knows "
                 "nothing of shards. Leave torch.compile away and set compile: true (SeqParallelStrategy(compile=True)): the "
@@ -302,8 +288,7 @@ def parallelize(
     """
     if record_of(model) is not None:
         raise ValueError("the model is parallelised already; call unshard(model) first")
-    context = ContextAxis(groups["cp"], cp_method) if has_context(groups) else None
-    swap = _Swap(model, plans, groups, sp, regather, loss_chunk, recompute, compiler, context, tiles)
+    swap = _Swap(model, plans, groups, sp, regather, loss_chunk, recompute, compiler, tiles, cp_method)
     refuse_compiled(model, [match.name for match in swap.plan.matches])
     return swap.apply()
 
@@ -374,7 +359,5 @@ def unshard(model: nn.Module) -> nn.Module:
         record.stage.undo_hooks()
     for change in reversed(record.changes):  # a module's last change leads to its class before that
         change.undo()
-    for restore in reversed(record.restore):  # what was changed last is taken back first
-        restore()
     del model.__dict__[RECORD_KEY]
     return model

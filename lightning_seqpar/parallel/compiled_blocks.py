@@ -1,8 +1,7 @@
 """Blocks whose forward ``torch.compile`` has made one graph of.
 
-A block's class gets a subclass with another forward, so that everything around the forward (the region's hooks, and the user's on
-the block) stays eager, and so that a copy of the block runs on its own parameters. One compiled function serves all blocks of a
-class; their graphs differ only where the blocks do.
+A block's class gets a subclass with another forward, so that hooks on the block stay eager and a copy of it runs on its own
+parameters. One compiled function serves all blocks of a class; their graphs differ only where the blocks do.
 """
 
 from __future__ import annotations
@@ -23,13 +22,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.distributed.autograd import children, in_backward, unseen_by_compiler
+from lightning_seqpar.layout.module_names import block_lists
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
 
 NAME_KEY = "_seqpar_block"
 """Under which a compiled block has its name, for messages."""
 
-Check = Callable[[fx.GraphModule, Sequence[Any]], str | None]
-"""What refuses a traced graph, in words, given what it was traced with."""
+Check = Callable[[fx.GraphModule, Sequence[Any]], None]
+"""What raises :class:`GraphRefusedError` for a traced graph, given what it was traced with."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the strategy compiles a module, or the user's code has compiled it."""
+    return NAME_KEY in vars(module) or module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 class GraphRefusedError(ValueError):
@@ -82,28 +87,26 @@ class BlockGraphs:
 
     @contextmanager
     def _as_compiled(self, block: nn.Module) -> Iterator[None]:
-        """What a block's graph runs in.
-
-        Dispatch modes are hidden, since torch compiles nothing under them. DDP would have graphs split where its buckets end. And a
-        recompute in the backward sees the default dtype that the forward saw, by which graphs are chosen: Lightning sets it in a
-        step alone.
-        """
+        """Sets what a block's graph runs in."""
         dtype = torch.get_default_dtype()
         with ExitStack() as stack:
             stack.enter_context(_refusing(block.__dict__[NAME_KEY]))
+            # Dispatch modes are hidden, since torch compiles nothing under them. DDP would split graphs where its buckets end.
             stack.enter_context(unseen_by_compiler())
             if DistributedDataParallel._get_active_ddp_module() is not None:
                 stack.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
+            # Graphs are chosen by the default dtype too, which Lightning sets in a step alone, and not for a recompute behind it.
             if not in_backward():
                 self._dtype = dtype
             elif dtype != self._dtype:
-                stack.enter_context(_default_dtype(self._dtype))
+                torch.set_default_dtype(self._dtype)
+                stack.callback(torch.set_default_dtype, dtype)
             yield
 
     def _make(self, kind: str, check: Check | None, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """The backend: a traced graph as something to call."""
-        if check is not None and (why := check(graph, inputs)) is not None:
-            raise GraphRefusedError(why)
+        if check is not None:
+            check(graph, inputs)
         self.traced[kind] += 1
         backend, options = self._options.get("backend", "inductor"), dict(self._options.get("options") or {})
         if backend == "inductor":
@@ -115,12 +118,8 @@ class BlockGraphs:
         """Remember the class of the autograd node that a graph's outputs have: torch makes one for each graph."""
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                for node in (
-                    leaf.grad_fn,
-                    *children(leaf.grad_fn),
-                ):  # an output may be a view of what the node returned
-                    if node.name() == "CompiledFunctionBackward":
-                        self.node_types.add(type(node))
+                around = (leaf.grad_fn, *children(leaf.grad_fn))  # an output may be a view of what the node returned
+                self.node_types |= {type(node) for node in around if node.name() == "CompiledFunctionBackward"}
 
 
 @contextmanager
@@ -137,16 +136,6 @@ def _refusing(name: str) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def _shortened(error: TorchDynamoException) -> str:
     """What torch says of a block that it can't trace: the reason, and the line of code."""
     text = str(error)
@@ -158,7 +147,8 @@ def _shortened(error: TorchDynamoException) -> str:
 
 def compile_plain_blocks(model: nn.Module, compiler: BlockGraphs) -> list[ModuleChange]:
     """Compile the repeated blocks of a model that is not sharded."""
-    blocks = dict(_repeated_blocks(model))
+    lists = {f"{name}." if name else "": model.get_submodule(name) for name in block_lists(model)}
+    blocks = {f"{prefix}{key}": block for prefix, held in lists.items() for key, block in held.named_children()}
     if not blocks:
         raise ValueError(
             "compile=True with tp=1: nothing is sharded, and no list of repeated blocks was found to compile; use compile=False "
@@ -168,16 +158,3 @@ def compile_plain_blocks(model: nn.Module, compiler: BlockGraphs) -> list[Module
     for name, block in blocks.items():
         compiler.compile(block, name, len(blocks))
     return changes_since(before)
-
-
-def _repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost repeated blocks of a model that no plan names: modules of one class with parameters, in one list."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{one}.") for one in found):
-            continue
-        parts = dict(module.named_children())
-        if len(parts) > 1 and len({type(part) for part in parts.values()}) == 1 and [*module.parameters()]:
-            for key, part in parts.items():
-                found.append(f"{name}.{key}" if name else key)
-                yield found[-1], part

@@ -39,8 +39,7 @@ def enter_context(name: str, stack: Stack, axis: ContextAxis) -> Callable[..., A
 def hook_embeddings(plan: PlannedModel, axis: ContextAxis) -> Iterator[RemovableHandle]:
     """Pre-hooks of the embeddings in front of the blocks: their ids ``[b, s]`` become this rank's, ``[b, s/cp]``.
 
-    So nothing in front of the blocks is whole. Which dim of other ids is the sequence is not known, so blocks of ``[s, b, h]`` have
-    none: their activations are cut in front of the blocks.
+    Which dim of other ids is the sequence is not known: activations of blocks of ``[s, b, h]`` are cut in front of the blocks.
     """
     if not any(stack.dim == 1 for stack in plan.stacks):
         return

@@ -1,6 +1,4 @@
-"""What ``data_parallel: fsdp`` asks of torch's ``fully_shard``: its options, the modules that are gathered each on their own, and
-what a rank then holds and sends.
-"""
+"""What ``data_parallel: fsdp`` asks of torch's ``fully_shard``, and what a rank then holds and sends."""
 
 from __future__ import annotations
 
@@ -46,17 +44,22 @@ def fully_shard_options(given: Mapping[str, Any]) -> dict[str, Any]:
         )
     out: dict[str, Any] = {}
     if (reshard := given.get("reshard_after_forward")) is not None:
-        if not isinstance(reshard, bool):
-            raise ValueError(
-                f"fsdp={{'reshard_after_forward': {reshard!r}}}: use true (blocks are gathered once more in the backward) or "
-                "false (they stay gathered)"
-            )
-        out["reshard_after_forward"] = reshard
+        use = "true (blocks are gathered once more in the backward) or false (they stay gathered)"
+        out["reshard_after_forward"] = _flag(f"'reshard_after_forward': {reshard!r}", reshard, use)
     if (policy := given.get("mp_policy")) is not None:
         out["mp_policy"] = policy if isinstance(policy, MixedPrecisionPolicy) else _mixed_precision(policy)
     if (offload := given.get("offload_policy")) is not None:
-        out["offload_policy"] = offload if isinstance(offload, OffloadPolicy) else _offloading(offload)
+        if not isinstance(offload, OffloadPolicy):
+            on_cpu = _flag(f"'offload_policy': {offload!r}", offload, "true (keep it all on the CPU) or false")
+            offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if on_cpu else OffloadPolicy()
+        out["offload_policy"] = offload
     return out
+
+
+def _flag(option: str, value: Any, use: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"fsdp={{{option}}}: use {use}")
+    return value
 
 
 def _mixed_precision(policy: Any) -> MixedPrecisionPolicy:
@@ -72,9 +75,7 @@ def _mixed_precision(policy: Any) -> MixedPrecisionPolicy:
                 f"fsdp={{'mp_policy': {{{name!r}: ...}}}}: there is no such field; did you mean {nearest(name, list(_MP_FIELDS))}?"
             )
         if name == "cast_forward_inputs":
-            if not isinstance(value, bool):
-                raise ValueError(f"fsdp={{'mp_policy': {{{name!r}: {value!r}}}}}: use true or false")
-            fields[name] = value
+            fields[name] = _flag(f"'mp_policy': {{{name!r}: {value!r}}}", value, "true or false")
         elif value is not None:
             found = value if isinstance(value, torch.dtype) else _TYPES.get(str(value).removeprefix("torch."))
             if found is None:
@@ -85,14 +86,7 @@ def _mixed_precision(policy: Any) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(**fields)
 
 
-def _offloading(value: Any) -> OffloadPolicy:
-    """The policy for true or false; raises ValueError for anything else."""
-    if not isinstance(value, bool):
-        raise ValueError(f"fsdp={{'offload_policy': {value!r}}}: use true (keep it all on the CPU) or false")
-    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if value else OffloadPolicy()
-
-
-def block_lists(model: nn.Module) -> Iterator[str]:
+def listed_blocks(model: nn.Module) -> Iterator[str]:
     """Names of the modules of every list that holds several of one class with modules in them: the blocks of most models."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
@@ -119,11 +113,9 @@ def units_among(given: Mapping[str, Any], model: nn.Module, blocks: Iterable[str
 
 
 def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
-    """The blocks that are gathered and reduced as a whole, each on its own; the rest of the model is one more unit.
+    """Names of the blocks that are gathered and reduced each on its own, in order; of a list of modules, those.
 
-    Returns:
-        Names, in order; of a block that is a list of modules, those. One that shares a parameter with anything outside of it is
-        left out: the parameter would belong to two.
+    One that shares a parameter with anything outside of it is left out: the parameter would belong to two units.
     """
     named = dict(model.named_modules())
     modules = {id(named[name]): name for name in reversed(list(blocks)) if name in named}
@@ -136,9 +128,7 @@ def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
     found = set()
     while outer:
         name = outer.pop()
-        if isinstance(
-            named[name], nn.ModuleList | nn.ModuleDict
-        ):  # nobody calls it, so nothing could be gathered before
+        if isinstance(named[name], nn.ModuleList | nn.ModuleDict):  # nobody calls it, so it is gathered before nothing
             outer += [f"{name}.{key}" for key, _ in named[name].named_children()]
             continue
         held = Counter(id(p) for _, p in named[name].named_parameters(remove_duplicate=False))
@@ -154,13 +144,13 @@ class ReplicaSplit:
     replicas: int = 1  # that share a parameter
     units: Sequence[
         str
-    ] = ()  # modules that are gathered and reduced each on their own; the rest of the model is one more
+    ] = ()  # modules that are gathered and reduced each on its own; the rest of the model is one more
     options: Mapping[str, Any] = field(default_factory=dict)  # keywords of ``fully_shard``
 
     @classmethod
     def of(cls, model: nn.Module, given: Mapping[str, Any], blocks: Iterable[str], replicas: int) -> ReplicaSplit:
         """The split of a model."""
-        units = units_of(model, units_among(given, model, [*blocks, *block_lists(model)]))
+        units = units_of(model, units_among(given, model, [*blocks, *listed_blocks(model)]))
         return cls(replicas, units, fully_shard_options(given))
 
     def numel(self, parameter: Tensor) -> int:

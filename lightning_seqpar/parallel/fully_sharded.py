@@ -1,8 +1,7 @@
 """Sharding over the data-parallel replicas: torch's ``fully_shard`` on the blocks of a model whose tp parts are made already.
 
-Of every parameter (its part over tp) a rank then holds some rows between steps, and so of its gradient and of the optimizer's
-moments. ``fully_shard`` gathers a block's rows before the block runs, and reduces their gradients behind its backward
-(ZeRO-2 and -3, arXiv 1910.02054; torch calls it FSDP2). It replaces every parameter object; layouts find them again by name.
+Of every parameter (its part over tp) a rank then holds some rows between steps, gathered before a block runs, and so of gradients
+and moments (ZeRO-2 and -3, arXiv 1910.02054). ``fully_shard`` replaces every parameter; layouts find them again by name.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ _HOOKS = (
 
 
 class _PartsAround:
-    """Keeps parts of sequences, and sharded logits, from the hooks of ``fully_shard``, which want plain tensors of a unit.
-
-    Outside of those hooks a part is the plain tensor that this rank holds, and inside of them a part again; and so is what the
-    unit returns. It is made before ``fully_shard`` is called on the unit, and closed after.
-    """
+    """Hides parts of sequences and sharded logits from the hooks of ``fully_shard`` on a unit; made before it, closed after."""
 
     def __init__(self, unit: nn.Module) -> None:
         self._unit = unit
@@ -108,13 +103,7 @@ def _with_places(tree: Any, places: Sequence[_Place]) -> Any:
 class FullySharded:
     """A model of which each data-parallel rank holds some rows of every parameter.
 
-    Attributes:
-        units: names of the blocks that are gathered and reduced each on its own.
-        whole: parameters that every replica holds whole (``fully_shard`` can't split one without dims), by name. Their
-            gradients are averaged by :meth:`average`.
-
-    Raises:
-        ValueError: for what ``fully_shard`` would compute wrong, or refuse in the first step; the model is untouched then.
+    Raises ValueError for what ``fully_shard`` would compute wrong, or refuse in the first step; the model is untouched then.
     """
 
     def __init__(
@@ -124,8 +113,8 @@ class FullySharded:
         everything = dict(self._model.named_parameters())
         holds = (lambda name: True) if record.stage is None else record.stage.holds
         parameters = {name: p for name, p in everything.items() if holds(name)}
-        here = [name for name in units_of(self._model, blocks) if any(inside(one, name) for one in parameters)]
-        self.units = here
+        # The blocks that are gathered and reduced each on its own; and what has no dims, which fully_shard can't split.
+        self.units = [name for name in units_of(self._model, blocks) if any(inside(one, name) for one in parameters)]
         self.whole = {name: p for name, p in parameters.items() if p.ndim == 0}
         left_alone = {*self.whole.values(), *(p for name, p in everything.items() if name not in parameters)}
         self._check(parameters)
@@ -141,7 +130,7 @@ class FullySharded:
         left = dict(self._own)
         crossings = [_PartsAround(self._model.get_submodule(unit)) for unit in self.units]
         for unit in [*self.units, ""]:
-            within = [left.pop(name) for name in list(left) if not unit or inside(name, unit)]
+            within = [left.pop(name) for name in list(left) if inside(name, unit)]
             for parameter in within:
                 parameter.data = parameter.data.contiguous()
             fully_shard(self._model.get_submodule(unit), mesh=mesh, ignored_params=left_alone, **options)
@@ -152,9 +141,8 @@ class FullySharded:
         self._versions = {name: p._version for name, p in self._own.items()}
         self._reduces, self._waiting = True, False  # whether gradients of an earlier micro-batch wait
         self._used: set[str] = set()  # parameters that have got a gradient since they had none
-        self._changes = [
-            change for change in changes_since(snapshots) if change.own is not change.other or change.added
-        ]
+        changes = changes_since(snapshots)
+        self._changes = [change for change in changes if change.own is not change.other or change.added]
         self._hooks = hooks
         record.layout.rebind(self._model)
         record.changes, record.replicas = [*record.changes, *self._changes], self
@@ -163,11 +151,9 @@ class FullySharded:
             for name in [*self.units, ""]
         ]
         self._trains = {name: p.requires_grad for name, p in self._own.items()}
+        outside = self._outside_modules()
         self._handles = [
-            *(
-                module.register_forward_pre_hook(self._gather_outside, prepend=True)
-                for module in self._outside_modules()
-            ),
+            *(module.register_forward_pre_hook(self._gather_outside, prepend=True) for module in outside),
             *(self._model.get_submodule(unit).register_forward_hook(_refuse_graph(unit)) for unit in self.units),
         ]
         for crossing in crossings:
@@ -180,11 +166,9 @@ class FullySharded:
         return self._model
 
     def _own_calls(self) -> None:
-        """Put hooks of ours in the place of those that ``fully_shard`` gave the model for its calls.
-
-        A step of the user's is such a call, and calls the model once more where it reads ``self(x)``: what is in no block is
-        gathered by then. And torch's hook can't be given to logits that are sharded by vocabulary.
-        """
+        """Put hooks of ours in the place of those that ``fully_shard`` gave the model for its calls."""
+        # A step of the user's is such a call, and calls the model once more where it reads self(x): what is in no block is gathered
+        # by then. And torch's hook can't be given to logits that are sharded by vocabulary.
         self._in_step = False
         state = self._state
         state._pre_forward_hook_handle.remove()
@@ -262,7 +246,7 @@ class FullySharded:
             for name, module in self._model.named_modules()
             if name
             and not any(inside(name, unit) for unit in self.units)
-            and next(module.parameters(False), None) is not None
+            and any(True for _ in module.parameters(False))
         ]
 
     def _gather_outside(self, module: nn.Module, args: Any) -> None:
@@ -270,20 +254,17 @@ class FullySharded:
 
         That is so behind a backward in the middle of a step (manual optimization), and outside of steps.
         """
-        held = [parameter for parameter in module._parameters.values() if parameter is not None]
-        if any(is_split(parameter) for parameter in held):
+        if any(is_split(parameter) for parameter in module.parameters(recurse=False)):
             self.root.unshard()
             self._note_computing("")
-        for parameter in module._parameters.values():
-            layout = None if parameter is None else self._record.layout.of(parameter)
-            if parameter is None or layout is None or layout.name not in self._own:
+        for parameter in module.parameters(recurse=False):
+            layout = self._record.layout.of(parameter)
+            if layout is None or layout.name not in self._own:
                 continue
             # Which parameters train may be set on either object, and was the same on both.
             own = self._record.layout.parameter(layout.name)
             if own.requires_grad != parameter.requires_grad:
-                trains = (
-                    own.requires_grad if own.requires_grad != self._trains[layout.name] else parameter.requires_grad
-                )
+                trains = not self._trains[layout.name]
                 own.requires_grad_(trains)
                 parameter.requires_grad_(trains)
             self._trains[layout.name] = own.requires_grad
@@ -364,10 +345,9 @@ class FullySharded:
         self.root.set_requires_gradient_sync(reduces)
 
     def drop_unused(self, parameters: Sequence[Tensor] | None) -> None:
-        """Take away the gradients of those of ``parameters`` (None for all) that no rank has used.
+        """Take away the gradients of those of ``parameters`` (None for all) that no rank has used, and an optimizer leaves alone.
 
-        They are zeros, which only the reduction needed. An optimizer then leaves them alone, as in one process. Collective over
-        dp and tp; a rank that has used all of them does not wait for what the others say.
+        Collective over dp and tp; a rank that has used all of them does not wait for what the others say.
         """
         layout = self._record.layout
         if parameters is None:
@@ -387,12 +367,9 @@ class FullySharded:
                 layout.parameter(name).grad = None
 
     def average(self, parameters: Sequence[Tensor] | None) -> None:
-        """Average the gradients of those of ``parameters`` (None for all) that every replica holds whole. Collective over dp.
-
-        Averaging again what is equal on all replicas changes nothing.
-        """
-        due_ids = {id(parameter) for parameter in (self.whole.values() if parameters is None else parameters)}
-        due = [p for p in self.whole.values() if id(p) in due_ids and p.requires_grad]
+        """Average the gradients of those of ``parameters`` (None for all) that every replica holds whole. Collective over dp."""
+        asked = None if parameters is None else {id(parameter) for parameter in parameters}
+        due = [p for p in self.whole.values() if p.requires_grad and (asked is None or id(p) in asked)]
         if not due:
             return
         group = self._record.groups[self._record.groups.mean_axes]

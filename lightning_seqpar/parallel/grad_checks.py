@@ -97,15 +97,13 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
     names, grads = [], []
     for parameter in parameters:
         found = layout.of(parameter)
-        if found is None:
-            unknown = (
-                f"a parameter of shape {list(parameter.shape)} that is none of the model's (register it in its module)"
-            )
-            names.append((unknown, "nothing is known of it"))
-        elif not found.is_sharded:
-            names.append((found.name, str(found.reason)))
-        if found is None or not found.is_sharded:
-            grads.append(local_rows(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)))
+        if found is not None and found.is_sharded:
+            continue
+        unknown = (
+            f"a parameter of shape {list(parameter.shape)} that is none of the model's (register it in its module)"
+        )
+        names.append((unknown, "nothing is known of it") if found is None else (found.name, str(found.reason)))
+        grads.append(local_rows(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)))
     if not grads:
         return _passes
     dtypes, spread = [grad.dtype for grad in grads], Spread(grads, groups)
@@ -113,8 +111,8 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
     def comparison() -> None:
         gaps = {}
         for index, (low, high, dtype) in enumerate(zip(*spread.read(), dtypes, strict=True)):
-            gap = (high - low) / high if high > 0 else 0.0
             if high > 0:
+                gap = (high - low) / high
                 gaps[index] = gap if gap > tolerance(dtype) else 0.0
         worst = max(gaps.values(), default=0.0)
         if worst > 0:
@@ -129,8 +127,10 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
 
 def _why_apart_over_tp(gaps: Sequence[float]) -> str:
     """A sentence on what gradients of whole parameters differ by: one number where a rank scaled all of its gradients."""
-    scaled = "gradients were clipped by torch.nn.utils.clip_grad_norm_, which knows nothing of shards (use self.clip_gradients or "
-    scaled += "Trainer(gradient_clip_val=...))"
+    scaled = (
+        "gradients were clipped by torch.nn.utils.clip_grad_norm_, which knows nothing of shards (use self.clip_gradients or "
+        "Trainer(gradient_clip_val=...))"
+    )
     other_way = (
         "this step took another way than the first batch, on which the plan was checked: code that ran for the first time (another "
         "task or modality, a flag, a later phase) saw this rank's part of an activation. Let the first batch take that way too, so "
@@ -139,18 +139,13 @@ def _why_apart_over_tp(gaps: Sequence[float]) -> str:
     apart = [gap for gap in gaps if gap > 0]
     if min(apart) < 0.99 * max(apart):
         return f"By other numbers for other parameters, so {other_way}"
-    return (
-        f"By one number for all parameters, so {scaled}"
-        if len(apart) == len(gaps) > 1
-        else f"Either {other_way}; or {scaled}"
-    )
+    if len(apart) == len(gaps) > 1:
+        return f"By one number for all parameters, so {scaled}"
+    return f"Either {other_way}; or {scaled}"
 
 
 class StageScales:
-    """Whether code of the user's has scaled the gradients of each stage of a pipeline by a number of its own.
-
-    That is what ``torch.nn.utils.clip_grad_norm_`` does, which knows the gradients of one stage alone.
-    """
+    """Whether code of the user's (``torch.nn.utils.clip_grad_norm_``) has scaled each stage's gradients by a number of its own."""
 
     def __init__(self, parameters: Sequence[Tensor], groups: ParallelGroups) -> None:
         self._groups = groups
@@ -159,13 +154,11 @@ class StageScales:
     def check(self) -> Comparison:
         """Compare the stages, behind that code. Collective over the pipeline."""
         found = [(norm, _norm(local_rows(p.grad)).to(norm.device)) for p, norm in self._before if p.grad is not None]
-        dtypes = {p.grad.dtype for p, _ in self._before if p.grad is not None}
-        device = found[0][0].device if found else torch.device("cpu")
-        own = torch.tensor([float("inf"), float("-inf"), 0.0], dtype=torch.float64, device=device)
+        own = torch.tensor([float("inf"), float("-inf"), 0.0], dtype=torch.float64)
         if found:
             before, after = (torch.stack(norms) for norms in zip(*found, strict=True))
             scales = torch.where(before > 0, after / before, torch.nan)
-            limit = max(tolerance(dtype) for dtype in dtypes)
+            limit = max(tolerance(p.grad.dtype) for p, _ in self._before if p.grad is not None)
             low, high = scales.nan_to_num(float("inf")).min(), scales.nan_to_num(float("-inf")).max()
             own = torch.stack([low, high, torch.full_like(low, limit)])
         told = [torch.zeros_like(own) for _ in range(self._groups.size("pp"))]

@@ -17,20 +17,20 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 def global_grad_norm(
     parameters: Iterable[Tensor], layout: ModelLayout, groups: ParallelGroups, norm_type: float = 2.0
 ) -> Tensor:
-    """The norm of the whole model's gradient: shards from every rank of tp (and of dp, where replicas split them), the rest once.
+    """The norm of the whole model's gradient (0-dim, equal on all ranks), which must be synced before.
+
+    Shards count from every rank of tp (and of dp, where replicas split them), the rest once; what several stages hold on the first
+    of them. Collective over tp, over pp, and over dp if the replicas split parameters.
 
     Args:
-        parameters: those whose gradients count, the same on every rank; one without a gradient counts nothing. What several
-            stages hold counts on the first of them.
+        parameters: those whose gradients count, the same on every rank.
         layout: where each of them lies.
         groups: the process groups.
         norm_type: 2, another positive number, or infinity.
-
-    Returns:
-        The norm as a 0-dim tensor, equal on all ranks. The gradients must be synced before. Collective over tp, over pp,
-        and over dp if the replicas split them.
     """
     parameters = list(parameters)
+    highest = norm_type == float("inf")
+    op = dist.ReduceOp.MAX if highest else dist.ReduceOp.SUM
     # Gradients by the axes over whose ranks they are divided.
     divided: dict[tuple[str, ...], list[Tensor]] = {(): [], ("tp",): [], ("dp",): [], ("dp", "tp"): []}
     device = torch.device("cpu")
@@ -46,6 +46,9 @@ def global_grad_norm(
             grad = grad.index_select(shard.dim, layout.first_held(found.name, groups.rank("tp"), parameter.grad))
         divided[("dp",) * is_split(parameter.grad) + ("tp",) * (shard is not None)].append(grad)
 
+    def join(powers: Tensor) -> Tensor:
+        return powers.max() if highest else powers.sum()
+
     def power(grads: list[Tensor]) -> Tensor:
         """``Σ |g|^p`` of some gradients (the largest ``|g|`` for the infinite norm), in float32 at least."""
         # Of shared heads a rank may hold none first, and nothing has no largest element.
@@ -55,27 +58,20 @@ def global_grad_norm(
         norms = torch.stack(
             [n.to(torch.promote_types(n.dtype, torch.float32)) for n in torch._foreach_norm(grads, norm_type)]
         )
-        return norms.max() if norm_type == float("inf") else (norms**norm_type).sum()
+        return join(norms if highest else norms**norm_type)
 
-    powers = {axes: power(grads) for axes, grads in divided.items()}
-    wide = functools.reduce(torch.promote_types, (each.dtype for each in powers.values()))
+    powers = [power(grads) for grads in divided.values()]
     in_stages = "pp" in groups.topology.axes and groups.size("pp") > 1
-    if in_stages:
-        wide = torch.float64  # a stage without gradients knows no type
-    powers = {axes: each.to(wide) for axes, each in powers.items()}
-    # Every rank has the same lists up to shards, so the dtype agrees too.
-    highest = norm_type == float("inf")
-    op = dist.ReduceOp.MAX if highest else dist.ReduceOp.SUM
-    splits = any(is_split(parameter) for parameter in parameters)
-    if splits:  # each axis once: first what is divided over dp, alone or over tp too
-        both = torch.stack([powers["dp",], powers["dp", "tp"]])
+    # Every rank has the same lists up to shards, so the dtype agrees too; but a stage without gradients knows no type.
+    wide = torch.float64 if in_stages else functools.reduce(torch.promote_types, (each.dtype for each in powers))
+    whole, over_tp, over_dp, over_both = (each.to(wide) for each in powers)
+    if any(is_split(parameter) for parameter in parameters):  # each axis once: first dp, alone or with tp
+        both = torch.stack([over_dp, over_both])
         dist.all_reduce(both, op=op, group=groups[groups.mean_axes])
-        powers["dp",], powers["dp", "tp"] = both.unbind()
-    part = torch.stack([powers["tp",], powers["dp", "tp"]])
-    part = part.max() if highest else part.sum()
+        over_dp, over_both = both.unbind()
+    part = join(torch.stack([over_tp, over_both]))
     dist.all_reduce(part, op=op, group=groups["tp"])
-    rest = torch.stack([powers[()], powers["dp",], part])
-    whole = rest.max() if highest else rest.sum()
+    total = join(torch.stack([whole, over_dp, part]))
     if in_stages:
-        dist.all_reduce(whole, op=op, group=groups["pp"])
-    return whole if highest else whole ** (1.0 / norm_type)
+        dist.all_reduce(total, op=op, group=groups["pp"])
+    return total if highest else total ** (1.0 / norm_type)

@@ -1,8 +1,7 @@
 """Random draws of a traced block: whether all of them may come from the one stream that the block runs on.
 
-Eagerly a region switches between two random streams as modules begin and end. A graph can't: with sequence parallelism a compiled
-block draws from the rank's own stream throughout, and without it from the replicated one. So what would need the other stream is
-refused when the graph is made, as are draws of which a graph does not tell what they are for.
+Eagerly a region switches between two streams. A compiled block draws from the rank's own throughout, or without sequence
+parallelism from the replicated one. What would need the other is refused when the graph is made, and so is what may need it.
 """
 
 from __future__ import annotations
@@ -18,12 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_seqpar.distributed.padding import shard_length
 from lightning_seqpar.layout.param_layout import ModelLayout
+from lightning_seqpar.parallel.compiled_blocks import GraphRefusedError
 from lightning_seqpar.region.lowered import LoweredRegion
-
-_ELEMENTWISE = (F.dropout, torch.dropout)
-"""What drops out single elements."""
-_ATTENTION = (F.scaled_dot_product_attention,)
-"""What drops out single elements of what attention looks at."""
 
 
 class _Draws(TorchDispatchMode):
@@ -40,10 +35,6 @@ class _Draws(TorchDispatchMode):
             rate = given.get("dropout_p", given.get("p"))
             self.drew = self.drew or rate != 0.0
         return func(*args, **kwargs)
-
-
-class _WrongDrawError(ValueError):
-    """A graph has a draw that the block's stream is wrong for."""
 
 
 def _parts(node: fx.Node, graph: fx.GraphModule) -> list[fx.GraphModule]:
@@ -82,30 +73,24 @@ _SUMS = ("reduce_scatter", "all_reduce")
 """Parts of names of collectives behind which a value is no term of a sum any more."""
 
 
-class GraphDraws:
+def check_draws(graph: fx.GraphModule, inputs: Sequence[Any], layout: ModelLayout, lowered: LoweredRegion) -> None:
+    """Raise GraphRefusedError for the first draw of a graph that its block's stream is wrong for."""
+    # The mode that the examples were made in; while a backend runs, another one is current.
+    examples = (value for node in graph.graph.nodes if isinstance(value := _value(node), FakeTensor))
+    first = next(examples, None)
+    if first is not None:
+        known = [layout.of(value) if isinstance(value, Tensor) else None for value in inputs]
+        given = ["cut" if one is not None and one.is_sharded else "" for one in known]
+        _Follower(lowered, first.fake_mode).follow(graph, given)
+
+
+class _Follower:
     """Follows through a graph which values are whole, and which are this rank's features."""
 
-    def __init__(
-        self, graph: fx.GraphModule, inputs: Sequence[Any], layout: ModelLayout, lowered: LoweredRegion
-    ) -> None:
-        self._graph, self._lowered = graph, lowered
-        # The mode that the examples were made in; while a backend runs, another one is current.
-        examples = [value for node in graph.graph.nodes if isinstance(value := _value(node), FakeTensor)]
-        self._mode = examples[0].fake_mode if examples else None
-        known = [layout.of(value) if isinstance(value, Tensor) else None for value in inputs]
-        self._given = ["cut" if one is not None and one.is_sharded else "" for one in known]
+    def __init__(self, lowered: LoweredRegion, mode: Any) -> None:
+        self._lowered, self._mode = lowered, mode
 
-    def refusal(self) -> str | None:
-        """The first draw that the block's stream is wrong for, in words; None if there is none."""
-        if self._mode is None:
-            return None
-        try:
-            self._follow(self._graph, self._given)
-        except _WrongDrawError as wrong:
-            return str(wrong)
-        return None
-
-    def _follow(self, graph: fx.GraphModule, given: Sequence[str]) -> str:
+    def follow(self, graph: fx.GraphModule, given: Sequence[str]) -> str:
         """The state of what a graph returns, given those of its inputs."""
         state: dict[fx.Node, str] = {}
         inputs = iter(given)
@@ -113,9 +98,8 @@ class GraphDraws:
             state[node] = next(inputs, "") if node.op == "placeholder" else self._state(node, state, graph)
             if node.op not in ("call_function", "call_method") or _parts(node, graph):
                 continue
-            draws = not any(text in str(node.target) for text in _QUIET) and _draws(node, self._mode)
-            if draws and (why := self._refuse(node, state[node])) is not None:
-                raise _WrongDrawError(why)
+            if not any(text in str(node.target) for text in _QUIET) and _draws(node, self._mode):
+                self._check_draw(node, state[node])
         return next((state[node] for node in graph.graph.nodes if node.op == "output"), "")
 
     def _state(self, node: fx.Node, state: Mapping[fx.Node, str], graph: fx.GraphModule) -> str:
@@ -126,15 +110,12 @@ class GraphDraws:
             # Of a function with its own backward the first graph is the forward, which may be given its context first.
             forward, used = parts[0], [text for part in parts for text in _collectives(part)]
             given = sum(one.op == "placeholder" for one in forward.graph.nodes)
-            behind = self._follow(forward, [""] * (given - len(inner)) + inner)
+            behind = self.follow(forward, [""] * (given - len(inner)) + inner)
             if not used or "autograd_function_apply" not in str(node.target):
                 return behind
             first = _collectives(forward)
-            return (
-                "whole"
-                if self._lowered.sp and (first == ["all_gather"] or (not first and used == ["all_reduce"]))
-                else ""
-            )
+            gathers = first == ["all_gather"] or (not first and used == ["all_reduce"])
+            return "whole" if self._lowered.sp and gathers else ""
         if "all_gather" in str(node.target):
             return "whole"
         if any(text in str(node.target) for text in _SUMS):
@@ -143,25 +124,26 @@ class GraphDraws:
             return "features"
         return "whole" if "whole" in inputs else ""
 
-    def _refuse(self, node: fx.Node, state: str) -> str | None:
+    def _check_draw(self, node: fx.Node, state: str) -> None:
         what = getattr(node.target, "__name__", str(node.target))
         if not self._lowered.sp:
-            if state != "features":
-                return None
-            return (
-                f"{what} draws for this rank's features, but without sequence parallelism a compiled block draws alike on all "
-                "ranks: use sp=True, or set that dropout to 0"
-            )
+            if state == "features":
+                raise GraphRefusedError(
+                    f"{what} draws for this rank's features, but without sequence parallelism a compiled block draws alike on "
+                    "all ranks: use sp=True, or set that dropout to 0"
+                )
+            return
         if state == "whole":
-            return (
+            raise GraphRefusedError(
                 f"{what} draws for whole activations between a gather and its columns, where all ranks must draw alike, but a "
                 "compiled block draws for each rank by itself: set that dropout to 0"
             )
         shape = tuple(getattr(_value(node), "shape", ()))
-        elementwise = node.target in _ELEMENTWISE and (state == "features" or self._is_shard(node))
-        if elementwise or node.target in _ATTENTION:
-            return None
-        return (
+        if node.target is F.scaled_dot_product_attention:  # it drops out single elements of what it looks at
+            return
+        if node.target in (F.dropout, torch.dropout) and (state == "features" or self._is_shard(node)):
+            return  # single elements too
+        raise GraphRefusedError(
             f"{what} draws a tensor of shape {[int(n) if isinstance(n, int) else str(n) for n in shape]}, which is not dropout of "
             "each element of an activation: for all positions alike (stochastic depth) the ranks would have to draw alike"
         )

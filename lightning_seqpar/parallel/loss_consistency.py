@@ -49,9 +49,8 @@ def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
 class LossWatch:
     """Compares the losses of every step, at no collective of its own where gradients are summed over tp anyway.
 
-    Each rank has a place of its own in a row of zeros that rides along with the sum, so that every rank gets all losses
-    and all decide alike. They are read when the next step's sum is due, and by then have long been on the host: a step with a
-    wrong gradient is taken, but none behind it, and nothing is saved.
+    Each rank has a place in a row of zeros that rides along with the sum, so that all decide alike. The row is read when the next
+    step's sum is due: a step with a wrong gradient is taken, but none behind it, and nothing is saved.
     """
 
     def __init__(self, groups: ParallelGroups) -> None:

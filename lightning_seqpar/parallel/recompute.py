@@ -1,55 +1,69 @@
-"""Which modules are recomputed in the backward: the blocks, or the attention in each."""
+"""Which modules of the blocks run otherwise: recomputed in the backward, or some tokens at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
-from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.layout.module_names import inside, outwards
 from lightning_seqpar.region.recompute import RecomputedForward, RecomputeNotes
 from lightning_seqpar.region.sequence_region import SequenceRegion
-from lightning_seqpar.styles.column import ColumnRule
+from lightning_seqpar.region.tiled_call import TiledCall
+from lightning_seqpar.styles.linear import ColumnRule
 from lightning_seqpar.styles.style import PlannedModel
 
 Recompute = Literal["none", "selective", "full"]
 """The field of the configuration."""
 
 
-def attentions(plan: PlannedModel) -> list[str]:
+def _blocks(plan: PlannedModel) -> list[str]:
+    return [block for stack in plan.stacks for block in stack.blocks]
+
+
+def _shown_blocks(plan: PlannedModel) -> str:
+    return ", ".join(f"{stack.blocks[0].rpartition('.')[0]}.*" for stack in plan.stacks)
+
+
+def _columns(plan: PlannedModel, block: str, *, by_heads: bool) -> list[str]:
+    """The columns in a block that are dealt out by heads (``units``: queries, keys, values), or those that are not."""
+    return [
+        name
+        for name, match in plan.named("column").items()
+        if isinstance(match.rule, ColumnRule) and (match.rule.units is not None) == by_heads and inside(name, block)
+    ]
+
+
+def _nearest_around(names: Sequence[str], block: str, rows: Sequence[str] | None = None) -> str | None:
+    """The nearest module inside a block that is around all of ``names``, and around one of ``rows``; None if there is none."""
+    for around in outwards(names[0].rpartition(".")[0]):
+        if around == block or not inside(around, block):
+            break
+        holds_row = rows is None or any(inside(row, around) for row in rows)
+        if holds_row and all(inside(name, around) for name in names):
+            return around
+    return None
+
+
+def _attentions(plan: PlannedModel) -> list[str]:
     """The attention modules inside the blocks.
 
-    An attention holds columns that are dealt out by heads (``units``: queries, keys, values) and the row that their result
-    goes to: the nearest module around both. Where only the block is around both, it is the nearest module around all such
-    columns. ``nn.MultiheadAttention`` is one by itself.
+    An attention is the nearest module around columns that are dealt out by heads and the row that their result goes to. Where only
+    the block is around both, it is the nearest module around all such columns. ``nn.MultiheadAttention`` is one by itself.
     """
     replaced = plan.named("replace")  # an encoder is, too
     found = [name for name in replaced if isinstance(plan.modules[name], nn.MultiheadAttention)]
     rows = list(plan.named("row"))
-    for block in (block for stack in plan.stacks for block in stack.blocks):
-        heads = [
-            name
-            for name, match in plan.named("column").items()
-            if isinstance(match.rule, ColumnRule) and match.rule.units is not None and inside(name, block)
-        ]
-        around = {name: nearest_around([name], block, rows) for name in heads}
+    for block in _blocks(plan):
+        around = {name: _nearest_around([name], block, rows) for name in _columns(plan, block, by_heads=True)}
         found += [name for name in around.values() if name is not None]
-        if alone := [name for name, found_around in around.items() if found_around is None]:
-            found += [name for name in (nearest_around(alone, block),) if name is not None]
+        alone = [name for name, attention in around.items() if attention is None]
+        if alone and (name := _nearest_around(alone, block)) is not None:
+            found.append(name)
     found = list(dict.fromkeys(found))
     return [name for name in found if not any(inside(name, one) for one in found if one != name)]
-
-
-def nearest_around(names: Sequence[str], block: str, rows: Sequence[str] | None = None) -> str | None:
-    """The nearest module inside a block that is around all of ``names``, and around one of ``rows``; None if there is none."""
-    around = names[0].rpartition(".")[0]
-    while around != block and inside(around, block):
-        holds_row = rows is None or any(inside(row, around) for row in rows)
-        if holds_row and all(inside(name, around) for name in names):
-            return around
-        around = around.rpartition(".")[0]
-    return None
 
 
 class NoAttentionError(ValueError):
@@ -61,13 +75,11 @@ def recomputed(plan: PlannedModel, recompute: Recompute) -> list[str]:
     if recompute == "none":
         return []
     if recompute == "full":
-        return [block for stack in plan.stacks for block in stack.blocks]
-    found = attentions(plan)
-    if not found:
-        blocks = ", ".join(f"{stack.blocks[0].rpartition('.')[0]}.*" for stack in plan.stacks)
+        return _blocks(plan)
+    if not (found := _attentions(plan)):
         raise NoAttentionError(
-            f"recompute='selective': in the blocks ({blocks}) no module is the attention, that is one which holds the columns "
-            "dealt out by heads (units); use recompute='full', or 'none'"
+            f"recompute='selective': in the blocks ({_shown_blocks(plan)}) no module is the attention, that is one which holds the "
+            "columns dealt out by heads (units); use recompute='full', or 'none'"
         )
     return found
 
@@ -80,3 +92,45 @@ def make_recomputed(
     for name in names:
         module = plan.modules[name]
         module.__dict__["forward"] = RecomputedForward(module, name, notes, regions(name))
+
+
+@dataclass(frozen=True)
+class MLPTiles:
+    """How the MLPs of the blocks run, some tokens at a time."""
+
+    tokens: int
+    least: int = 1
+
+    def find(self, plan: PlannedModel) -> list[str]:
+        """The names of the MLPs: the nearest modules around columns that are not dealt out by heads, and around a row.
+
+        Experts that hold their weights themselves are none. What is gathered for the columns must be gathered in an MLP, and what
+        the row makes reduced in it, so that it takes and returns activations as they are between the blocks.
+        """
+        rows, heads = list(plan.named("row")), _attentions(plan)
+        columns = [(name, block) for block in _blocks(plan) for name in _columns(plan, block, by_heads=False)]
+        found = [_nearest_around([name], block, rows) for name, block in columns if name in plan.modules]
+        around = (*plan.named("gather"), *plan.named("reduce"))
+        names = [
+            name
+            for name in dict.fromkeys(found)
+            if name is not None
+            and not any(inside(name, one) and one != name for one in around)
+            and not any(inside(one, name) for one in heads)
+        ]
+        if not names:
+            raise ValueError(
+                f"tile_mlp={self.tokens}: in the blocks ({_shown_blocks(plan)}) no module is the MLP, that is one which holds "
+                "columns that are not dealt out by heads, and the row behind them, and takes and returns an activation; leave "
+                "tile_mlp out"
+            )
+        return names
+
+    def apply(self, plan: PlannedModel, names: Iterable[str], regions: Callable[[str], SequenceRegion | None]) -> None:
+        """Let the MLPs of those names compute some tokens at a time."""
+        for name in names:
+            stack = plan.stack_reaching(name)
+            assert stack is not None
+            module = plan.modules[name]
+            # torch's own place for what is called instead of a module, hooks included; copies and pickles leave it out.
+            module._compiled_call_impl = TiledCall(module, name, self.tokens, regions(name), stack.dim, self.least)

@@ -30,14 +30,9 @@ _NOT_POINTWISE = (
 
 
 class ResolvedPlan(PlannedModel):
-    """A plan that can be carried out on a model: every style has checked what it names. Nothing is changed.
+    """Plans (later ones win) that can be carried out on a whole model: every style has checked what it names.
 
-    Args:
-        model: the whole model.
-        plans: what holds for it; later ones win.
-        size: number of tensor-parallel ranks.
-        sp: whether activations between blocks are shards along the sequence, where a blocks rule does not say otherwise.
-        loss_chunk: tokens of which a head that is sharded by vocabulary makes logits at once.
+    Nothing is changed. ``loss_chunk`` is how many tokens' logits a head that is sharded by vocabulary makes at once.
     """
 
     def __init__(
@@ -51,7 +46,6 @@ class ResolvedPlan(PlannedModel):
         matches = [match for plan in plans for match in plan.match(model)]
         super().__init__(model, matches, list(STYLES), size, sp, loss_chunk)
         self._aliases = self._other_names_of_vocabularies()
-        self._check_tensors()
         for match in self.decided:
             match.rule.check(match.name, self)
         self._check_loss_chunk()
@@ -66,19 +60,6 @@ class ResolvedPlan(PlannedModel):
         self._check_ties()
 
     # ---- checks of the model as a whole, before anything changes ---------------------------------------------------
-
-    def _check_tensors(self) -> None:
-        """A parameter or buffer is dealt out once."""
-        styles: dict[str, list[str]] = defaultdict(list)
-        for match in self.decided:
-            if match.of_tensor:
-                styles[match.name].append(match.rule.style)
-        for name, held in styles.items():
-            if len(held) > 1:
-                raise ValueError(
-                    f"{name}: rules give it the styles {' and '.join(map(repr, held))}; a parameter or buffer has one, so drop the "
-                    "others"
-                )
 
     def _check_loss_chunk(self) -> None:
         heads = [name for name in self.named("vocab") if isinstance(self.modules[name], nn.Linear)]
@@ -156,11 +137,7 @@ class ResolvedPlan(PlannedModel):
         return layout.shard, layout.is_partial
 
     def layout_of(self, parameter: str) -> ParamLayout:
-        """The layout of a parameter.
-
-        A style that names the parameter or a module around it may decide; else the parameter is whole, and what it sees
-        tells whether its gradient is partial.
-        """
+        """The layout of a parameter: of a style that names it or a module around it; else whole, and partial by what it sees."""
         if (held := self._aliases.get(parameter)) is not None:
             return replace(self.layout_of(held), name=parameter)
         for name in _around(parameter):

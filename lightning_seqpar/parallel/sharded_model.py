@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
-from lightning_seqpar.parallel.module_changes import ModuleChange
-from lightning_seqpar.parallel.unsharded_view import as_written
+from lightning_seqpar.parallel.module_changes import ModuleChange, as_written
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.styles.style import Match
@@ -60,14 +59,12 @@ def guard_pickling(module: nn.Module, why: str = _WRITES_SHARDS) -> None:
     own.update(others)
 
 
-class SplitReplicas(Protocol):
-    """What splits a model's parts over the data-parallel replicas."""
+class _Replicas(Protocol):
+    """What splits a model's parts over the data-parallel replicas: ``FullySharded``."""
 
-    def check_leaf(self, leaf: Tensor) -> None:
-        """Raise RuntimeError if a leaf of the loss's graph is a parameter's object from before the split."""
+    def check_leaf(self, leaf: Tensor) -> None: ...
 
-    def undo(self) -> None:
-        """Let every replica hold all rows of its parts again, in the parameter objects that the model had. Collective over dp."""
+    def undo(self) -> None: ...
 
 
 @dataclass
@@ -93,9 +90,7 @@ class ShardedModel:
     why_frozen: str = ""  # what is wrong when they train
     versions: dict[str, int] = field(default_factory=dict)
     changes: list[ModuleChange] = field(default_factory=list)  # what became of its modules, to take it back
-    # Give properties of modules their values back: what they store elsewhere no comparison of the module shows.
-    restore: list[Callable[[], None]] = field(default_factory=list)
-    replicas: SplitReplicas | None = None  # None if every replica holds all parts
+    replicas: _Replicas | None = None  # None if every replica holds all parts
     graphs: BlockGraphs | None = None  # None if blocks run eagerly
     context_blocks: tuple[str, ...] = ()  # that see a part of the sequence each
     stage: Stage | None = None  # None without a pipeline
@@ -171,12 +166,10 @@ class ShardedModel:
 
     def added_inside(self) -> list[nn.Parameter]:
         """Parameters that came after the model was sharded, inside modules that it had then."""
-        names = self.layout.added(self.model)
-        paths = {name: name.split(".") for name in names}
         return [
             self.model.get_parameter(name)
-            for name, path in paths.items()
-            if any(self.is_inside(".".join(path[:at])) for at in range(1, len(path)))
+            for name in self.layout.added(self.model)
+            if any(self.is_inside(name[:at]) for at, char in enumerate(name) if char == ".")
         ]
 
     def check_closed(self, out: Any = None) -> None:

@@ -27,8 +27,8 @@ def summon(record: ShardedModel, patterns: Sequence[str] = ()) -> Generator[None
         raise ValueError("summoned(model) with pp: a stage has no weights of the others' blocks; use pp=1")
     if record.summoned:
         raise ValueError("summoned(model) within summoned(model): leave the first one before")
-    names = _named(record, patterns)
-    held = [_Held(record, name) for name in names if _is_divided(record, name)]
+    divided = (name for name in _named(record, patterns) if record.layout[name].is_sharded or _is_split(record, name))
+    held = [_Held(record, name) for name in divided]
     _agree_on_gradients(record, held)
     with torch.no_grad():
         for one in held:
@@ -55,8 +55,8 @@ def _named(record: ShardedModel, patterns: Sequence[str]) -> list[str]:
     return [name for name in known if not patterns or any(fnmatch.fnmatchcase(name, each) for each in patterns)]
 
 
-def _is_divided(record: ShardedModel, name: str) -> bool:
-    return record.layout[name].is_sharded or is_split(record.layout.parameter(name))
+def _is_split(record: ShardedModel, name: str) -> bool:
+    return is_split(record.layout.parameter(name))
 
 
 class _Held:

@@ -6,17 +6,13 @@ from torch import nn
 
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.nn.batch_norm import asks_for_sync, is_batch_norm, make_synced
-from lightning_seqpar.parallel.compiled_blocks import NAME_KEY
+from lightning_seqpar.parallel.compiled_blocks import is_compiled
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 def sync_batch_norms(model: nn.Module, groups: ParallelGroups, *, every: bool) -> list[ModuleChange]:
-    """Let the batch norms of a model take the statistics of all replicas' batches.
-
-    Raises:
-        ValueError: naming a batch norm that can't be synced; the model is untouched then.
-    """
+    """Let the batch norms of a model take the statistics of all replicas' batches; raises ValueError if one of them can't."""
     over_replicas = every and groups.size("dp") > 1
     chosen = {
         name: module
@@ -24,7 +20,7 @@ def sync_batch_norms(model: nn.Module, groups: ParallelGroups, *, every: bool) -
         if asks_for_sync(module)
         or (over_replicas and is_batch_norm(module) and not isinstance(module, nn.SyncBatchNorm))
     }
-    compiled = [name for name, module in model.named_modules() if _is_compiled(module)]
+    compiled = [name for name, module in model.named_modules() if is_compiled(module)]
     for name in chosen:
         for block in compiled:
             if not block or inside(name, block):
@@ -42,8 +38,3 @@ def sync_batch_norms(model: nn.Module, groups: ParallelGroups, *, every: bool) -
             change.undo()
         raise
     return changes_since(before)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether the strategy compiles a module, or the user's code has compiled it."""
-    return NAME_KEY in vars(module) or module._compiled_call_impl is not None or "_orig_mod" in module._modules

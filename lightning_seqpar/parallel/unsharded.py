@@ -9,9 +9,8 @@ from torch import nn
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.vocab import VocabParallelHead, VocabPart
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
-from lightning_seqpar.parallel.recompute import Recompute, make_recomputed, recomputed
+from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, recomputed
 from lightning_seqpar.parallel.sharded_model import guard_pickling
-from lightning_seqpar.parallel.tiled_mlps import MLPTiles
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.plan.vocabulary import find_vocabulary
 from lightning_seqpar.styles.registry import STYLES
@@ -39,13 +38,9 @@ def change_unsharded(
     tiles: MLPTiles | None = None,
     loss_chunk: int | None = None,
 ) -> tuple[list[str], list[ModuleChange]]:
-    """Change a model of which tp shards nothing.
+    """Change a model of which tp shards nothing; raises ValueError before that if what is asked for is not found in it.
 
-    Returns:
-        The names of the modules that are recomputed, and what became of all modules, to take it back.
-
-    Raises:
-        ValueError: if the plans name no blocks, or no such modules are found; the model is untouched then.
+    Returns the names of the modules that are recomputed, and what became of all modules, to take it back.
     """
     names: list[str] = []
     tiled: list[str] = []

@@ -44,11 +44,7 @@ def resolve_plans(
 ) -> list[ShardingPlan]:
     """The plans that a config's ``plan`` stands for on ``model``: the base's, then the user's own rules.
 
-    Args:
-        spec: the config's field.
-        model: the whole model.
-        infer: makes a plan where ``auto`` finds no family.
-        infer_rest: makes one for the rest where a family's plan ends.
+    ``infer`` makes a plan where ``auto`` finds no family, and ``infer_rest`` one for the rest where a family's plan ends.
 
     Raises:
         ValueError: if ``auto`` finds nothing (the message says how to write a plan), or a name is unknown.
@@ -62,11 +58,8 @@ def resolve_plans(
 
 
 def _with_adapters(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
-    """A rule for a linear with an adapter holds for the linear in it and for the half of the adapter that meets the shards.
-
-    Of ``B(A(x))`` beside a column, ``B`` makes this rank's features; beside a row, ``A`` reads them, and its output is
-    reduced like the row's own.
-    """
+    """A rule for a linear with an adapter holds for the linear in it and for the half of ``B(A(x))`` that meets the shards."""
+    # Beside a column, B makes this rank's features; beside a row, A reads them, and its output is reduced like the row's own.
     adapted = {name for name, module in model.named_modules() if is_adapted(module)}
     if not adapted:
         return plan
@@ -78,9 +71,8 @@ def _with_adapters(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
             rules.append(rule)
             continue
         named = [name for name, _ in model.named_modules() if match_pattern(plan.full(rule.pattern), name)]
-        if len(found) == len(named):
-            patterns = [f"{rule.pattern}.{BASE}", f"{rule.pattern}.{half}.*"]
-        else:  # some have none
+        patterns = [f"{rule.pattern}.{BASE}", f"{rule.pattern}.{half}.*"]
+        if len(found) < len(named):  # some have none
             inner = [name.removeprefix(f"{plan.prefix}.") if plan.prefix else name for name in named]
             whole = [name if plan.full(name) not in adapted else f"{name}.{BASE}" for name in inner]
             patterns = [*whole, *(f"{name}.{half}.*" for name in inner if plan.full(name) in adapted)]
@@ -89,11 +81,7 @@ def _with_adapters(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
 
 
 def check_plan(spec: str | PlanSpec) -> None:
-    """What can be said of a plan without a model: names, files, styles and options.
-
-    Raises:
-        ValueError: as :func:`resolve_plans` and :func:`~lightning_seqpar.styles.registry.parse_rule` do.
-    """
+    """Raises ValueError for what is wrong with a plan whatever the model is: names, files, styles and options."""
     base = spec if isinstance(spec, str) else spec.base
     if isinstance(spec, PlanSpec):
         ShardingPlan.from_rules(spec.rules)

@@ -40,10 +40,6 @@ rules:
 - {pattern: "norm", style: exit}                                 # the region ends behind it"""
 
 
-MOST_WAYS = 100_000
-"""In how many ways a pattern may be matched against a name."""
-
-
 class UniqueKeysLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Refuses a key that stands twice in a mapping, of which the last alone would count."""
 
@@ -65,16 +61,11 @@ def parse_yaml(text: str) -> Any:
         yaml.YAMLError: whatever is wrong with it.
     """
     try:
-        return _load_yaml(text)
+        return yaml.load(text, Loader=UniqueKeysLoader)  # by libyaml where there is one
     except yaml.YAMLError:
         raise
     except Exception as error:  # of a value that its tag does not fit, such as '!!bool x'
         raise yaml.YAMLError(f"a value in it does not fit its tag ({type(error).__name__}: {error})") from None
-
-
-def _load_yaml(text: str) -> Any:
-    """By libyaml where there is one: the shipped plans are read at every start."""
-    return yaml.load(text, Loader=UniqueKeysLoader)
 
 
 def _rules_in(text: str, name: str) -> list[Any]:
@@ -92,44 +83,6 @@ def _rules_in(text: str, name: str) -> list[Any]:
             fix = "give it in the field plan, {base: auto, rules: [...]}" if key == "base" else "leave it out"
             raise ValueError(f"{name}: {shown(key)} is no key of a plan's file, which holds a list 'rules'; {fix}")
     return [*data["rules"]]
-
-
-def _read_rule(data: Any) -> Rule:
-    """One rule from plain data or a rule, of which the patterns can be matched; raises ValueError for any other."""
-    if isinstance(data, Mapping) and not all(isinstance(key, str) for key in (*data, data.get("style", ""))):
-        raise ValueError(
-            f"plan rule {shown(data)}: options and style must be words, such as {{pattern: layers.*, style: blocks}}"
-        )
-    try:
-        rule = parse_rule(data)
-    except ValueError as error:  # it shows the rule, which may be long, and then what is wrong with it
-        raise ValueError(shortened(error)) from None
-    for field in ("pattern", "blocks"):  # the latter of an exit's
-        pattern = getattr(rule, field, None)
-        if pattern is not None and (why := _why_unmatchable(pattern)) is not None:
-            raise ValueError(f"plan rule {shown(data)}: {field}={shown(pattern)}: {why}")
-    return rule
-
-
-def _why_unmatchable(pattern: str) -> str | None:
-    """Why a pattern is not matched: a brace is missing, or the search could take for ever; None if it can be."""
-    groups = [(0, 1)]  # around, and in each open brace: ways of the complete alternatives, and of the current one
-    for at, char in enumerate(pattern):
-        done, current = groups[-1]
-        if char == "{":
-            groups.append((0, 1))
-        elif char == "," and len(groups) > 1:
-            groups[-1] = (done + current, 1)
-        elif char == "}":
-            groups.pop()
-            if not groups:
-                return "a brace is closed that is not open; write alternatives as '{a,b}'"
-            groups[-1] = (groups[-1][0], groups[-1][1] * (done + current))
-        elif char == "*" and pattern[at + 1 : at + 2] not in ("", "."):
-            groups[-1] = (done, current * 10)
-        if len(groups) > 10 or groups[-1][1] > MOST_WAYS:
-            return "it can be matched in too many ways; write fewer '*' and '{a,b}' in it, or several rules"
-    return None if len(groups) == 1 else "a brace is not closed; write alternatives as '{a,b}'"
 
 
 @dataclass(frozen=True)
@@ -159,7 +112,7 @@ class ShardingPlan:
             listed = None
         if listed is None:
             raise ValueError(f"rules={shown(rules)}: write a list of rules, each {{pattern: ..., style: ...}}")
-        return cls(tuple(_read_rule(rule) for rule in listed), prefix, source)
+        return cls(tuple(parse_rule(rule) for rule in listed), prefix, source)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> ShardingPlan:
@@ -224,10 +177,6 @@ class ShardingPlan:
                 )
             found += [Match(name, rule, self.source, target is not Target.MODULES) for name in hits]
         return found
-
-    def hits(self, rule: Rule, model: nn.Module) -> bool:
-        """Whether a rule holds for anything in a model."""
-        return bool(_Names(model).hits(rule, self.full(rule.pattern))[0])
 
 
 class _Names:
@@ -301,15 +250,11 @@ class Family(FrozenModel):
                 )
         return None
 
-    def plan(self, prefix: str) -> ShardingPlan:
-        """The family's plan for the module at ``prefix``."""
-        return ShardingPlan.from_rules(self.rules, prefix=prefix, source=f"family {self.family}")
-
     def plan_for(self, root: nn.Module, prefix: str) -> ShardingPlan:
         """The plan without the rules for parts that ``root``, the module at ``prefix``, does not have."""
-        plan = self.plan("")
-        kept = [rule for rule in plan.rules if plan.hits(rule, root)]
-        return ShardingPlan(tuple(kept), prefix, plan.source)
+        plan, names = ShardingPlan.from_rules(self.rules), _Names(root)
+        kept = [rule for rule in plan.rules if names.hits(rule, rule.pattern)[0]]
+        return ShardingPlan(tuple(kept), prefix, f"family {self.family}")
 
 
 def source_digest(kind: type) -> str:
@@ -325,7 +270,7 @@ def load_families() -> tuple[Family, ...]:
     """All shipped families, by name."""
     folder = resources.files("lightning_seqpar.plan") / Family.FOLDER
     files = sorted((item for item in folder.iterdir() if item.name.endswith(".yaml")), key=lambda item: item.name)
-    return tuple(Family(**_load_yaml(item.read_text())) for item in files)
+    return tuple(Family(**parse_yaml(item.read_text())) for item in files)
 
 
 def families() -> list[str]:

@@ -1,9 +1,7 @@
 """Embeddings and heads over a vocabulary, found on a model without running it, and the rules that shard them.
 
-Their names lie in no family's plan: a head stands above the module that a family's rules are relative to. Whatever this finds is
-right to shard, since a sharded embedding or head computes what the whole one does; what it must not take is a weight that
-other code reads past its module, which no look at the modules shows. The self-check sees that, and the vocabulary then stays
-whole.
+Whatever this finds is right to shard, since a sharded embedding or head computes what the whole one does; what it must not take is
+a weight that other code reads past its module. The self-check sees that, and the vocabulary then stays whole.
 """
 
 from __future__ import annotations
@@ -61,19 +59,12 @@ _WRAPPERS = (BASE, "original_module", "modules_to_save")
 
 @dataclass(frozen=True)
 class VocabularyChoice:
-    """What :func:`with_vocabulary` returns.
+    """What :func:`with_vocabulary` returns."""
 
-    Attributes:
-        plans: the plans, with the one that shards the vocabulary among them if anything is to be sharded.
-        outcome: what is sharded, or why nothing is, in a few words.
-        whole: for each module over a vocabulary that stays whole, why.
-        reasons: every module over a vocabulary that was found, with the reason why it stays whole, or none if it is sharded.
-    """
-
-    plans: list[ShardingPlan]
-    outcome: str
-    whole: list[str] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
+    plans: list[ShardingPlan]  # with the one that shards the vocabulary among them if anything is to be sharded
+    outcome: str  # what is sharded, or why nothing is, in a few words
+    whole: list[str] = field(default_factory=list)  # for each module over a vocabulary that stays whole, why
+    reasons: dict[str, str] = field(default_factory=dict)  # of every such module; empty if it is sharded
 
     @property
     def lines(self) -> list[str]:
@@ -91,7 +82,6 @@ class _Found:
 
     @property
     def rows(self) -> int:
-        """Size of the vocabulary."""
         return _rows(self.module)
 
 
@@ -113,11 +103,10 @@ def with_vocabulary(
     Args:
         plans: what :func:`~lightning_seqpar.plan.choice.resolve_plans` found.
         spec: the config's field ``plan``.
-        model: the whole model.
-        size: number of tensor-parallel ranks.
+        model: the whole model, for ``size`` tensor-parallel ranks.
+        size: their number.
         sp: whether activations between blocks are shards along the sequence.
-        certain: take only what the library's accessors, ties or equal numbers of rows show to be over a vocabulary, for plans
-            that nothing proves.
+        certain: for plans that nothing proves: take only what accessors, ties or equal numbers of rows show to be a vocabulary.
         callbacks: of the trainer; one that reads a weight, as a hook of the model may, leaves the vocabulary whole.
     """
     base = spec if isinstance(spec, str) else spec.base
@@ -149,24 +138,15 @@ def with_vocabulary(
         outcome = f"sharded: {'; '.join(_shown(*one, size) for one in sharded.items())}"
     named = planned.named("vocab")
     rules = [VocabRule(pattern=one.name) for group in sharded.values() for one in group if one.name not in named]
-    own = [plans[-1]] if isinstance(spec, PlanSpec) else []
-    first = plans[: len(plans) - len(own)]
     added = [ShardingPlan(tuple(rules), source=SOURCE)] if rules else []
-    return VocabularyChoice([*first, *added, *own], outcome, whole, reasons)
+    at = len(plans) - isinstance(spec, PlanSpec)  # in front of the user's own
+    return VocabularyChoice([*plans[:at], *added, *plans[at:]], outcome, whole, reasons)
 
 
 def find_vocabulary(
     plans: Sequence[ShardingPlan], model: nn.Module, size: int, sp: bool, *, certain: bool = False
 ) -> list[str]:
-    """Names of the embeddings and heads over a vocabulary, whether they can be sharded or not.
-
-    Args:
-        plans: which say where the blocks are.
-        model: the whole model.
-        size: number of tensor-parallel ranks.
-        sp: whether activations between blocks are shards along the sequence.
-        certain: as in :func:`with_vocabulary`.
-    """
+    """Names of the embeddings and heads over a vocabulary, whether they can be sharded or not; arguments as above."""
     planned = _planned(plans, model, size, sp)
     return [] if planned is None else [one.name for one in _Search(planned).found(certain)]
 
@@ -192,15 +172,10 @@ def without_vocabulary(plans: Sequence[ShardingPlan]) -> list[ShardingPlan]:
 
 
 def not_proved(names: Sequence[str], plans: Sequence[ShardingPlan], model: nn.Module) -> list[str]:
-    """Of modules that an example did not run, those of which the run of others proves nothing.
+    """Of the modules ``names``, which an example did not run, those of which the run of others proves nothing.
 
     An embedding or a head that was found is proved by one that it is tied to; and of the original of a module that PEFT trains
     a copy of (``modules_to_save``), by the copy.
-
-    Args:
-        names: the modules that did not run.
-        plans: the plans, with what :func:`with_vocabulary` added.
-        model: the whole model.
     """
     found = {rule.pattern for plan in plans if plan.source == SOURCE for rule in plan.rules}
     ran = {id(model.get_submodule(name).weight) for name in found.difference(names)}
@@ -232,8 +207,15 @@ class _Search:
     def found(self, certain: bool) -> list[_Found]:
         """What is over a vocabulary, in the model's order; with ``certain`` not what names or numbers alone say."""
         for name, embedding in self._embeddings.items():
-            if (is_certain := self._is_certain_embedding(name, embedding)) or self._speaks_of_tokens(name, embedding):
-                self._found[name] = _Found(name, embedding, is_certain)
+            words = _words(name)
+            if id(embedding) in self._accessed or self._is_tied(embedding):
+                self._found[name] = _Found(name, embedding, True)
+            elif words & _NO_VOCABULARY:
+                continue
+            elif not self._counts_positions(name, embedding) and self._matches_a_head(embedding):
+                self._found[name] = _Found(name, embedding, True)
+            elif words & _VOCABULARY or self._count_named(name, embedding.num_embeddings, _COUNT):
+                self._found[name] = _Found(name, embedding, False)
         self._take_the_largest()
         rows = {one.rows: one.is_certain for one in self._found.values()}
         for name, linear in self._linears.items():
@@ -251,33 +233,18 @@ class _Search:
         kept = [one for one in self._found.values() if one.is_certain or not certain]
         return [one for one in kept if one.rows > 1 and not (certain and _is_in_unknown_adapter(one, self._planned))]
 
-    def _is_certain_embedding(self, name: str, embedding: nn.Embedding) -> bool:
-        """Whether it is the library's input embedding, is tied to a linear, or has as many rows as a head."""
-        if id(embedding) in self._accessed or self._is_tied(embedding):
-            return True
-        if _words(name) & _NO_VOCABULARY or self._count_named(name, embedding.num_embeddings, _LENGTH):
-            return False
-        return self._matches_a_head(embedding)
-
-    def _speaks_of_tokens(self, name: str, embedding: nn.Embedding) -> bool:
-        """Whether its name says tokens, or a vocabulary's size is an attribute near it."""
-        words = _words(name)
-        if words & _NO_VOCABULARY:
-            return False
-        return bool(words & _VOCABULARY) or self._count_named(name, embedding.num_embeddings, _COUNT)
-
     def _take_the_largest(self) -> None:
         """If no embedding speaks for itself, the one with the most rows whose name says that it is just an embedding."""
         plain = {
             name: one
             for name, one in self._embeddings.items()
-            if _words(name) & _EMBEDDING and not _words(name) & _NO_VOCABULARY and not self._positions(name, one)
+            if _words(name) & _EMBEDDING and not _words(name) & _NO_VOCABULARY and not self._counts_positions(name, one)
         }
         if plain and not any(isinstance(one.module, nn.Embedding) for one in self._found.values()):
             name = max(plain, key=lambda one: plain[one].num_embeddings)
             self._found[name] = _Found(name, plain[name], False)
 
-    def _positions(self, name: str, embedding: nn.Embedding) -> bool:
+    def _counts_positions(self, name: str, embedding: nn.Embedding) -> bool:
         return self._count_named(name, embedding.num_embeddings, _LENGTH)
 
     def _is_tied(self, module: nn.Module) -> bool:
@@ -367,7 +334,7 @@ def _numbers_of(module: nn.Module) -> Iterator[tuple[str, int]]:
 def _words(name: str) -> set[str]:
     """The words of a module's own name; with the next one around it where it says no more than that it is an embedding."""
     path = [part for part in name.split(".") if part not in _WRAPPERS]
-    if any(part in name.split(".") for part in ("modules_to_save",)):
+    if "modules_to_save" in name.split("."):
         path = path[:-1]  # the adapter's name
     words: set[str] = set()
     for part in reversed(path):
@@ -410,9 +377,7 @@ def _why_whole(group: Sequence[_Found], planned: PlannedModel) -> str | None:
                 holder = other.rpartition(".")[0]
                 if held is not parameter or planned.canonical[holder] in names:
                     continue
-                if leaf == "bias" and inside(
-                    one.name, holder
-                ):  # BERT keeps its decoder's bias in the module around it too
+                if leaf == "bias" and inside(one.name, holder):  # BERT keeps its decoder's bias around it too
                     continue
                 kind = type(planned.modules[holder]).__name__
                 return f"its {leaf} is {other} too, which a {kind} reads"

@@ -6,6 +6,7 @@ rows of this rank's part for rows of the vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Iterable, Iterator
 
@@ -23,54 +24,40 @@ _PAST_THE_GRAPH = {"grad", "data", "no_grad"}
 
 
 def weight_reader(owners: Iterable[object]) -> str | None:
-    """The first hook or step whose code, or that of the methods and functions that it calls, names a weight.
+    """The first hook or step, as ``Class.method``, whose code or that of what it calls names a weight; None if there is none.
 
-    Of training steps only those that also name ``grad``, ``data`` or ``no_grad``.
-
-    Args:
-        owners: a LightningModule and callbacks.
-
-    Returns:
-        ``Class.method``, or None if there is none.
+    Of training steps only those that also name ``grad``, ``data`` or ``no_grad``. ``owners`` are a LightningModule and callbacks.
     """
     for owner in owners:
-        for kind in _own_classes(owner):
+        for kind in itertools.takewhile(_is_the_users, type(owner).__mro__):
             for name, method in vars(kind).items():
-                if not isinstance(method, types.FunctionType):
-                    continue
                 runs = name.startswith("on_") or name in _STEPS
+                if not isinstance(method, types.FunctionType) or not (runs or name == "training_step"):
+                    continue
+                names = _names(method, owner, set())
                 # What a training step reads of a weight for its loss is guarded in the graph; only past that it is not.
-                beside = name == "training_step" and _names(method, owner, _PAST_THE_GRAPH, set())
-                if (runs or beside) and _names(method, owner, _WEIGHTS, set()):
+                if names & _WEIGHTS and (runs or names & _PAST_THE_GRAPH):
                     return f"{kind.__name__}.{name}"
     return None
 
 
-def _own_classes(owner: object) -> Iterator[type]:
-    """The classes of an object that are the user's: those in front of Lightning's."""
-    for kind in type(owner).__mro__:
-        if kind in (LightningModule, Callback, object) or kind.__module__.startswith(
-            ("lightning.", "pytorch_lightning.")
-        ):
-            return
-        yield kind
+def _is_the_users(kind: type) -> bool:
+    """Whether a class of an object stands in front of Lightning's."""
+    of_lightning = kind.__module__.startswith(("lightning.", "pytorch_lightning."))
+    return kind not in (LightningModule, Callback, object) and not of_lightning
 
 
-def _names(function: types.FunctionType, owner: object, words: set[str], seen: set[int]) -> bool:
-    """Whether a function's code has one of the names, or calls a method of its object or a function beside it that has."""
-    if id(function) in seen:
-        return False
+def _names(function: types.FunctionType, owner: object, seen: set[int]) -> set[str]:
+    """The names in a function's code, and in that of the methods of its object and the functions beside it that it calls."""
     seen.add(id(function))
-    for code in _codes(function.__code__):
-        if words.intersection(code.co_names):
-            return True
-        for name in code.co_names:
-            for called in (getattr(type(owner), name, None), function.__globals__.get(name)):
-                if not isinstance(called, types.FunctionType) or called.__module__ != function.__module__:
-                    continue
-                if _names(called, owner, words, seen):
-                    return True
-    return False
+    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    for name in tuple(names):
+        for called in (getattr(type(owner), name, None), function.__globals__.get(name)):
+            if not isinstance(called, types.FunctionType) or called.__module__ != function.__module__:
+                continue
+            if id(called) not in seen:
+                names |= _names(called, owner, seen)
+    return names
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

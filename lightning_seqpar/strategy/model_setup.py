@@ -21,12 +21,12 @@ from lightning_seqpar.init.meta_weights import LateWeights
 from lightning_seqpar.parallel.apply import parallelize, unshard
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, compile_plain_blocks
 from lightning_seqpar.parallel.context import split_context
-from lightning_seqpar.parallel.fsdp_units import block_lists, fully_shard_options, units_among
+from lightning_seqpar.parallel.fsdp_units import fully_shard_options, listed_blocks, units_among
 from lightning_seqpar.parallel.fully_sharded import FullySharded
 from lightning_seqpar.parallel.module_changes import ModuleChange
+from lightning_seqpar.parallel.recompute import MLPTiles
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of, whole_model
 from lightning_seqpar.parallel.synced_norms import sync_batch_norms
-from lightning_seqpar.parallel.tiled_mlps import MLPTiles
 from lightning_seqpar.parallel.unsharded import change_unsharded
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
@@ -294,7 +294,7 @@ class ModelSetup:
             for tensor in (*module.parameters(), *module.buffers()):
                 if not tensor.is_meta:
                     tensor.data = tensor.data.to(self._env.device)
-            blocks = [*(name for region in record.regions for name in region.blocks), *block_lists(module)]
+            blocks = [*(name for region in record.regions for name in region.blocks), *listed_blocks(module)]
             units = units_among(self._env.config.fsdp, module, blocks)
             split = FullySharded(record, units, fully_shard_options(self._env.config.fsdp), self._env.device)
         assert isinstance(split, FullySharded)

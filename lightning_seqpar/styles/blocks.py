@@ -1,13 +1,15 @@
-"""``blocks``: the repeated blocks, whose path is the sequence region."""
+"""``blocks``, ``scatter``, ``exit``: where activations are shards, how they come there, and where that ends."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_seqpar.layout.module_names import Argument, match_pattern
 from lightning_seqpar.region.hooks import begin_on_shards, end_on_shards, enter_block, leave_block
 from lightning_seqpar.styles.style import Application, PlannedModel, Rule, Stack
 
@@ -42,6 +44,71 @@ class BlocksRule(Rule):
             plan.stacks.append(stack)
         stack.blocks.append(name)
         stack.dim, stack.sp = self.dim, plan.sp and self.sp
+
+
+class ScatterRule(Rule):
+    """Which argument of the blocks carries the activation into the region (default: the first)."""
+
+    style: Literal["scatter"] = "scatter"
+    arg: Argument = 0
+
+    accumulates: ClassVar[bool] = True
+    says_where_blocks_are: ClassVar[bool] = True
+
+    def place(self, name: str, plan: PlannedModel) -> None:
+        """The stack of the block takes its activations from there; of several rules the last says so for the whole stack."""
+        for stack in plan.stacks:
+            if name in stack.blocks:
+                stack.arg = self.arg
+                return
+        raise ValueError(f"plan rule for {name!r}: 'scatter' names a block, and this is none")
+
+
+class ExitRule(Rule):
+    """The region ends at this module's output (default: at the last block's)."""
+
+    style: Literal["exit"] = "exit"
+    blocks: str | None = None
+    """Pattern of the blocks whose region ends, where one module runs several stacks."""
+
+    accumulates: ClassVar[bool] = True
+
+    def place(self, name: str, plan: PlannedModel) -> None:
+        """The stack that the rule names ends there, or the one that lies nearest. One module may end several stacks."""
+        exits = self._stack(name, plan).exits
+        if name not in exits:
+            exits.append(name)
+
+    def _stack(self, name: str, plan: PlannedModel) -> Stack:
+        if self.blocks is None:
+            return _nearest_stack(name, plan)
+        for stack in plan.stacks:
+            if any(match_pattern(self.blocks, block) for block in stack.blocks):
+                return stack
+        raise ValueError(
+            f"plan: the exit {name!r} names blocks={self.blocks!r}, which no 'blocks' rule does; the stacks begin with "
+            f"{', '.join(stack.blocks[0] for stack in plan.stacks)}"
+        )
+
+
+def _nearest_stack(name: str, plan: PlannedModel) -> Stack:
+    """The stack whose owner shares most of the path with the module of that name."""
+
+    def closeness(stack: Stack) -> int:
+        ours, theirs = name.split("."), stack.owner.split(".") if stack.owner else []
+        common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))
+        return 2 * len([*common]) - len(theirs)
+
+    best = max(closeness(stack) for stack in plan.stacks)
+    nearest = [stack for stack in plan.stacks if closeness(stack) == best]
+    if len(nearest) > 1:
+        blocks = [f"{stack.blocks[0].rpartition('.')[0]}.*" for stack in nearest]
+        rules = [f"{{pattern: {name}, style: exit, blocks: {pattern}}}" for pattern in blocks]
+        raise ValueError(
+            f"plan: the exit {name!r} could end the region of {' or '.join(stack.blocks[0] for stack in nearest)}; say "
+            f"which by its blocks: {' or '.join(rules)}"
+        )
+    return nearest[0]
 
 
 def hook_stack(stack: Stack, application: Application) -> Iterator[RemovableHandle]:

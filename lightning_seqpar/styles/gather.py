@@ -1,4 +1,4 @@
-"""``gather``: a module's arguments gathered along the sequence where it is entered."""
+"""``gather`` and ``copy``: modules that are entered with whole activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,34 @@ from lightning_seqpar.region.hooks import close_gather, gather_arguments
 from lightning_seqpar.styles.style import Application, ArgumentsRule, PlannedModel
 
 
-class GatherRule(ArgumentsRule):
+class _EntryRule(ArgumentsRule):
+    """Base of the two."""
+
+    opens_partial: ClassVar[bool] = True
+    holds_local_features: ClassVar[bool] = True
+
+    def check(self, name: str, plan: PlannedModel) -> None:
+        """It lies inside a block."""
+        plan.stack_of(name)
+
+
+class CopyRule(_EntryRule):
+    """Arguments that are whole already where this module reads them, such as encoder states; their gradient is summed."""
+
+    style: Literal["copy"] = "copy"
+
+    def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """The arguments are copied; a module that others are gathered for too does both in one hook, that of ``gather``."""
+        if name not in application.plan.named("gather"):
+            yield from hook_entry(name, application, copied=self.args)
+
+    def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """What was copied must have passed a row by the end of the module, or of its block."""
+        if name not in application.plan.named("gather"):
+            yield from _close_entry(name, application)
+
+
+class GatherRule(_EntryRule):
     """Arguments gathered along the sequence where this module is entered."""
 
     style: Literal["gather"] = "gather"
@@ -21,18 +48,12 @@ class GatherRule(ArgumentsRule):
     """The module sees a stand-in as wide as this rank's part, and its columns the gathered activation: for a forward that
     takes its head size from its input's last dim (``B, T, C = x.shape``)."""
 
-    opens_partial: ClassVar[bool] = True
     enters_whole: ClassVar[bool] = True
-    holds_local_features: ClassVar[bool] = True
-
-    def check(self, name: str, plan: PlannedModel) -> None:
-        """It lies inside a block."""
-        plan.stack_of(name)
 
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """The arguments are gathered, and those that a ``copy`` rule names are copied. A column gathers by itself."""
         plan = application.plan
-        copied = next((rule.args for rule in _copy_rules(name, plan)), ())
+        copied = next((match.rule.args for match in plan.at(name) if isinstance(match.rule, CopyRule)), ())
         if copied or name not in plan.named("column"):
             yield from hook_entry(name, application, self.args, copied, local_width=self.local_width)
 
@@ -40,12 +61,7 @@ class GatherRule(ArgumentsRule):
         """What was gathered must have passed a row by the end of the module, or of its block."""
         plan = application.plan
         if name in plan.named("copy") or name not in plan.named("column"):
-            yield from close_entry(name, application, local_width=self.local_width)
-
-
-def _copy_rules(name: str, plan: PlannedModel) -> list[ArgumentsRule]:
-    rules = [match.rule for match in plan.at(name)]
-    return [rule for rule in rules if isinstance(rule, ArgumentsRule) and rule.style == "copy"]
+            yield from _close_entry(name, application, local_width=self.local_width)
 
 
 def hook_entry(
@@ -68,7 +84,7 @@ def hook_entry(
     yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def close_entry(name: str, application: Application, *, local_width: bool = False) -> Iterator[RemovableHandle]:
+def _close_entry(name: str, application: Application, *, local_width: bool = False) -> Iterator[RemovableHandle]:
     """Behind it: what was gathered is let go of, and must have passed a row."""
     if application.is_lowered(name):
         if local_width:  # columns behind it must not read what was gathered for it

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import field_validator
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import shrink
 from lightning_seqpar.region.hooks import slice_arguments
-from lightning_seqpar.styles.cutting import Segments, Units, segment_lengths, unit_counts
-from lightning_seqpar.styles.style import Application, PlannedModel, Rule, Target, each_once
+from lightning_seqpar.styles.linear import Segments, Units, segments_and_units
+from lightning_seqpar.styles.style import Application, Arguments, PlannedModel, Rule, Target
 
 
 class LocalHeadsRule(Rule):
@@ -28,13 +26,8 @@ class LocalHeadsRule(Rule):
     """Parts of a fused tensor, as in a column's rule."""
     units: Units = None
     """Whole units (heads) in each part, as in a column's rule."""
-    args: tuple[Argument, ...] | None = None
+    args: Arguments | None = None
     """Arguments of the module that the pattern names; none if it names a parameter or a buffer."""
-
-    @field_validator("args")
-    @classmethod
-    def args_are_named_once(cls, value: tuple[Argument, ...] | None) -> tuple[Argument, ...] | None:
-        return None if value is None else each_once(value, "slice")
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -54,8 +47,7 @@ class LocalHeadsRule(Rule):
         length = tensor.shape[self.dim]
         if length % plan.size:
             raise ValueError(f"{name}: {length} heads or features at dim {self.dim} do not divide by tp={plan.size}")
-        segments = segment_lengths(name, self.segments, self.units, length, plan)
-        units = unit_counts(name, self.units, segments, plan)
+        segments, units = segments_and_units(name, self.segments, self.units, length, plan)
         plan.shards[name] = Shard.by_segments(self.dim % tensor.ndim, segments, units, plan.size, name)
 
     def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:

@@ -1,4 +1,4 @@
-"""``reduce``: the rows inside a module leave partial sums, which are reduced once, where it returns.
+"""``reduce`` and ``once``: the rows inside a module leave partial sums, which are reduced once, where it returns.
 
 Two sorts of modules do so. One is entered with whole activations and has columns and rows inside: experts, or products of its own
 parameters. The other is given this rank's features and has rows alone: a linear with an adapter, ``W x + B(A x)``, whose ``W`` and
@@ -7,7 +7,7 @@ parameters. The other is given this rank's features and has rows alone: a linear
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 from torch import nn
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.layout.module_names import in_all_layers, inside
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.region.hooks import begin_sum, end_sum, reduce_output
-from lightning_seqpar.styles.style import Application, Match, PlannedModel, Rule
+from lightning_seqpar.styles.style import Application, Match, PlannedModel, Rule, Target
 
 
 class ReduceRule(Rule):
@@ -52,37 +52,65 @@ class ReduceRule(Rule):
 
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """What it adds to the partial sums counts on the first rank alone."""
-        plan, parts = application.plan, _Parts(name, application)
-        hook = begin_sum(
-            application.region_of(name),
-            parts.holders(parts.once),
-            parts.holders(parts.rows),
-            of_features=plan.sums_features(name),
-        )
+        plan, (rows, once) = application.plan, _parts(name, application.plan)
+        hook = begin_sum(application.region_of(name), once, rows, of_features=plan.sums_features(name))
         yield application.module(name).register_forward_pre_hook(hook)
 
     def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Its output is reduced."""
-        module, region, parts = application.module(name), application.region_of(name), _Parts(name, application)
-        rows, once = parts.holders(parts.rows), parts.holders(parts.once)
+        module, region, (rows, once) = (
+            application.module(name),
+            application.region_of(name),
+            _parts(name, application.plan),
+        )
         yield module.register_forward_hook(reduce_output(region, name, rows, once))
-        hidden = parts.holders([*parts.once, *parts.rows])
-        yield module.register_forward_hook(end_sum(region, hidden), always_call=True)
+        yield module.register_forward_hook(end_sum(region, [*once, *rows]), always_call=True)
 
 
-class _Parts:
+class OnceRule(Rule):
+    """A parameter that its module adds to partial sums, such as an output bias: the first rank alone adds it.
+
+    The hooks are those of the module whose sums are reduced (``reduce``).
+    """
+
+    style: Literal["once"] = "once"
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """A parameter."""
+        return (Target.TENSORS,)
+
+    def check(self, name: str, plan: PlannedModel) -> None:
+        """It is a parameter, and its module leaves partial sums."""
+        module, _, leaf = name.rpartition(".")
+        if leaf not in plan.modules[module]._parameters:
+            raise ValueError(f"{name}: 'once' takes a parameter, and this is a buffer")
+        if module in plan.linears or name in plan.unwrapped_parameters or plan.reduced_at(module) is None:
+            raise ValueError(
+                f"{name}: 'once' takes a parameter of its own that a module adds to partial sums; around this one none are "
+                "left (a row linear adds its bias behind the sum by itself)"
+            )
+
+    def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:
+        """Whole, with a gradient on the first rank alone: partial."""
+        return plan.make_layout(parameter, Reason.ONCE, partial=True)
+
+
+_Held = list[tuple[nn.Module, str]]
+"""Parameters: the module that holds each, and its own name in it."""
+
+
+def _parts(name: str, plan: PlannedModel) -> tuple[_Held, _Held]:
     """The row parameters that a reducing module holds, and those that the first rank alone adds."""
-
-    def __init__(self, name: str, application: Application) -> None:
-        plan = application.plan
-        self._modules = plan.modules
-        held = [key for key in (*plan.unwrapped_parameters, *plan.named("once")) if inside(key, name)]
-        self.rows = [key for key in held if key in plan.named("row")]
-        self.once = [key for key in held if key in plan.named("once")]
-
-    def holders(self, names: Sequence[str]) -> list[tuple[nn.Module, str]]:
-        """The module that holds each of these parameters, and the parameter's own name in it."""
-        return [(self._modules[key.rpartition(".")[0]], key.rpartition(".")[2]) for key in names]
+    rows, once = (
+        [
+            (plan.modules[key.rpartition(".")[0]], key.rpartition(".")[2])
+            for key, match in plan.named(style).items()
+            if match.of_tensor and inside(key, name)
+        ]
+        for style in ("row", "once")
+    )
+    return rows, once
 
 
 def _check_siblings(name: str, plan: PlannedModel) -> None:

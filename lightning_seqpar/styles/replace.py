@@ -14,10 +14,7 @@ from lightning_seqpar.styles.style import LINEAR, Application, PlannedModel, Rul
 
 
 class ReplaceRule(Rule):
-    """A module whose forward bypasses its submodules, replaced by an equal one.
-
-    ``nn.MultiheadAttention``, and ``nn.TransformerEncoder``, which may pack its input past the layers.
-    """
+    """A module whose forward bypasses its submodules (torch's attention and encoder), replaced by an equal one."""
 
     style: Literal["replace"] = "replace"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -29,7 +28,7 @@ class SetRule(Rule):
     def check(self, name: str, plan: PlannedModel) -> None:
         """The module has the attributes; those that are divided are multiples of tp, and ratios are what the counts say."""
         module = plan.modules[name]
-        for attribute in self._attributes():
+        for attribute in (*self.divide, *self.values, *self.ratio):
             try:
                 read_attribute(module, attribute)
             except AttributeError:
@@ -43,9 +42,6 @@ class SetRule(Rule):
         for attribute in self.ratio:
             self._local_ratio(attribute, name, plan)
 
-    def _attributes(self) -> list[str]:
-        return list(dict.fromkeys((*self.divide, *self.values, *self.ratio)))
-
     def _local_ratio(self, attribute: str, name: str, plan: PlannedModel) -> int:
         """What an attribute that is a ratio of two counts becomes on a rank, where the smaller count may be shared."""
         above, below = self.ratio[attribute]
@@ -56,12 +52,8 @@ class SetRule(Rule):
         return max(1, over // plan.size) // max(1, under // plan.size)
 
     def apply(self, name: str, application: Application) -> None:
-        """The instance gets its own values. A property may store its value elsewhere, where no comparison sees it: it is noted."""
+        """The instance gets its own values."""
         module, plan = application.module(name), application.plan
-        for attribute in self._attributes():
-            first = attribute.partition(".")[0]
-            if isinstance(getattr(type(module), first, None), property):
-                application.restore.append(functools.partial(setattr, module, first, getattr(module, first)))
         ratios = {each: self._local_ratio(each, name, plan) for each in self.ratio}  # of the whole counts
         for attribute in self.divide:
             write_attribute(module, attribute, read_attribute(module, attribute) // plan.size)

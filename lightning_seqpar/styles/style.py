@@ -1,19 +1,18 @@
 """What a style is, and what it works on.
 
-A plan is a list of rules; a rule is a pattern over names and a style with options. Each style is one subclass of :class:`Rule`, in
-a module of its own, and answers for all that the style means: what its pattern can name, which options it takes, what it checks on
-a model, which layout it gives a parameter, how it changes modules and which forward hooks it needs. Undoing needs no code of a
-style's own: modules are compared before and after, parameters are made whole from their layouts, and hooks go by their handles.
+A plan is a list of rules; a rule is a pattern over names and a style with options. Each style is one subclass of :class:`Rule`, and
+answers for all that the style means. Undoing needs no code of a style's own: modules are compared before and after, parameters are
+made whole from their layouts, and hooks go by their handles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
-from pydantic import field_validator
+from pydantic import AfterValidator, ValidationInfo, field_validator
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
@@ -21,12 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.config import FrozenModel
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.layout.linear_kind import LinearKind, linear_kind
-from lightning_seqpar.layout.module_names import Argument, inside, likely_blocks
+from lightning_seqpar.layout.module_names import Argument, inside, likely_blocks, outwards, why_no_pattern
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.region.lowered import LoweredRegion
 from lightning_seqpar.region.sequence_region import SequenceRegion
-from lightning_seqpar.user_input import nearest, sizes_that_divide
+from lightning_seqpar.user_input import nearest, shown, sizes_that_divide
 
 LINEAR = "linear"
 """The slot of the styles that shard a linear: a module is a column, a row or replaced."""
@@ -52,7 +51,7 @@ class Rule(FrozenModel):
     style: str
 
     slot: ClassVar[str] = ""
-    """A name has at most one style per slot; the last rule wins. By default a style has a slot of its own."""
+    """A module has at most one style per slot; the last rule wins. By default a style has a slot of its own."""
     accumulates: ClassVar[bool] = False
     """Whether every rule for a name holds, and not just the last."""
     undoes_inside: ClassVar[bool] = False
@@ -68,15 +67,11 @@ class Rule(FrozenModel):
     adapter_half: ClassVar[str | None] = None
     """For a linear's style: the half of an adapter around the linear that gets the style too."""
 
-    @field_validator("pattern")
+    @field_validator("pattern", "blocks", check_fields=False)  # the latter of an exit's
     @classmethod
-    def pattern_is_well_formed(cls, value: str) -> str:
-        if value and (".." in value or value.startswith(".") or value.endswith(".") or "**" in value):
-            raise ValueError(
-                f"pattern={value!r}: write names joined by single dots, '*' for one name, '{{a,b}}' for alternatives"
-            )
-        if value.count("{") != value.count("}"):
-            raise ValueError(f"pattern={value!r}: a brace is not closed; write alternatives as '{{a,b}}'")
+    def patterns_are_well_formed(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and (why := why_no_pattern(value)) is not None:
+            raise ValueError(f"{info.field_name}={shown(value)}: {why}")
         return value
 
     def dump(self) -> dict[str, Any]:
@@ -126,23 +121,20 @@ class Rule(FrozenModel):
         """Behind :meth:`apply`, turn the module inside a compiled block into its lowered form."""
 
 
+def _each_once(args: tuple[Argument, ...]) -> tuple[Argument, ...]:
+    if not args or len(set(args)) != len(args):
+        raise ValueError(f"args={list(args)}: name each argument once, by position or keyword")
+    return args
+
+
+Arguments = Annotated[tuple[Argument, ...], AfterValidator(_each_once)]
+"""Positions or names of arguments of a module, as the caller passes them."""
+
+
 class ArgumentsRule(Rule):
     """Base of the styles that work on some of a module's arguments, by default the first."""
 
-    args: tuple[Argument, ...] = (0,)
-    """Positions or names of the arguments, as the caller passes them."""
-
-    @field_validator("args")
-    @classmethod
-    def args_are_named_once(cls, value: tuple[Argument, ...]) -> tuple[Argument, ...]:
-        return each_once(value, str(cls.model_fields["style"].default))
-
-
-def each_once(args: tuple[Argument, ...], what: str) -> tuple[Argument, ...]:
-    """Arguments of a rule as they are."""
-    if not args or len(set(args)) != len(args):
-        raise ValueError(f"args={list(args)}: name each argument to {what} once, by position or keyword")
-    return args
+    args: Arguments = (0,)
 
 
 @dataclass(frozen=True)
@@ -153,6 +145,11 @@ class Match:
     rule: Rule
     source: str  # who wrote the rule, for the plan's table
     of_tensor: bool = False
+
+    @property
+    def slot(self) -> str:
+        """Of the rules for a name that have one slot, the last holds: a parameter or buffer is dealt out once."""
+        return "tensor" if self.of_tensor else self.rule.slot or self.rule.style
 
 
 @dataclass
@@ -182,8 +179,6 @@ class Stack:
 
 class PlannedModel:
     """A model and the rules that hold for it: what a style looks at when it checks, and when it lays out parameters.
-
-    It needs the size of the axis ``tp``, and no process group: a plan for 512 ranks is read on one.
 
     Raises:
         ValueError: for rules that name no blocks, or say what can't be of stacks and where they end.
@@ -237,11 +232,10 @@ class PlannedModel:
     def _decide(self) -> None:
         last: dict[tuple[str, str, int], Match] = {}
         for at, match in enumerate(self.matches):
-            rule = match.rule
-            if (rule.slot or rule.style, match.name) not in self._dropped:
-                last[rule.slot or rule.style, match.name, at if rule.accumulates else -1] = match
+            if (match.slot, match.name) not in self._dropped:
+                last[match.slot, match.name, at if match.rule.accumulates else -1] = match
         for match in self._implied:
-            last.setdefault((match.rule.slot or match.rule.style, match.name, -1), match)
+            last.setdefault((match.slot, match.name, -1), match)
         self._last = list(last.values())
         order = {style: at for at, style in enumerate(self._styles)}
         self.decided = sorted(self._last, key=lambda match: order[match.rule.style])
@@ -336,24 +330,19 @@ class PlannedModel:
 
     def number_at(self, name: str, attribute: str) -> int:
         """A whole-number attribute of a module, or of the nearest one around it."""
-        at = name if name in self.modules else name.rpartition(".")[0]
-        known: dict[str, None] = {}
-        while True:
-            known |= dict.fromkeys(
-                key for key, value in vars(self.modules[at]).items() if type(value) is int and value > 1
-            )
+        around = [self.modules[at] for at in (*outwards(name), "") if at in self.modules]
+        for module in around:
             try:
-                value = read_attribute(self.modules[at], attribute)
+                value = read_attribute(module, attribute)
             except AttributeError:
-                value = None
+                continue
             if isinstance(value, int):
                 return value
-            if at == "":
-                near = f"; did you mean {nearest(attribute, [*known])}?" if known else ""
-                raise ValueError(
-                    f"{name}: units={attribute!r} is no whole-number attribute of it or of a module around it{near}"
-                )
-            at = at.rpartition(".")[0]
+        numbers = [key for module in around for key, value in vars(module).items() if type(value) is int and value > 1]
+        near = f"; did you mean {nearest(attribute, [*dict.fromkeys(numbers)])}?" if numbers else ""
+        raise ValueError(
+            f"{name}: units={attribute!r} is no whole-number attribute of it or of a module around it{near}"
+        )
 
     def make_layout(
         self,
@@ -388,7 +377,6 @@ class Application:
     rank: int  # in it
     regions: dict[str, SequenceRegion]  # by the first block of their stack
     buffers: dict[str, ParamLayout] = field(default_factory=dict)  # those that styles have cut
-    restore: list[Callable[[], None]] = field(default_factory=list)  # of properties, called in reverse order
     lowered: dict[str, LoweredRegion] = field(default_factory=dict)  # regions of compiled blocks, by the first block
 
     def module(self, name: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""``whole``: a module that every rank computes whole."""
+"""``whole`` and ``gradient``: modules that every rank computes whole, and gradients of parameters that every rank has whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.region import lowered
 from lightning_seqpar.region.hooks import make_shards, make_whole
-from lightning_seqpar.styles.style import Application, ArgumentsRule, PlannedModel
+from lightning_seqpar.styles.style import Application, ArgumentsRule, PlannedModel, Rule, Target
 
 
 class WholeRule(ArgumentsRule):
@@ -71,3 +71,36 @@ class WholeRule(ArgumentsRule):
         else:
             hook = make_shards(application.region_of(name), name)
         yield application.module(name).register_forward_hook(hook)
+
+
+class GradientRule(Rule):
+    """A parameter that every rank has whole, and with which it computes on whole sequences.
+
+    Its gradient is then taken for a term of a sum if a module around it gathers: wrong for a temperature of all heads whose columns
+    gather for themselves, and for a norm behind the row. On shards the rule says nothing, since every gradient is a term there.
+    """
+
+    style: Literal["gradient"] = "gradient"
+    summed: bool
+    """Whether it is a sum over the ranks: true between columns and their row, where each rank has features of its own; false
+    behind the row, where all ranks compute the same."""
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """A parameter."""
+        return (Target.PARAMETERS,)
+
+    def check(self, name: str, plan: PlannedModel) -> None:
+        """It lies inside a block, and no linear or other rule shards it."""
+        plan.stack_of(name)
+        module = name.rpartition(".")[0]
+        if module in plan.linears or name in plan.unwrapped_parameters or name in plan.named("local_heads"):
+            raise ValueError(f"{name}: 'gradient' takes a parameter that every rank has whole, and this one is sharded")
+
+    def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:
+        """Whole; on whole sequences its gradient is partial or not, as the rule says."""
+        module = name.rpartition(".")[0]
+        if parameter != name or plan.sp_at(module):
+            return None
+        reason = Reason.COLUMN_TO_ROW if self.summed else Reason.IDENTICAL
+        return plan.make_layout(parameter, reason, partial=self.summed)

@@ -25,19 +25,14 @@ def nearest_multiples(number: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below > 0 else str(unit)
 
 
-def _as_whole(size: Any) -> Any:
-    """Convert an integer of another library (numpy, torch) to a plain int; anything else is returned as it is, to be refused."""
-    try:
-        return size if isinstance(size, bool) else operator.index(size)
-    except TypeError:
-        return size
-
-
-def _whole(name: str, value: Any) -> int:
+def _whole(name: str, value: Any, rule: str = "it must be a whole number") -> int:
     """A whole number of any library as a plain int; raises ValueError, which calls it ``name``, for anything else."""
-    whole = _as_whole(value)
-    if not isinstance(whole, int) or isinstance(whole, bool):
-        raise ValueError(f"{name} {value!r}: it must be a whole number")
+    try:
+        whole = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        whole = None
+    if whole is None:
+        raise ValueError(f"{name} {value!r}: {rule}")
     return whole
 
 
@@ -86,14 +81,14 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if isinstance(axes, str | Set | Mapping):  # whose parts are letters, or in no order
             raise ValueError(f"axes={axes!r}: write a list of names, such as ['dp', 'tp']")
-        names, sizes = tuple(axes), tuple(_as_whole(size) for size in dims)
+        names, sizes = tuple(axes), tuple(dims)
         if not names or len(names) != len(sizes):
             raise ValueError(f"axes={[*names]} and dims={[*sizes]}: give one size for each axis")
         if len(set(names)) != len(names):
             raise ValueError(f"axes={[*names]}: an axis stands there twice; name each axis once")
+        rule = "a size is a whole number of ranks"
+        sizes = tuple(_whole(f"axis {name!r} has size", size, rule) for name, size in zip(names, sizes, strict=True))
         for name, size in zip(names, sizes, strict=True):
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise ValueError(f"axis {name!r} has size {size!r}: a size is a whole number of ranks")
             if size < 1:
                 raise ValueError(f"axis {name!r} has size {size}: a size must be 1 or more; leave the axis out for 1")
         object.__setattr__(self, "axes", names)
@@ -268,29 +263,26 @@ class ProcessTopology:
         """``[rank, next_stage(rank)]`` for every rank, in rank order, the wrap-around included."""
         return [[rank, self.next_stage(rank)] for rank in range(self.world_size)]
 
-    def _check_split(self, split_rank: int | None) -> None:
-        """Raise ValueError unless ``split_rank`` is None or a stage after the first."""
+    def _at_stages(self, rank: int, stages: set[int], split_rank: int | None) -> list[int]:
+        """The ranks of a pipeline at some stages; raises ValueError unless ``split_rank`` is None or a stage after the first."""
         if split_rank is not None and not 0 < split_rank < self.pipeline_size:
             size = self.pipeline_size
             fix = f"use 1 to {size - 1}" if size > 1 else "it needs two stages or more; leave it out"
             raise ValueError(f"pp_split_rank={split_rank} lies outside a pipeline of {size} stages; {fix}")
+        pipeline = self.get_pipeline(rank)
+        return [pipeline[stage] for stage in sorted(stages)]
 
     def embedding_ranks(self, rank: int, split_rank: int | None = None) -> list[int]:
         """The ranks of ``rank``'s pipeline that hold the token embedding: its first stage, and its last for a tied head.
 
         With ``split_rank``, the first stage of the decoder in an encoder-decoder model, that stage holds it too.
         """
-        self._check_split(split_rank)
         stages = {0, self.pipeline_size - 1} | ({split_rank} if split_rank is not None else set())
-        pipeline = self.get_pipeline(rank)
-        return [pipeline[stage] for stage in sorted(stages)]
+        return self._at_stages(rank, stages, split_rank)
 
     def position_embedding_ranks(self, rank: int, split_rank: int | None = None) -> list[int]:
         """The ranks of ``rank``'s pipeline that hold the position embedding: the first stage, and the decoder's first."""
-        self._check_split(split_rank)
-        stages = {0} | ({split_rank} if split_rank is not None else set())
-        pipeline = self.get_pipeline(rank)
-        return [pipeline[stage] for stage in sorted(stages)]
+        return self._at_stages(rank, {0} | ({split_rank} if split_rank is not None else set()), split_rank)
 
     def get_embedding_comm_lists(self, split_rank: int | None = None) -> list[list[int]]:
         """The embedding ranks of every pipeline.

@@ -51,8 +51,8 @@ class ParallelGroups:
         split_rank: first pipeline stage of the decoder, in an encoder-decoder model; it holds embeddings too.
         gloo_twins: make a gloo group beside each group of axes (:meth:`gloo`), for objects on the CPU and for threads
             that must not speak between the training's collectives.
-        pp_channels: make so many groups of the ranks of ``pp`` (:attr:`pp_channels`), each for one kind of messages between
-            neighbours.
+        pp_channels: make so many more groups of the ranks of ``pp`` (the attribute ``pp_channels``), each for one kind of
+            messages between neighbours.
 
     Raises:
         RuntimeError: if ``torch.distributed`` is not initialised.
@@ -98,7 +98,8 @@ class ParallelGroups:
             self._make_axis_groups(self._twins, {**options, "backend": "gloo"})
         self._make_named_groups(options)
         stages = self.ranks("pp") if pp_channels and self._grid_rank >= 0 else [self._world_rank]
-        self._channels: tuple[ProcessGroup, ...] = tuple(self._new(stages, options) for _ in range(pp_channels))
+        # NCCL orders all that two ranks of a group send each other: kinds that overtake each other need groups of their own.
+        self.pp_channels: tuple[ProcessGroup, ...] = tuple(self._new(stages, options) for _ in range(pp_channels))
 
     def _place(
         self,
@@ -113,12 +114,11 @@ class ParallelGroups:
         self._fake = False
         self._ranks_by_axes: dict[Axes, list[int]] = {}
         size = topology.world_size
+        mapping: Sequence[int] = range(size)
         if isinstance(rank_mapping, Mapping):
-            mapping: Sequence[int] = (
-                [rank_mapping[r] for r in range(size)] if set(rank_mapping) == set(range(size)) else ()
-            )
-        else:
-            mapping = range(size) if rank_mapping is None else tuple(rank_mapping)
+            mapping = [rank_mapping[r] for r in range(size)] if set(rank_mapping) == set(range(size)) else ()
+        elif rank_mapping is not None:
+            mapping = tuple(rank_mapping)
         if len(mapping) != size or (rank_mapping is not None and len(set(mapping)) != size):
             raise ValueError(
                 f"rank_mapping={rank_mapping}: give {size} different world ranks, one for each rank of the grid ({topology})"
@@ -130,18 +130,19 @@ class ParallelGroups:
         self._split_rank = split_rank
         topology.embedding_ranks(0, split_rank)  # raises for a split outside the pipeline
 
-    def _axis_sets(self) -> list[tuple[str, ...]]:
-        """Every set of one axis or more, in an order that is the same on all ranks."""
-        names = sorted(self.topology.axes)
-        return [axes for count in range(1, len(names) + 1) for axes in combinations(names, count)]
+    def _axis_sets(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        """Every set of axes, in one order on all ranks, with the first that has the same ranks: they differ in axes of size 1."""
+        names, first = sorted(self.topology.axes), dict[tuple[str, ...], tuple[str, ...]]()
+        return {
+            axes: first.setdefault(tuple(axis for axis in axes if self.topology.get_dim(axis) > 1), axes)
+            for count in range(1, len(names) + 1)
+            for axes in combinations(names, count)
+        }
 
     def _new(self, ranks: Sequence[int], options: Mapping[str, Any]) -> ProcessGroup:
-        """Make a group of world ranks; only its members call this.
-
-        The name that torch gives a group counts the groups that a rank made before, and the members must arrive at the same
-        name. So all ranks that construct this object must make equally many groups: a rank that is in none at some point
-        makes one of itself alone there.
-        """
+        """Make a group of world ranks; only its members call this."""
+        # The name that torch gives a group counts the groups that a rank made before, and the members must arrive at the same
+        # name. So all ranks must make equally many groups: a rank that is in none at some point makes one of itself alone there.
         group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False, **options)
         assert isinstance(group, ProcessGroup)
         self._made.append(group)
@@ -151,20 +152,12 @@ class ParallelGroups:
         """Make a group for each set of axes, and put it into ``into``; sets that have the same ranks share one."""
         by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
         # In the order of _axis_sets: ranks that share two groups must make them in the same order.
-        for axes, first in self._distinct_axis_sets().items():
+        for axes, first in self._axis_sets().items():
             ranks = tuple(self.ranks(axes)) if self._grid_rank >= 0 else (self._world_rank,)
             if axes == first:
                 by_ranks[ranks] = self._new(ranks, options)
             if self._grid_rank >= 0:
                 into[frozenset(axes)] = by_ranks[ranks]
-
-    def _distinct_axis_sets(self) -> dict[tuple[str, ...], tuple[str, ...]]:
-        """For every set of axes, the first set that has the same ranks: they differ in axes of size 1 alone."""
-        first: dict[tuple[str, ...], tuple[str, ...]] = {}
-        return {
-            axes: first.setdefault(tuple(axis for axis in axes if self.topology.get_dim(axis) > 1), axes)
-            for axes in self._axis_sets()
-        }
 
     def _make_named_groups(self, options: Mapping[str, Any]) -> None:
         """Make the groups of embeddings; one that has the ranks of a group of axes, or of the other, shares that group."""
@@ -186,7 +179,7 @@ class ParallelGroups:
         groups = cls.__new__(cls)
         groups._place(topology, rank, None, split_rank)
         groups._fake = True
-        groups._groups, groups._twins, groups._made, groups._channels = {}, {}, [], ()
+        groups._groups, groups._twins, groups._made, groups.pp_channels = {}, {}, [], ()
         return groups
 
     @classmethod
@@ -198,12 +191,9 @@ class ParallelGroups:
         """
         groups = cls.fake(topology, rank)
         groups._fake = False
-        made: dict[tuple[int, ...], ProcessGroup] = {}
-        for axes in groups._axis_sets():
-            ranks = tuple(groups.ranks(axes))
-            if ranks not in made:
-                made[ranks] = _silent_group(ranks.index(rank), len(ranks))
-            groups._groups[frozenset(axes)] = made[ranks]
+        for axes, first in groups._axis_sets().items():
+            made = groups._groups.get(frozenset(first)) or _silent_group(groups.rank(axes), groups.size(axes))
+            groups._groups[frozenset(axes)] = made
         return groups
 
     # ---- what there is -----------------------------------------------------------------------------------------
@@ -224,15 +214,6 @@ class ParallelGroups:
         if self._key(axes) & {"embedding", "position_embedding"}:
             raise ValueError(f"groups.gloo({axes!r}): groups of axes have twins, named ones have none; use gloo('pp')")
         return self._find(self._twins, axes)
-
-    @property
-    def pp_channels(self) -> tuple[ProcessGroup, ...]:
-        """More groups of the ranks of ``pp``, in the same order: as many as were asked for.
-
-        Messages of one kind between two neighbours arrive in the order in which they were sent. NCCL orders all that two ranks of a
-        group send each other, in both directions, so that kinds which overtake each other need groups of their own.
-        """
-        return self._channels
 
     def _find(self, among: Mapping[frozenset[str], ProcessGroup], axes: Axes) -> ProcessGroup:
         """The group along ``axes``; raises RuntimeError with the reason if there is none."""
@@ -343,14 +324,9 @@ class ParallelGroups:
 
     def over_gloo(self, timeout: timedelta | None = None) -> ParallelGroups:
         """The same groups once more, on the CPU; collective over the topology's ranks."""
-        mapping, rank = tuple(self._mapping), self._world_rank
-        return ParallelGroups(
-            *(self.topology, rank, mapping),
-            backend="gloo",
-            timeout=timeout,
-            split_rank=self._split_rank,
-            pp_channels=len(self._channels),
-        )
+        options: dict[str, Any] = {"split_rank": self._split_rank, "pp_channels": len(self.pp_channels)}
+        place = (self.topology, self._world_rank, tuple(self._mapping))
+        return ParallelGroups(*place, backend="gloo", timeout=timeout, **options)
 
     def sequence_numbers(self) -> dict[str, int]:
         """How many collectives this rank has started in each group, by the group's name, which is the same on all of its ranks."""
@@ -365,11 +341,11 @@ class ParallelGroups:
         """
         for group in self._made:
             group.shutdown()
-        self._groups, self._twins, self._made, self._channels = {}, {}, [], ()
+        self._groups, self._twins, self._made, self.pp_channels = {}, {}, [], ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelGroups:
         return self  # a process group can't be copied; a copied model keeps talking over the same one
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled (a sampler's, for a worker or with a Trainer): it answers ranks and sizes, and has no groups."""
-        return {**vars(self), "_fake": True, "_groups": {}, "_twins": {}, "_made": [], "_channels": ()}
+        return {**vars(self), "_fake": True, "_groups": {}, "_twins": {}, "_made": [], "pp_channels": ()}

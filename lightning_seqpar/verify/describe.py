@@ -31,10 +31,9 @@ from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.fsdp_units import ReplicaSplit
 from lightning_seqpar.parallel.grad_sync import step_traffic
-from lightning_seqpar.parallel.recompute import NoAttentionError
+from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
-from lightning_seqpar.parallel.tiled_mlps import MLPTiles
 from lightning_seqpar.parallel.unsharded import change_unsharded
 from lightning_seqpar.pipeline.schedule import warm_up
 from lightning_seqpar.plan.choice import resolve_plans

@@ -20,9 +20,8 @@ from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.parallel.apply import has_context, parallelize
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.grad_checks import check_replicated
-from lightning_seqpar.parallel.recompute import NoAttentionError, Recompute
+from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError, Recompute
 from lightning_seqpar.parallel.sharded_model import ShardedModel, whole_model
-from lightning_seqpar.parallel.tiled_mlps import MLPTiles
 from lightning_seqpar.parallel.unsharded import change_unsharded
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups

@@ -141,21 +141,6 @@ def test_code_that_begins_in_the_second_step(topology):
             assert result.ok, f"{kind}: {result}"
 
 
-def scored(world: int, strategy: dict[str, Any] | None, since: int) -> Trace:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return fit("Scored", {"since": since}, steps=3, length=10, global_batch=4, strategy=strategy, world=world)
-
-
-@pytest.mark.parametrize("since", [0, 1])
-def test_scores_of_flattened_tokens_beside_an_activation(since):
-    """Of the last block too, where the activation becomes whole."""
-    expected = scored(1, None, since)
-    for trace in run_distributed(scored, 2, 2, {"tp": 2, "self_check": since == 0}, since):
-        result = compare(expected, trace)
-        assert result.ok, str(result)
-
-
 OVER_CP = {"reentrant"}
 """What cp refuses."""
 
@@ -179,6 +164,19 @@ def evaluated(world: int, strategy: dict[str, Any] | None, kinds: list[str]) -> 
     return found
 
 
+def scored(world: int, strategy: dict[str, Any] | None, since: int) -> Trace:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fit("Scored", {"since": since}, steps=3, length=10, global_batch=4, strategy=strategy, world=world)
+
+
+@pytest.mark.parametrize("since", [rest(0), 1])
+def test_scores_of_flattened_tokens_beside_an_activation(since):
+    """Of the last block too, where the activation becomes whole."""
+    for trace in run_distributed(scored, 2, 2, {"tp": 2, "self_check": since == 0}, since):
+        compare(scored(1, None, since), trace).raise_if_failed()
+
+
 EVALUATED = ["mean", "first", "placed", "attended", "convolved", "outer norm"]
 
 
@@ -192,19 +190,14 @@ def test_code_that_runs_in_evaluation_alone(topology):
 
 def warned() -> list[str]:
     """What is said of a gather that code between the blocks takes, in two steps."""
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, self_check=False), max_steps=2)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")
-        trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, self_check=False), max_steps=2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("default")
-            trainer.fit(Between("rolled", since=0), models.loader(4, length=10, count=8))
+        trainer.fit(Between("rolled", since=0), models.loader(4, length=10, count=8))
     return [str(one.message) for one in told if "needs all of the positions" in str(one.message)]
 
 
 def test_a_gather_between_blocks_is_told_of_once():
-    first, other = run_distributed(warned, 2)
-    assert len(first) == 1
-    assert first[0].startswith(
-        "roll() needs all of the positions of a sequence of which each rank of tp=2 holds a part"
-    )
+    (first,), other = run_distributed(warned, 2)
+    assert first.startswith("roll() needs all of the positions of a sequence of which each rank of tp=2 holds a part")
     assert other == []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -158,30 +158,27 @@ def test_inductor():
 # ---- every loop, and the way back ------------------------------------------------------------------------------------
 
 
-def loops(compiled: bool, folder: str) -> dict[str, Any]:
-    """Validate before, within and behind training, predict, save, and undo it all."""
+def loops(compiled: bool) -> dict[str, Any]:
+    """Validate before, within and behind training, predict, and undo it all."""
     strategy = SeqParallelStrategy(tp=2, **(EAGER if compiled else {}))
     module = models.Watched()
     kinds = [type(part) for part in module.modules()]
     trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=4, limit_val_batches=2, val_check_interval=2)
-    loader = models.loader(8, length=8)
-    trainer.fit(module, loader, models.loader(8, length=9))
+    trainer.fit(module, models.loader(8, length=8), models.loader(8, length=9))
     out: dict[str, Any] = {"val": float(trainer.callback_metrics["val"])}
     out["predicted"] = torch.cat(trainer.predict(module, models.loader(4, count=8)))
     record = record_of(module)
     out["traced"] = dict(record.graphs.traced) if record.graphs is not None else {}
     out["summary"] = describe_compiled(record)
-    trainer.save_checkpoint(f"{folder}/{compiled}.ckpt")
     lightning_seqpar.unshard(module)
     out["as written"] = [type(part) for part in module.modules()] == kinds
-    tokens = torch.arange(8)[None]
-    out["logits"] = module.double().model(tokens).detach()
+    out["weights"] = {name: parameter.detach() for name, parameter in module.named_parameters()}
     return out
 
 
 @pytest.mark.more
-def test_evaluation_checkpoints_and_the_way_back(tmp_path: Path):
-    eager, compiled = (run_distributed(loops, 2, one, str(tmp_path))[0] for one in (False, True))
+def test_evaluation_and_the_way_back():
+    eager, compiled = (run_distributed(loops, 2, one)[0] for one in (False, True))
     # Training, and evaluation without gradients; and each again for lengths that vary.
     assert compiled["traced"]["Block"] <= 6
     assert compiled["as written"]
@@ -190,10 +187,7 @@ def test_evaluation_checkpoints_and_the_way_back(tmp_path: Path):
     assert "and 512 bytes a token and rank of gathered inputs" in compiled["summary"]
     assert compiled["val"] == pytest.approx(eager["val"], abs=1e-12)
     assert torch.equal(compiled["predicted"], eager["predicted"])
-    assert torch.allclose(compiled["logits"], eager["logits"], rtol=0, atol=1e-9)
-    saved = [torch.load(tmp_path / f"{one}.ckpt", weights_only=False)["state_dict"] for one in (False, True)]
-    assert saved[0].keys() == saved[1].keys()
-    assert all(torch.allclose(saved[0][key], saved[1][key], rtol=0, atol=1e-9) for key in saved[0])
+    torch.testing.assert_close(compiled["weights"], eager["weights"], rtol=0, atol=1e-9)
 
 
 def without_tp(dp: int) -> tuple[Trace, bool]:
@@ -287,58 +281,27 @@ class Dropping(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def drop(seeds: list[int]) -> list[tuple[list[dict[str, Tensor]], Tensor]]:
-    out = []
-    for seed in seeds:
-        module = Dropping()
-        L.seed_everything(seed, verbose=False)
-        data = DataLoader(TensorDataset(torch.randint(31, (24, 12))), batch_size=8)
-        quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, **EAGER), max_steps=3).fit(module, data)
-        out.append((module.masks, torch.rand(3)))
-    return out
-
-
-def alike(a: Tensor, b: Tensor) -> float:
-    """Correlation of two masks, in standard deviations of chance."""
-    a, b = a.flatten().double(), b.flatten().double()
-    return abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) * a.numel() ** 0.5
+def drop() -> tuple[list[dict[str, Tensor]], Tensor]:
+    module = Dropping()
+    L.seed_everything(5, verbose=False)
+    data = DataLoader(TensorDataset(torch.randint(31, (24, 12))), batch_size=8)
+    quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, **EAGER), max_steps=3).fit(module, data)
+    return module.masks, torch.rand(3)
 
 
 @pytest.mark.more
 def test_masks_are_shared_or_independent_as_the_activation_is():
-    ours, others = run_distributed(drop, 2, [5, 5])
-    (masks, after), (again, _) = ours
-    assert torch.equal(after, others[0][1])  # the replicated stream is where it is on the other rank
-    for step, (mine, other, repeated) in enumerate(zip(masks, others[0][0], again, strict=True)):
+    (masks, after), (others, after_other) = run_distributed(drop, 2)
+    assert torch.equal(after, after_other)  # the replicated stream is where it is on the other rank
+    for step, (mine, other) in enumerate(zip(masks, others, strict=True)):
         for name, kept in mine.items():
-            assert torch.equal(kept, repeated[name])  # a seed decides it all
-            rate, spread = float(kept.double().mean()), (0.25 * 0.75 / kept.numel()) ** 0.5
-            assert abs(rate - 0.75) < 5 * spread, name
-            if name == "drop":
-                assert torch.equal(kept, other[name])
-                continue
-            assert alike(kept, other[name]) < 5, name
-            assert step == 0 or alike(kept, masks[step - 1][name]) < 5, name
-        assert alike(mine["blocks.0.attn.probs"], mine["blocks.1.attn.probs"]) < 5
+            assert abs(float(kept.double().mean()) - 0.75) < 5 * (0.25 * 0.75 / kept.numel()) ** 0.5, name
+            assert torch.equal(kept, other[name]) == (name == "drop"), name
+            assert step == 0 or not torch.equal(kept, masks[step - 1][name]), name
+        assert not torch.equal(mine["blocks.0.attn.probs"], mine["blocks.1.attn.probs"])
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
-
-
-def refused(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[str]:
-    told = []
-    for model, args, strategy in cases:
-        try:
-            if model == "Dropping":
-                data = DataLoader(TensorDataset(torch.randint(31, (8, 12))), batch_size=8)
-                chosen = SeqParallelStrategy(tp=2, **{**EAGER, **strategy})
-                quiet_trainer(devices=2, strategy=chosen, max_steps=1).fit(Dropping(**args), data)
-            else:
-                fit(model, args, world=2, strategy={"tp": 2, **EAGER, **strategy}, steps=1)
-            told.append("trained")
-        except ValueError as error:
-            told.append(str(error))
-    return told
 
 
 PLAN = {
@@ -383,11 +346,20 @@ REFUSALS = {
 }
 
 
+models.Dropping = Dropping
+
+
+def refused() -> None:
+    for model, args, strategy, says in REFUSALS.values():
+        with pytest.raises(ValueError, match=re.escape(says)):
+            fit(model, args, world=2, strategy={"tp": 2, **EAGER, **strategy}, steps=1)
+
+
 @sees(
     "compiled: draws from the wrong stream",
-    "GraphDraws.refusal",
-    "            return str(wrong)\n",
-    "            return None\n",
+    "check_draws",
+    "        _Follower(lowered, first.fake_mode).follow(graph, given)\n",
+    "        pass\n",
 )
 @sees(
     "compiled: a style without a lowered form let through",
@@ -396,8 +368,4 @@ REFUSALS = {
     "        if (why := match.rule.unfit_to_lower(match.name, plan)) is not None and False:\n",
 )
 def test_what_has_no_lowered_form_is_refused():
-    cases = [(model, args, strategy) for model, args, strategy, _ in REFUSALS.values()]
-    told = run_distributed(refused, 2, cases)
-    for name, first, second in zip(REFUSALS, *told, strict=True):
-        assert REFUSALS[name][3] in first, (name, first)
-        assert first == second
+    run_distributed(refused, 2)

@@ -1,15 +1,9 @@
-"""Which implementation of an optimizer runs, and on what: torch's fused and foreach kernels, on plain local tensors."""
+"""Optimizers on shards: torch's fused and foreach kernels, and one that somebody vouches for."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
@@ -18,50 +12,19 @@ from tests.helpers.fit import fit
 from tests.helpers.optimizers import Damped
 from tests.mutants import sees
 
-KINDS = {
-    "fused AdamW": "_fused_adamw_",
-    "foreach AdamW": "_foreach_addcdiv_",
-    "fused SGD": "_fused_sgd_",
-    "foreach SGD": "_foreach_add_",
-}
-
-
-class Kernels(TorchDispatchMode):
-    """The operations of a step, and the classes of the tensors that they were given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, set[type]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {type(each) for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
-        self.seen.setdefault(func._schema.name.removeprefix("aten::"), set()).update(given)
-        return func(*args, **(kwargs or {}))
-
-
-class Steps(Callback):
-    """Watches what every step of the optimizer runs."""
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        (optimizer,) = trainer.optimizers
-        step, self.kernels = optimizer.step, Kernels()
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            closure = args[0] if args else kwargs.pop("closure", None)
-            loss = None if closure is None else closure()
-            with self.kernels:
-                step()
-            return loss
-
-        optimizer.step = watched
+KINDS = ("fused AdamW", "foreach AdamW", "fused SGD", "foreach SGD", "vouched for")
 
 
 class Chosen(models.GPT):
+    """The last kind is none of torch's, and of no class that knows about us."""
+
     def __init__(self, kind: str) -> None:
         super().__init__(tied=False)
         self.kind = kind
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.kind == "vouched for":
+            return Damped(self.parameters(), lr=0.2)
         how, name = self.kind.split()
         kind, more = getattr(torch.optim, name), {"weight_decay": 0.1} if name == "AdamW" else {"momentum": 0.9}
         return kind(self.parameters(), lr=0.05, **{how: True}, **more)
@@ -70,50 +33,24 @@ class Chosen(models.GPT):
 models.Chosen = Chosen
 
 
-def fit_kinds(world: int, tp: int, how: str) -> dict[str, tuple[Trace, dict[str, set[type]]] | str]:
-    found: dict[str, tuple[Trace, dict[str, set[type]]] | str] = {}
+def fit_kinds(world: int, how: str) -> dict[str, Trace | str]:
+    found: dict[str, Trace | str] = {}
+    vouched = ["tests.helpers.optimizers.Damped"]
     for kind in KINDS:
-        steps = Steps()
-        strategy = {"tp": tp, "data_parallel": how}
+        strategy = {"tp": 2, "data_parallel": how, "elementwise_optimizers": vouched}
         try:
-            trace = fit("Chosen", {"kind": kind}, world=world, strategy=strategy, steps=3, callbacks=[steps])
-            found[kind] = trace, steps.kernels.seen
+            found[kind] = fit("Chosen", {"kind": kind}, world=world, strategy=strategy, steps=3)
         except ValueError as error:
             found[kind] = str(error)
     return found
 
 
-@sees("fused kernels on rows let through", "refuse_fused_on_rows", "if is_fused and", "if False and", case="4-2-fsdp")
-@pytest.mark.parametrize(("world", "tp", "how"), [(2, 2, "ddp"), (4, 2, "fsdp")])
-@pytest.mark.more
-def test_fused_and_foreach_kernels_run(world, tp, how):
-    for found in run_distributed(fit_kinds, world, world, tp, how):
-        for kind, kernel in KINDS.items():
-            if how == "fsdp" and kind == "fused SGD":
-                assert found[kind].startswith("SGD(fused=True) with data_parallel='fsdp': torch has no such kernel")
-                continue
-            trace, seen = found[kind]
-            compare(fit("Chosen", {"kind": kind}, steps=3), trace).raise_if_failed()
-            assert kernel in seen, (kind, seen)
-            assert any(name.startswith("_fused") for name in seen) == ("fused" in kind)
-            # With fsdp the optimizer holds rows as DTensors, which torch unwraps once per kernel.
-            expected = {DTensor} if how == "fsdp" else {torch.Tensor, torch.nn.Parameter}
-            assert seen[kernel] & expected
-            assert how == "fsdp" or DTensor not in seen[kernel]
-
-
-class Vouched(models.GPT):
-    """Its optimizer is none of torch's, and of no class that knows about us."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return Damped(self.parameters(), lr=0.2)
-
-
-VOUCHED = "end_to_end.test_optimizers:Vouched"
-
-
+@sees("fused kernels on rows let through", "refuse_fused_on_rows", "if is_fused and", "if False and", case="4-fsdp")
 @pytest.mark.parametrize(("world", "how"), [(2, "ddp"), (4, "fsdp")])
-def test_an_optimizer_that_is_vouched_for_trains_as_on_one_process(world, how):
-    strategy = {"tp": 2, "data_parallel": how, "elementwise_optimizers": ["tests.helpers.optimizers.Damped"]}
-    for trace in run_distributed(fit, world, VOUCHED, {}, world=world, strategy=strategy, steps=3):
-        compare(fit(VOUCHED, {}, steps=3), trace).raise_if_failed()
+def test_optimizers_train_as_on_one_process(world, how):
+    for found in run_distributed(fit_kinds, world, world, how):
+        for kind, trace in found.items():
+            if (how, kind) == ("fsdp", "fused SGD"):
+                assert trace.startswith("SGD(fused=True) with data_parallel='fsdp': torch has no such kernel")
+            else:
+                compare(fit("Chosen", {"kind": kind}, steps=3), trace).raise_if_failed()

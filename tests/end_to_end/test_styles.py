@@ -16,11 +16,12 @@ from lightning_seqpar.layout.attribute_override import AttributeOverride
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead, VocabPart
-from lightning_seqpar.styles.registry import STYLES, parse_rule
+from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import compare
 from tests.helpers import models, zoo
 from tests.helpers.fit import fit, quiet_trainer
+from tests.helpers.slices import rest
 from tests.mutants import sees
 
 ALL_STYLES = """\
@@ -57,22 +58,6 @@ def test_every_style_is_read_and_printed_back(tmp_path: Path):
     assert ShardingPlan.from_rules(config.plan.rules).to_yaml() == ALL_STYLES  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("rule", "says"),
-    [
-        ({"style": "copy", "args": []}, "name each argument to copy once"),
-        ({"style": "whole", "args": [0, 0]}, "name each argument to whole once|name each argument"),
-        ({"style": "local_heads", "args": []}, "name each argument to slice once"),
-        ({"style": "local_heads", "dims": 1}, "'dims' is not a field of LocalHeadsRule; did you mean 'dim'"),
-        ({"style": "vocab", "units": 3}, "'units' is not a field of VocabRule"),
-        ({"style": "exit", "block": "a"}, "did you mean 'blocks'"),
-    ],
-)
-def test_a_wrong_option_shows_itself(rule, says):
-    with pytest.raises(ValueError, match=says):
-        parse_rule({"pattern": "a", **rule})
-
-
 # ---- vocabulary ------------------------------------------------------------------------------------------------
 
 
@@ -102,22 +87,12 @@ def test_a_sharded_vocabulary_is_as_large_as_it_was():
     "elif False:",
     case="31",
 )
-@pytest.mark.parametrize("wrong", [31, -1, -100])
+@pytest.mark.parametrize("wrong", [31, rest(-1)])
 def test_a_token_outside_the_vocabulary_is_refused(wrong):
     with pytest.raises(
         RankFailedError, match=rf"2 of 2 ranks failed\n.*token id {wrong} is out of range: the embedding has 31 rows"
     ):
         run_distributed(embedded, 2, [0, wrong])
-
-
-def test_vocabulary_shards_are_padded_and_put_together_again():
-    shard = Shard.by_vocabulary(31, 4)
-    whole = torch.randn(31, 3)
-    parts = [shard.take(whole, rank) for rank in range(4)]
-    assert [len(part) for part in parts] == [8, 8, 8, 8]
-    assert not parts[3][7:].any()
-    assert torch.equal(shard.assemble(parts), whole)
-    assert Shard.by_vocabulary(5, 4).local_length(3) == 2  # a rank that holds padding alone
 
 
 # ---- what several ranks hold -----------------------------------------------------------------------------------
@@ -152,16 +127,22 @@ def test_norms_of_gradients_that_some_ranks_hold_for_others():
         assert got == pytest.approx(reference, rel=1e-9)
 
 
-def test_kv_heads_that_are_fewer_than_ranks():
+def test_shards_by_units_and_by_vocabulary():
     shard = Shard.by_segments(0, [16, 4, 4], [8, 2, 2], 4, "qkv")
     assert shard.ranges[1] == ((4, 8), (16, 18), (20, 22))
     assert shard.ranges[3] == ((12, 16), (18, 20), (22, 24))
     assert shard.holders.tolist() == [1] * 16 + [2] * 8
     assert shard.is_first_holder(1).tolist() == [True] * 4 + [False] * 4
-    whole = torch.randn(24, 2)
-    assert torch.equal(shard.assemble([shard.take(whole, rank) for rank in range(4)]), whole)
-    with pytest.raises(ValueError, match=r"q: 3 units .* do not divide by tp=4"):
-        Shard.by_segments(0, [12], [3], 4, "q")
+    for cut, length in ((shard, 24), (Shard.by_vocabulary(31, 4), 31)):  # the latter with padding
+        whole = torch.randn(length, 2)
+        assert torch.equal(cut.assemble([cut.take(whole, rank) for rank in range(4)]), whole)
+    assert Shard.by_vocabulary(5, 4).local_length(3) == 2  # a rank that holds padding alone
+    with pytest.raises(ValueError, match="expected 24 at dim 0"):
+        shard.take(torch.ones(3), 0)
+    with pytest.raises(ValueError, match=r"qkv: 6 units \(heads or features\) do not divide by tp=4; use tp=2, 3 or 6"):
+        Shard.by_segments(0, [12], [6], 4, "qkv")
+    with pytest.raises(ValueError, match="a segment of 10 features can't be made of 4 units"):
+        Shard.by_segments(0, [10], [4], 2, "qkv")
     with pytest.raises(ValueError, match=r"every one of tp=4 ranks would hold all of it; leave it whole"):
         Shard.by_segments(0, [4], [1], 4, "k")
 
@@ -177,10 +158,8 @@ def test_kv_heads_that_are_fewer_than_ranks():
     ("world", "tp", "kind"),
     [
         (4, 4, "gqa_shared"),
-        *(
-            pytest.param(*more, marks=pytest.mark.matrix)
-            for more in ((8, 4, "gqa_shared"), (4, 4, "fused_mqa"), (4, 4, "alibi"))
-        ),
+        rest(8, 4, "gqa_shared"),
+        rest(4, 4, "fused_mqa"),
     ],
 )
 def test_shared_parts_are_summed_once_and_count_once(world, tp, kind):
@@ -204,7 +183,7 @@ def save_and_load(kind: str, folder: str) -> None:
     again.save_checkpoint(f"{folder}/b.ckpt")
 
 
-@pytest.mark.parametrize("kind", ["gqa_shared", "alibi", "bias_table"])
+@pytest.mark.parametrize("kind", ["gqa_shared", rest("alibi"), rest("bias_table")])
 def test_checkpoints_hold_the_whole_of_it(kind, tmp_path):
     """Shared kv heads, sliced buffers and tables, padded vocabularies: loaded by plain Lightning, and resumed."""
     run_distributed(save_and_load, 2, kind, str(tmp_path))
@@ -248,19 +227,6 @@ def test_a_view_answers_for_a_config_that_stays():
     assert view.dim == 32
     view.late = 1
     assert config.late == 1  # type: ignore[attr-defined]
-
-
-def broken_by_a_subclass() -> None:
-    module = zoo.Zoo("einsum")
-    module.net.h[1].mlp.fc1 = Sub(16, 32)
-    quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1).fit(module, models.loader(4))
-
-
-def test_an_unknown_linear_is_refused_and_never_skipped():
-    with pytest.raises(
-        RankFailedError, match=r"net.h.1.mlp.fc1: a Sub, which is not known to compute what nn.Linear does"
-    ):
-        run_distributed(broken_by_a_subclass, 2)
 
 
 class ReadsItsInput(zoo.NanoAttention):

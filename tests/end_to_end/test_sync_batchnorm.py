@@ -101,15 +101,10 @@ UNEVEN = (3, 5)
 """How many samples of each global batch the two replicas have."""
 CASES: dict[str, dict[str, Any]] = {
     "tp1": {"tp": 1},
-    "tp1-fsdp": {"tp": 1, "data_parallel": "fsdp"},
-    "dp2-tp2": {"tp": 2, "self_check": True},
-    "dp2-tp2-accumulated": {"tp": 2, "accumulate": 2},
-    "dp2-tp2-uneven": {"tp": 2, "uneven": True},
     "dp2-tp2-fsdp": {"tp": 2, "data_parallel": "fsdp", "uneven": True},
     "dp2-tp2-no-sp": {"tp": 2, "sp": False, "within": True, "self_check": True},
     "dp2-tp2-within": {"tp": 2, "within": True, "plan": [{"pattern": "model.blocks.*.norm1", "style": "whole"}]},
     "dp2-tp2-behind columns": {"tp": 2, "kind": "batch_normed"},
-    "tp4": {"tp": 4},
 }
 ALWAYS = ("tp1", "dp2-tp2-within", "dp2-tp2-fsdp")
 
@@ -123,7 +118,6 @@ class BehindColumns(third_party.ThirdParty):
 
 def train(
     world: int = 1,
-    accumulate: int = 1,
     uneven: bool = False,
     within: bool = False,
     kind: str | None = None,
@@ -140,12 +134,11 @@ def train(
         strategy=SeqParallelStrategy(**{"self_check": False, **strategy}) if strategy else "auto",
         sync_batchnorm=True,
         max_steps=STEPS,
-        accumulate_grad_batches=accumulate,
         use_distributed_sampler=not uneven,
         num_sanity_val_steps=0,
         callbacks=[recorder],
     )
-    count = BATCH * STEPS * accumulate
+    count = BATCH * STEPS
     loader = models.loader(BATCH // dp, count=count)
     if uneven:  # of every eight samples the first replica has three
         of_first = dist.get_rank() // 2 == 0
@@ -200,7 +193,7 @@ def reference(**case: Any) -> Any:
 )
 def test_parity_with_one_process(name):
     case = CASES[name]
-    want = reference(**{key: case[key] for key in ("accumulate", "within", "kind") if key in case})
+    want = reference(**{key: case[key] for key in ("within", "kind") if key in case})
     for trace, state, logged, undone in (each[name] for each in trained(name in ALWAYS)):
         expected: Trace = copy.copy(want[0])
         if case.get("uneven"):
@@ -241,34 +234,31 @@ def norms(world: int) -> dict[str, Any]:
     return found
 
 
-def norms_and_copies() -> Any:
-    found = norms(3)
+def norms_and_copies() -> dict[str, Any]:
+    """The norm of three ranks, and what else becomes of such a norm."""
+    found, rank = norms(3), dist.get_rank()
     norm: Any = synced(nn.BatchNorm2d(2))
-    x = torch.full((1, 2, 1, 1), float(dist.get_rank()))
-    copied, pickled = copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))
+    x = torch.full((1, 2, 1, 1), float(rank))
     torch.save(norm, io.BytesIO())
-    means = []
-    for each in (copied, norm):
+    assert type(pickle.loads(pickle.dumps(norm))) is nn.BatchNorm2d
+    for each in (copy.deepcopy(norm), norm):
         each(x)
-        means.append(each.running_mean[0].item())
-    half = synced(nn.BatchNorm2d(2))(x.bfloat16()).dtype
+        assert each.running_mean[0].item() == pytest.approx(0.1)
+    assert synced(nn.BatchNorm2d(2))(x.bfloat16()).dtype == torch.bfloat16
     twice = torch.autograd.grad(norm(x.requires_grad_()).pow(2).sum(), x, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="differentiate twice"):
         twice.sum().backward()
     x = x.detach()
-    lonely = None
-    try:
-        norm(x[: int(dist.get_rank() == 0)])
-    except ValueError as error:
-        lonely = str(error)
+    with pytest.raises(ValueError, match="all replicas together have 1 value of each channel"):
+        norm(x[: int(rank == 0)])
     untracked = synced(nn.BatchNorm2d(2, track_running_stats=False)).eval()
-    pair = torch.cat([x, x])
-    alone = untracked(pair) if dist.get_rank() == 0 else None  # in evaluation nobody waits for anybody
+    if rank == 0:  # in evaluation nobody waits for anybody
+        untracked(torch.cat([x, x]))
     own: Any = nn.SyncBatchNorm(2)
-    topology = ProcessTopology(["dp", "tp"], [3, 1])
-    sync_batch_norms(own, ParallelGroups(topology, dist.get_rank()), every=False)
+    sync_batch_norms(own, ParallelGroups(ProcessTopology(["dp", "tp"], [3, 1]), rank), every=False)
     own(x)
-    return found, means, type(pickled) is nn.BatchNorm2d, half, lonely, alone is not None, float(own.running_mean[0])
+    assert float(own.running_mean[0]) == pytest.approx(0.1)
+    return found
 
 
 @sees(
@@ -280,21 +270,10 @@ def norms_and_copies() -> Any:
 @sees("a batch norm of one value is trained", "_moments", "if count <= 1 and int(total) <= 1:", "if count < 0:")
 def test_the_norm_of_several_ranks_is_that_of_one():
     want, got = norms(1), run_distributed(norms_and_copies, 3)
-    for name in ("out", "x"):
-        parts = torch.cat([each[0][name] for each in got])
-        assert float((parts - want[name]).abs().max()) <= 1e-9, name
-    for name in ("weight", "bias"):
-        total = sum(each[0][name] for each in got)
-        assert float((total - want[name]).abs().max()) <= 1e-9, name
-    for found, means, plain, half, lonely, _evaluated, own in got:
-        assert torch.allclose(found["mean"], want["mean"], rtol=0, atol=1e-9)
-        assert torch.allclose(found["var"], want["var"], rtol=0, atol=1e-9)
-        assert means == pytest.approx([0.1, 0.1])
-        assert plain
-        assert half == torch.bfloat16
-        assert "all replicas together have 1 value of each channel" in lonely
-        assert own == pytest.approx(0.1)
-    assert got[0][5]
+    merged = {name: torch.cat([each[name] for each in got]) for name in ("out", "x")}
+    merged |= {name: sum(each[name] for each in got) for name in ("weight", "bias")}
+    for found in got:
+        torch.testing.assert_close({**found, **merged}, want, rtol=0, atol=1e-9)
 
 
 # ---- plugins, and what is refused --------------------------------------------------------------------------------
@@ -324,36 +303,38 @@ class Classes(Callback):
         self.seen = type(pl_module.model.frozen)
 
 
-def manners() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-
+def manners() -> None:
     def fit(module: Any, strategy: dict[str, Any], **options: Any) -> Any:
         classes = Classes()
         chosen = SeqParallelStrategy(self_check=False, **strategy)
         trainer = quiet_trainer(devices=2, strategy=chosen, max_steps=1, callbacks=[classes], **options)
-        try:
-            trainer.fit(module, models.loader(4))
-        except ValueError as error:
-            return str(error)
+        trainer.fit(module, models.loader(4))
         return classes.seen
 
+    def refused(module: Any, says: str, strategy: dict[str, Any], **options: Any) -> None:
+        with pytest.raises(ValueError, match=says):
+            fit(module, strategy, **options)
+
     module = BatchNorms()
-    found["plugin"] = fit(module, {}, plugins=[Counting()]), type(module.model.frozen)
-    found["elsewhere"] = fit(module, {}, plugins=[Elsewhere()])
-    module = BatchNorms()
-    split = {"data_parallel": "fsdp"}
-    first, second = fit(module, split, sync_batchnorm=True), fit(module, split)
-    found["taken back"] = first is not nn.BatchNorm1d, second is nn.BatchNorm1d
+    assert fit(module, {}, plugins=[Counting()]) is nn.Identity
+    assert type(module.model.frozen) is nn.BatchNorm1d
+    says = r"plugins=\[Elsewhere\(\)\]: its apply\(\) returned another module than the model"
+    refused(module, says, {}, plugins=[Elsewhere()])
+    module, split = BatchNorms(), {"data_parallel": "fsdp"}
+    assert fit(module, split, sync_batchnorm=True) is not nn.BatchNorm1d
+    assert fit(module, split) is nn.BatchNorm1d
     module = BatchNorms(within=True)
-    found["compiled"] = fit(module, {"compile": True}, sync_batchnorm=True)
-    found["as before"] = type(module.model.blocks[0]) is Block, type(module.model.frozen) is nn.BatchNorm1d
+    says = "model.blocks.0.norm1.bn: sync_batchnorm=True, and this batch norm lies in model.blocks.0"
+    refused(module, says, {"compile": True}, sync_batchnorm=True)
+    assert (type(module.model.blocks[0]), type(module.model.frozen)) == (Block, nn.BatchNorm1d)
     module.model.frozen.forward = lambda x: x
-    found["replaced"] = fit(module, {}, sync_batchnorm=True), type(module.model.two[0]) is nn.BatchNorm1d
-    found["one rank alone"] = fit(BatchNorms(), {}, sync_batchnorm=dist.get_rank() == 0)
-    return found
+    says = "model.frozen: sync_batchnorm=True, but the forward of this BatchNorm1d was replaced"
+    refused(module, says, {}, sync_batchnorm=True)
+    assert type(module.model.two[0]) is nn.BatchNorm1d
+    refused(BatchNorms(), "sync_batchnorm", {}, sync_batchnorm=dist.get_rank() == 0)
 
 
-@sees("batch norms of compiled blocks are synced", "_is_compiled", "NAME_KEY in vars(module)", "False")
+@sees("batch norms of compiled blocks are synced", "is_compiled", "NAME_KEY in vars(module)", "False")
 @sees("a replaced forward of a batch norm is not seen", "make_synced", 'if "forward" in vars(module) or', "if")
 @sees(
     "ranks that sync batch norms and ranks that do not",
@@ -374,18 +355,4 @@ def manners() -> dict[str, Any]:
     "pass",
 )
 def test_plugins_and_refusals():
-    for found in run_distributed(manners, 2):
-        assert found["plugin"] == (nn.Identity, nn.BatchNorm1d)
-        assert "plugins=[Elsewhere()]: its apply() returned another module than the model" in found["elsewhere"]
-        assert found["taken back"] == (True, True)
-        assert (
-            "model.blocks.0.norm1.bn: sync_batchnorm=True, and this batch norm lies in model.blocks.0"
-            in found["compiled"]
-        )
-        assert found["as before"] == (True, True)
-        assert (
-            "model.frozen: sync_batchnorm=True, but the forward of this BatchNorm1d was replaced"
-            in found["replaced"][0]
-        )
-        assert found["replaced"][1]
-        assert "sync_batchnorm" in found["one rank alone"]
+    run_distributed(manners, 2)

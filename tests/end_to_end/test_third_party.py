@@ -90,7 +90,7 @@ def trained(topology: str, always: bool) -> dict[str, tuple[Trace, int] | str]:
     "a row's joined input dealt out as one part",
     "RowRule.check",
     "        plan.shards[name] = Shard.by_segments(dim, segments, units, plan.size, name)",
-    "        plan.shards[name] = Shard.by_segments(dim, [length], [length], plan.size, name)",
+    "        plan.shards[name] = Shard.by_segments(dim, [sum(segments)], [sum(segments)], plan.size, name)",
     case="tp2-one_way_out",
 )
 @sees(

@@ -570,7 +570,7 @@ ALONE: dict[str, Callable[[int, str], Any]] = {
 @sees(
     "habits: a pickled trainer has this run's groups",
     "ParallelGroups.__getstate__",
-    '{**vars(self), "_fake": True, "_groups": {}, "_twins": {}, "_made": [], "_channels": ()}',
+    '{**vars(self), "_fake": True, "_groups": {}, "_twins": {}, "_made": [], "pp_channels": ()}',
     "dict(vars(self))",
 )
 @sees(

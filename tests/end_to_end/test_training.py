@@ -18,20 +18,49 @@ from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.slices import rest
 from tests.mutants import sees
 
-PLANS = {
+PLANS: dict[str, Any] = {
+    "SharedBlock": lambda: "byte_gpt",
     "Direct": lambda: models.plan("", None),
     "InnerRecompute": lambda: models.plan(),
     "AttentionNorm": lambda: models.plan(),
     "LayerDropBehind": lambda: models.plan("model.stack.", None),
     "LayerDrop": lambda: models.plan("model.stack."),
 }
+PARTLY_USED = {"ddp": {"find_unused_parameters": True}}
+"""What DDP must be told of steps that leave parameters out, as in stock Lightning."""
+HABITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "a scheduler": ("Scheduled", {}, {}, {}),
+    "two optimizers, toggled": ("ManualTwo", {"style": "toggle"}, {"steps": 12}, PARTLY_USED),
+    "two optimizers that leave gradients to each other": ("ManualTwo", {"style": "leak"}, {"steps": 12}, {}),
+    "two optimizers, gradients kept": ("ManualTwo", {"style": "keep"}, {"steps": 12}, {}),
+    "some blocks left out, and all": ("LayerDrop", {}, {}, PARTLY_USED),
+    "the last block left out": ("LayerDropBehind", {}, {}, PARTLY_USED),
+    "rates by shape and class": ("FollowsShapes", {}, {}, {}),
+    "frozen": ("Frozen", {"tied": False}, {"steps": 10}, {}),
+    "thawed": ("Frozen", {"thaw": True, "tied": False}, {"steps": 10}, {}),
+    "gradients exchanged": ("Edits", {}, {"accumulate": 2}, {}),
+    "a norm over local heads": ("AttentionNorm", {}, {}, {}),
+    "repeated and aborted forwards without an owner": ("Direct", {}, {}, {}),
+    "a block that runs three times": ("SharedBlock", {}, {}, {}),
+    "checkpointed blocks": ("Recomputed", {"reentrant": False}, {}, {}),
+    "checkpointed blocks, reentrant": ("Recomputed", {"reentrant": True}, {}, {}),
+    "checkpoints in blocks": ("InnerRecompute", {"reentrant": False}, {}, {}),
+    "checkpoints in blocks, reentrant": ("InnerRecompute", {"reentrant": True}, {}, {}),
+    "saved-tensor hooks around a step": ("UnderHooks", {"who": "offloads", "where": "step"}, {}, {}),
+    "saved-tensor hooks in a block": ("UnderHooks", {"who": "offloads", "where": "block"}, {}, {}),
+    "saved-tensor hooks in a checkpoint": ("UnderHooks", {"who": "offloads", "where": "checkpoint"}, {}, {}),
+}
+OVER_REPLICAS = [*HABITS][:2] + [*HABITS][3:12]
+"""Those that are run with replicas too."""
 
 
-def check(model: str, args: dict, world: int = 2, tp: int = 2, *, sp: bool = True, strategy=None, **kwargs) -> None:
-    options = {"tp": tp, "sp": sp, **({"plan": PLANS[model]()} if model in PLANS else {}), **(strategy or {})}
-    expected = fit(model, args, **kwargs)
-    for trace in run_distributed(fit, world, model, args, world=world, strategy=options, **kwargs):
-        compare(expected, trace).raise_if_failed()
+def fit_habits(names: list[str], world: int, sp: bool) -> dict[str, Trace]:
+    found = {}
+    for name in names:
+        model, args, options, more = HABITS[name]
+        strategy = {"tp": 2, "sp": sp, "plan": PLANS[model]() if model in PLANS else "auto", **more}
+        found[name] = fit(model, args, world=world, strategy=strategy, **{"steps": 4, **options})
+    return found
 
 
 @sees(
@@ -39,68 +68,67 @@ def check(model: str, args: dict, world: int = 2, tp: int = 2, *, sp: bool = Tru
     "GradSync._make_term",
     "partial.parameter.grad = whole.div_(share) if whole is partial.synced else whole / share",
     "partial.parameter.grad = whole",
-    case="leak-2-sp",
+    case="2-True",
 )
-@pytest.mark.parametrize("sp", [True, rest(False)], ids=["sp", "no-sp"])
-@pytest.mark.parametrize(
-    ("style", "world"), [("toggle", 4), ("leak", 2), rest("toggle", 2), rest("keep", 2), rest("keep", 4)]
-)
-def test_manual_optimization_with_two_optimizers(style, world, sp):
-    # "toggle" leaves parameters out by turns; DDP must be told, as in stock Lightning.
-    check(
-        "ManualTwo",
-        {"style": style},
-        world,
-        sp=sp,
-        steps=12,
-        strategy={"ddp": {"find_unused_parameters": style == "toggle"}},
-    )
-
-
 @sees(
     "a stack whose last block is left out ends on shards",
     "return_whole.hook",
     "        if any(isinstance(x, SeqPart) for x in leaves):\n",
     "        if False:\n",
-    case="LayerDropBehind-True-2",
+    case="2-True",
 )
 @sees(
     "a norm behind blocks that are all left out sees whole activations",
     "begin_on_shards.hook",
     "if not is_exit and not any(map(lies_over_tp, tree_leaves((args, kwargs)))):",
     "if not any(map(lies_over_tp, tree_leaves((args, kwargs)))):",
-    case="LayerDrop-True-2",
+    case="2-True",
 )
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("sp", [True, rest(False)])
-@pytest.mark.parametrize("model", ["LayerDrop", "LayerDropBehind"])
-def test_blocks_that_are_left_out(model, sp, world):
-    """The last block too, at which the region ends, and all of them."""
-    check(model, {}, world, sp=sp, strategy={"ddp": {"find_unused_parameters": world == 4}})
-
-
-@pytest.mark.parametrize("world", [rest(2), 4])
-def test_a_scheduler(world):
-    check("Scheduled", {}, world)
-
-
 @sees(
     "shards tell their own shapes to configure_optimizers",
     "_WholeShapes.__torch_function__",
     "        if asked is None or found is None or not found.is_sharded:",
     "        if True:",
-    case="2-2",
+    case="2-True",
 )
-@sees("configure_optimizers sees our classes", "_as_own", "    module.__class__ = one.own\n", "    pass\n", case="2-2")
-@pytest.mark.parametrize(("world", "tp"), [(2, 2), rest(4, 4), (4, 2)])
-def test_rates_that_follow_from_shapes_and_classes(world, tp):
-    check("FollowsShapes", {}, world, tp)
+@sees(
+    "configure_optimizers sees our classes",
+    "_as_own",
+    "    module.__class__ = one.own\n",
+    "    pass\n",
+    case="2-True",
+)
+@sees(
+    "a replaced gradient taken for a part",
+    "GradSync._arrival.hook",
+    "            if not partial.fired and kept is not None:\n",
+    "            if not partial.fired and kept is not None and kept is partial.synced:\n",
+    case="2-True",
+)
+@sees(
+    "heads' norm unsynced without sp",
+    "ResolvedPlan.layout_of",
+    "return self.make_layout(parameter, reason, partial=in_gather)",
+    "return self.make_layout(parameter)",
+    case="2-False",
+)
+@pytest.mark.parametrize(("world", "sp"), [(2, True), (4, True), (2, False)])
+def test_habits_of_training(world, sp):
+    names = OVER_REPLICAS if world == 4 else [*HABITS]
+    everywhere = run_distributed(fit_habits, world, names, world, sp, timeout=300)
+    for name in names:
+        model, args, options, _ = HABITS[name]
+        expected = fit(model, args, **{"steps": 4, **options})
+        for found in everywhere:
+            report = compare(expected, found[name])
+            assert report.ok, f"{name}: {report}"
 
 
-@pytest.mark.parametrize("thaw", [rest(False), True])
-@pytest.mark.parametrize("sp", [True, False])
-def test_frozen_parameters_and_a_thaw(sp, thaw):
-    check("Frozen", {"thaw": thaw, "tied": False}, sp=sp, steps=10)
+def check(model: str, args: dict, world: int = 2, tp: int = 2, *, strategy=None, **kwargs) -> None:
+    options = {"tp": tp, **({"plan": PLANS[model]()} if model in PLANS else {}), **(strategy or {})}
+    expected = fit(model, args, **kwargs)
+    for trace in run_distributed(fit, world, model, args, world=world, strategy=options, **kwargs):
+        compare(expected, trace).raise_if_failed()
 
 
 @sees(
@@ -108,11 +136,8 @@ def test_frozen_parameters_and_a_thaw(sp, thaw):
     "Steps._follow_training_parameters",
     "        if thawed or frozen:",
     "        if frozen:",
+    case="2",
 )
-def test_a_thaw_and_a_freeze_with_replicas():
-    check("Frozen", {"thaw": True, "tied": False}, 4, steps=10)
-
-
 @sees(
     "a thaw voids the parts of gradients that wait to be summed",
     "Steps._follow_training_parameters",
@@ -120,64 +145,9 @@ def test_a_thaw_and_a_freeze_with_replicas():
     "self.wrap_ddp()",
     case="2",
 )
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [2, rest(1)])
 def test_a_thaw_between_accumulated_batches(tp):
     check("Frozen", {"thaw": True, "at": (4, 9), "tied": False}, 4, tp, steps=5, accumulate=3)
-
-
-@sees(
-    "a replaced gradient taken for a part",
-    "GradSync._arrival.hook",
-    "            if not partial.fired and kept is not None:\n",
-    "            if not partial.fired and kept is not None and kept is partial.synced:\n",
-    case="True-2",
-)
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("sp", [True, rest(False)])
-def test_gradients_that_the_user_puts_in_place_of_ours(sp, world):
-    check("Edits", {}, world, sp=sp, steps=4, accumulate=2)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("length", [10, rest(8)])
-def test_activation_checkpointing_of_blocks(reentrant, length):
-    check("Recomputed", {"reentrant": reentrant}, length=length, steps=4)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("sp", [True, rest(False)])
-def test_activation_checkpointing_inside_blocks(reentrant, sp):
-    check("InnerRecompute", {"reentrant": reentrant}, sp=sp, steps=4)
-
-
-@pytest.mark.parametrize("where", ["step", "block", "checkpoint"])
-@pytest.mark.parametrize("who", ["offloads", rest("counts")])
-def test_saved_tensor_hooks_of_somebody_else(who, where):
-    check("UnderHooks", {"who": who, "where": where}, steps=4)
-
-
-@pytest.mark.parametrize("sp", [True, rest(False)])
-def test_repeated_and_aborted_forwards_without_an_owner(sp):
-    check("Direct", {}, sp=sp, steps=4)
-    check("Direct", {}, 4, sp=sp, steps=4)
-
-
-@pytest.mark.parametrize("sp", [True, rest(False)])
-def test_a_block_that_runs_three_times(sp):
-    check("SharedBlock", {}, sp=sp, steps=4, strategy={"plan": "byte_gpt"})
-
-
-@sees(
-    "heads' norm unsynced without sp",
-    "ResolvedPlan.layout_of",
-    "return self.make_layout(parameter, reason, partial=in_gather)",
-    "return self.make_layout(parameter)",
-    case="False",
-)
-@pytest.mark.parametrize("sp", [True, False])
-def test_a_norm_over_local_heads_is_partial_with_and_without_sp(sp):
-    check("AttentionNorm", {}, sp=sp, steps=4)
-    check("AttentionNorm", {}, 4, sp=sp, steps=4)
 
 
 @sees(
@@ -187,18 +157,16 @@ def test_a_norm_over_local_heads_is_partial_with_and_without_sp(sp):
     "for name in set(layout) if layout[name].is_partial]\n",
 )
 def test_a_norm_behind_the_row_linear_is_right_with_sp_and_refused_without():
-    check("AttentionNorm", {"behind": True}, sp=True, steps=4)
+    check("AttentionNorm", {"behind": True}, steps=4)
     with pytest.raises(RankFailedError, match=r"out_norm.weight is 2 times as large as it should be"):
-        check("AttentionNorm", {"behind": True}, sp=False, steps=4)
+        check("AttentionNorm", {"behind": True}, strategy={"sp": False}, steps=4)
 
 
-def evaluate(args: dict, strategy: dict | None, kind: str) -> list:
-    module = getattr(models, kind)(**args)
-    options = (
-        {"devices": dist.get_world_size(), "strategy": SeqParallelStrategy(**strategy)} if strategy else {"devices": 1}
-    )
-    trainer = quiet_trainer(**options)
-    return torch.cat(trainer.predict(module, models.loader(8, count=32, length=9)))
+def predicted(kind: str, args: dict, strategy: dict | None) -> list:
+    """What a model returns of each batch that it predicts on."""
+    alone = {"devices": 1, "strategy": "auto"}
+    options = alone if strategy is None else {"devices": 2, "strategy": SeqParallelStrategy(**strategy)}
+    return quiet_trainer(**options).predict(getattr(models, kind)(**args), models.loader(8, count=32, length=9))
 
 
 @sees(
@@ -211,22 +179,14 @@ def evaluate(args: dict, strategy: dict | None, kind: str) -> list:
 @pytest.mark.parametrize("sp", [True, rest(False)])
 @pytest.mark.parametrize("args", [{}, {"norm_first": True}, {"batch_first": False}, {"norm": False}], ids=str)
 def test_evaluation_of_a_padded_encoder_where_stock_torch_packs_the_batch(args, sp):
-    expected = evaluate(args, None, "PaddedEncoder")
-    for out in run_distributed(evaluate, 2, args, {"tp": 2, "sp": sp}, "PaddedEncoder"):
+    expected = predicted("PaddedEncoder", args, None)
+    for out in run_distributed(predicted, 2, "PaddedEncoder", args, {"tp": 2, "sp": sp}):
         torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
 
 
-def activations(strategy: dict | None) -> list[Tensor]:
-    """What a step returns that gives away what is between the blocks."""
-    options = {"devices": 2, "strategy": SeqParallelStrategy(**strategy)} if strategy else {"devices": 1}
-    return [
-        x for batch in quiet_trainer(**options).predict(models.GivesShards(), models.loader(4, count=8)) for x in batch
-    ]
-
-
 def test_a_step_that_gives_activations_away_gives_all_of_them():
-    expected = activations(None)
-    for found in run_distributed(activations, 2, {"tp": 2, "plan": "byte_gpt"}):
+    expected = predicted("GivesShards", {}, None)
+    for found in run_distributed(predicted, 2, "GivesShards", {}, {"tp": 2, "plan": "byte_gpt"}):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -334,15 +294,6 @@ class RawBehindToggled(models.ManualTwo):
         return loss.detach()
 
 
-def fit_raw(alone: bool) -> Trace:
-    torch.manual_seed(0)
-    recorder = ParityRecorder()
-    strategy = "auto" if alone else SeqParallelStrategy(tp=2, regather=True, self_check=False)
-    trainer = quiet_trainer(devices=1 if alone else 2, strategy=strategy, max_steps=6, callbacks=[recorder])
-    trainer.fit(RawBehindToggled(), models.loader(8, count=24))
-    return recorder.trace
-
-
 @sees(
     "what an optimizer toggles off is hooked no more",
     "GradSync.flush",
@@ -350,6 +301,4 @@ def fit_raw(alone: bool) -> Trace:
     "            if not partial.parameter.requires_grad:\n                partial.unhook()\n",
 )
 def test_a_raw_backward_behind_a_toggled_optimizer():
-    expected = fit_raw(True)
-    for found in run_distributed(fit_raw, 2, False):
-        compare(expected, found).raise_if_failed()
+    check("end_to_end.test_training:RawBehindToggled", {}, strategy={"regather": True, "self_check": False}, steps=6)

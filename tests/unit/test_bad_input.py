@@ -90,7 +90,7 @@ STRATEGIES: list[tuple[dict[str, Any], str]] = [
     ({"plan": [{"pattern": "a", "style": "column", "segment": 3}]}, "'segment' is not a field of ColumnRule; did you mean 'segments'?"),
     ({"plan": [{"pattern": "a", "style": "column", "segments": 0}]}, "segments=0: write a number of equal parts (3), their names ([q, k, v]) or their sizes"),
     ({"plan": [{"pattern": "a", "style": "blocks", "dim": 2}]}, "dim=2: it must be 0 or 1"),
-    ({"plan": [{"pattern": "a", "style": "gather", "args": [0, 0]}]}, "args=[0, 0]: name each argument to gather once, by position or keyword"),
+    ({"plan": [{"pattern": "a", "style": "gather", "args": [0, 0]}]}, "args=[0, 0]: name each argument once, by position or keyword"),
 ]  # fmt: skip
 
 

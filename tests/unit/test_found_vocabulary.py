@@ -218,9 +218,9 @@ class Quiet(Callback):
 
 @sees(
     "hooks that write rows of a weight pass by",
-    "_names",
-    "        if words.intersection(code.co_names):\n",
-    "        if False:\n",
+    "weight_reader",
+    "if names & _WEIGHTS and",
+    "if False and",
 )
 @sees(
     "hooks are asked for weights, and not what they call",
@@ -231,8 +231,8 @@ class Quiet(Callback):
 @sees(
     "a training step that changes rows of a gradient passes by",
     "weight_reader",
-    "if (runs or beside) and",
-    "if runs and",
+    "(runs or names & _PAST_THE_GRAPH)",
+    "runs",
 )
 def test_code_beside_the_forward_that_names_a_weight_leaves_the_vocabulary_whole():
     def outcome(model: Any, spec: Any = "auto", callbacks: Any = ()) -> VocabularyChoice:

@@ -331,14 +331,14 @@ class GrowingByGlobal(nn.Linear):
 )
 @sees(
     "a linear is probed as it stands, not in training",
-    "_try_plainly",
+    "linear_kind:_try",
     "for training in (True, False)",
     "for training in (module.training,)",
     case="False-NoisyInTraining",
 )
 @sees(
     "a linear that casts its weight taken for one that does not",
-    "_try_plainly",
+    "linear_kind:_try",
     "return None if _output(module, x.to(other), module.training) is not None else kind",
     "return kind",
     case="True-Casting",
