@@ -100,15 +100,10 @@ def _to_file(source: Source, target: Path, progress: Callable[[int, int], None])
     """Writes the single form; what has no numbers yet is read into a mapped file first, tensor by tensor."""
     unread: dict[int, Tensor] = {}
     walk(source.tree, lambda _, leaf: unread.setdefault(id(leaf), leaf) if _is_meta(leaf) else leaf)
-    total, done = sum(value.nbytes for value in unread.values()), 0
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = beside(target, UNFINISHED)
-    with scratch(beside(target, ".scratch"), unread) as room:
-        for key, value in unread.items():
-            source.fill(value, room[key])
-            done += value.nbytes
-            progress(done, total)
-        torch.save(walk(source.tree, lambda _, leaf: room.get(id(leaf), leaf)), unfinished)
+    with read_all(source, unread, beside(target, ".scratch"), progress) as found:
+        torch.save(walk(source.tree, lambda _, leaf: found.get(id(leaf), leaf)), unfinished)
     sync_file(unfinished)
     unfinished.replace(target)
     sync_folder(target.parent)
@@ -119,27 +114,28 @@ def _is_meta(leaf: Any) -> bool:
 
 
 @contextmanager
-def scratch(path: Path, metas: Mapping[K, Tensor]) -> Iterator[dict[K, Tensor]]:
-    """Gives tensors with the shapes and dtypes of ``metas``, whose memory is a mapped file that is removed at the end.
-
-    So a file of weights of any size can be put together in little memory.
-    """
+def read_all(
+    source: Source, metas: Mapping[K, Tensor], path: Path, progress: Callable[[int, int], None]
+) -> Iterator[dict[K, Tensor]]:
+    """Reads tensors of a source, one by one, into a mapped file that is removed at the end: they need no memory."""
     places, size = {}, 0
     for name, meta in metas.items():
         places[name] = size
         size += -(-meta.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    total, done, found = sum(meta.nbytes for meta in metas.values()), 0, {}
     try:
         with path.open("w+b") as file:
             file.truncate(max(size, 1))
             memory = mmap.mmap(file.fileno(), 0)
-        yield {
-            name: torch.frombuffer(memory, dtype=torch.uint8, count=meta.nbytes, offset=places[name])
-            .view(meta.dtype)
-            .view(meta.shape)
-            if meta.nbytes
-            else torch.empty(meta.shape, dtype=meta.dtype)
-            for name, meta in metas.items()
-        }
+        for name, meta in metas.items():
+            found[name] = torch.empty(meta.shape, dtype=meta.dtype)
+            if meta.nbytes:
+                room = torch.frombuffer(memory, dtype=torch.uint8, count=meta.nbytes, offset=places[name])
+                found[name] = room.view(meta.dtype).view(meta.shape)
+            source.fill(meta, found[name])
+            done += meta.nbytes
+            progress(done, total)
+        yield found
     finally:
         path.unlink(missing_ok=True)
 

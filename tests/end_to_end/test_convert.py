@@ -29,8 +29,8 @@ def saved(tmp_path_factory):
 
 @sees(
     "numbers of a folder left out of the file",
-    "_to_file",
-    "            source.fill(value, room[key])\n",
+    "read_all",
+    "            source.fill(meta, found[name])\n",
     "            pass\n",
 )
 def test_there_and_back_is_bitwise_the_same(tmp_path, saved):
