@@ -110,6 +110,11 @@ def _load_file(path: Path, *, trust: bool) -> dict[str, Any]:
     return checkpoint
 
 
+def is_meta(value: object) -> bool:
+    """Whether a leaf of a checkpoint is a meta tensor."""
+    return isinstance(value, Tensor) and value.is_meta
+
+
 def identity(tensor: Tensor) -> Any:
     """A value that two tensors have in common if they are tied.
 

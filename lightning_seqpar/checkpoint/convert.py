@@ -22,6 +22,7 @@ from lightning_seqpar.checkpoint.contents import (
     Source,
     find_folder,
     identity,
+    is_meta,
     walk,
 )
 from lightning_seqpar.checkpoint.folder import (
@@ -31,35 +32,10 @@ from lightning_seqpar.checkpoint.folder import (
     begin_folder,
     finish_folder,
     pack,
-    read_parts,
     split_parts,
 )
 
 K = TypeVar("K")
-
-
-class _Folder(Source):
-    """A sharded checkpoint."""
-
-    form: Form = "sharded"
-
-    def __init__(self, path: Path, *, trust: bool) -> None:
-        self.opened = Opened(path, weights_only=not trust)
-        self.path, self.tree = path, self.opened.checkpoint
-        self.origin = {key: value for key, value in self.opened.folder.marker.items() if key != "format"}
-
-    def read(self, value: Tensor) -> Tensor:
-        if self.opened.key_of(value) is None:
-            return value
-        target = torch.empty(value.shape, dtype=value.dtype)
-        self.fill(value, target)
-        return target
-
-    def fill(self, value: Tensor, target: Tensor) -> None:
-        if (key := self.opened.key_of(value)) is not None:
-            read_parts(self.opened.folder, {key: Part(target, None, 0, writes=False)})
-        else:
-            target.copy_(value)
 
 
 def open_source(path: str | Path, *, trust: bool = False) -> Source:
@@ -69,7 +45,7 @@ def open_source(path: str | Path, *, trust: bool = False) -> Source:
         ValueError: if it is missing, damaged or unfinished.
     """
     place = find_folder(Path(path))
-    return _Folder(place, trust=trust) if place.is_dir() else FileSource(place, trust=trust)
+    return Opened(place, weights_only=not trust) if place.is_dir() else FileSource(place, trust=trust)
 
 
 def write_checkpoint(
@@ -99,7 +75,7 @@ def check_free(target: Path) -> None:
 def _to_file(source: Source, target: Path, progress: Callable[[int, int], None]) -> None:
     """Writes the single form; what has no numbers yet is read into a mapped file first, tensor by tensor."""
     unread: dict[int, Tensor] = {}
-    walk(source.tree, lambda _, leaf: unread.setdefault(id(leaf), leaf) if _is_meta(leaf) else leaf)
+    walk(source.tree, lambda _, leaf: unread.setdefault(id(leaf), leaf) if is_meta(leaf) else leaf)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = beside(target, UNFINISHED)
     with read_all(source, unread, beside(target, ".scratch"), progress) as found:
@@ -107,10 +83,6 @@ def _to_file(source: Source, target: Path, progress: Callable[[int, int], None])
     sync_file(unfinished)
     unfinished.replace(target)
     sync_folder(target.parent)
-
-
-def _is_meta(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_meta
 
 
 @contextmanager

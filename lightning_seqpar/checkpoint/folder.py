@@ -45,7 +45,7 @@ from lightning_seqpar.checkpoint.atomic_files import (
     sync_folder,
     write_synced,
 )
-from lightning_seqpar.checkpoint.contents import walk
+from lightning_seqpar.checkpoint.contents import Form, Source, is_meta, walk
 from lightning_seqpar.checkpoint.folder_index import FORMAT, STATE, Folder
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.replica_rows import empty_like_rows, local_rows, rows_held
@@ -340,29 +340,36 @@ def read_parts(folder: Folder, parts: Mapping[str, Part]) -> None:
             raise ValueError(f"{folder.path}: a part can't be read: {causes}") from None
 
 
-class Opened:
-    """A sharded checkpoint that is being restored.
+class Opened(Source):
+    """A sharded checkpoint whose :attr:`tree` has a meta tensor for each tensor that the ranks wrote.
 
-    Lightning gets a checkpoint of meta tensors and passes it around. This object knows which tensor of the folder each of
-    them takes the place of. ``weights_only`` is torch's, for everything that the ranks did not write in parts.
+    Lightning passes the tree around. ``weights_only`` is torch's, for everything that the ranks did not write in parts.
     """
+
+    form: Form = "sharded"
 
     def __init__(self, path: str | Path, *, weights_only: bool | None = None) -> None:
         self.folder = Folder(path)
-        self.checkpoint = self.folder.state(weights_only=weights_only)
-        self._keys: dict[int, tuple[Tensor, str]] = {}
-        walk(self.checkpoint, self._note)
-
-    def _note(self, key: str, leaf: Any) -> Any:
-        """Note the key of a meta tensor."""
-        if isinstance(leaf, Tensor) and leaf.is_meta and id(leaf) not in self._keys:
-            self._keys[id(leaf)] = leaf, key
-        return leaf
+        self.path, self.tree = self.folder.path, self.folder.state(weights_only=weights_only)
+        self.origin = {key: value for key, value in self.folder.marker.items() if key != "format"}
+        self._keys: dict[int, tuple[str, Tensor]] = {}  # with the meta tensor, so that no other one gets its id
+        walk(self.tree, lambda key, leaf: self._keys.setdefault(id(leaf), (key, leaf)) if is_meta(leaf) else None)
 
     def key_of(self, value: object) -> str | None:
-        """The key of the tensor in the folder that a meta tensor takes the place of; None for anything else."""
-        noted = self._keys.get(id(value))
-        return None if noted is None else noted[1]
+        """The key in the folder of the tensor that a meta tensor stands for; None for anything else."""
+        return self._keys[id(value)][0] if id(value) in self._keys else None
+
+    def read(self, value: Tensor) -> Tensor:
+        """Reads a whole tensor of :attr:`tree`; one that has its numbers is returned as it is."""
+        out: Tensor = self.take({"": value}, {}, 0)[""]
+        return out
+
+    def fill(self, value: Tensor, target: Tensor) -> None:
+        """Reads a whole tensor of :attr:`tree` into another one."""
+        if (key := self.key_of(value)) is not None:
+            read_parts(self.folder, {key: Part(target, None, 0, writes=False)})
+        else:
+            target.copy_(value)
 
     def take(
         self,
@@ -371,7 +378,7 @@ class Opened:
         rank: int,
         likes: Mapping[K, Tensor] | None = None,
     ) -> dict[K, Any]:
-        """Reads this rank's parts of meta tensors of :attr:`checkpoint`, by any names; anything else is returned as it is.
+        """Reads this rank's parts of meta tensors of :attr:`tree`, by any names; anything else is returned as it is.
 
         Args:
             tensors: the meta tensors.
@@ -411,8 +418,7 @@ class FolderTensors(Mapping[str, Tensor]):
         self._opened, self._tensors = opened, tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._opened.take({name: self._tensors[name]}, {}, 0)[name]
-        return tensor
+        return self._opened.read(self._tensors[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
