@@ -39,11 +39,7 @@ K = TypeVar("K")
 
 
 def open_source(path: str | Path, *, trust: bool = False) -> Source:
-    """Opens a checkpoint of either of this package's forms; ``trust`` also reads objects whose pickles may run code.
-
-    Raises:
-        ValueError: if it is missing, damaged or unfinished.
-    """
+    """Opens a checkpoint of either of this package's forms; ``trust`` also reads objects whose pickles may run code."""
     place = find_folder(Path(path))
     return Opened(place, weights_only=not trust) if place.is_dir() else FileSource(place, trust=trust)
 
@@ -51,16 +47,9 @@ def open_source(path: str | Path, *, trust: bool = False) -> Source:
 def write_checkpoint(
     source: Source, target: Path, form: Form, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Writes a checkpoint in one of this package's two forms, tensor by tensor: no more than the largest is in memory.
+    """Writes a checkpoint ``single`` or ``sharded``, tensor by tensor: no more than the largest is in memory.
 
-    Args:
-        source: the checkpoint that is read.
-        target: where it is written; nothing may be there.
-        form: ``single`` or ``sharded``.
-        progress: called with the bytes that are written and the bytes of all.
-
-    Raises:
-        ValueError: if the target is there.
+    ``progress`` is called with the bytes that are written, and those of all. Raises ValueError if the target is there.
     """
     check_free(target)
     (_to_file if form == "single" else _to_folder)(source, target, progress)
@@ -145,12 +134,8 @@ def _to_folder(source: Source, target: Path, progress: Callable[[int, int], None
     try:
         with warnings.catch_warnings():  # torch warns that one process writes alone, which is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save(
-                deferred,
-                storage_writer=FileSystemWriter(beside(target, UNFINISHED)),
-                planner=SavingPlanner(),
-                no_dist=True,
-            )
+            writer = FileSystemWriter(beside(target, UNFINISHED))
+            save(deferred, storage_writer=writer, planner=SavingPlanner(), no_dist=True)
     except Exception:
         shutil.rmtree(beside(target, UNFINISHED), ignore_errors=True)
         raise

@@ -54,11 +54,7 @@ K = TypeVar("K")
 
 
 class Part:
-    """This rank's part of one whole tensor: a chunk for each range of indices.
-
-    ``local``, the rank's own tensor, may hold padding of a vocabulary, which is in no chunk. Where the replicas split it, the
-    rank's rows of it are its part. Of what several ranks hold alike, one ``writes``.
-    """
+    """This rank's chunks of one whole tensor, without a vocabulary's padding. Of what several ranks hold alike, one ``writes``."""
 
     def __init__(self, local: Tensor, layout: ParamLayout | None, rank: int, *, writes: bool) -> None:
         held = rows_held(local)
@@ -120,8 +116,7 @@ class SavingPlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Take over the parts, by their names in the checkpoint."""
-        self.state_dict, self.is_coordinator = state_dict, is_coordinator
-        self.flatten_state_dict = False
+        self.state_dict, self.is_coordinator, self.flatten_state_dict = state_dict, is_coordinator, False
 
     def create_local_plan(self) -> SavePlan:
         """The chunks that this rank writes."""
@@ -165,12 +160,8 @@ def own_memory(tree: Any) -> Any:
     def copied(_: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        clone = leaf.detach().clone()
-        return (
-            nn.Parameter(clone, leaf.requires_grad)
-            if isinstance(leaf, nn.Parameter)
-            else clone.requires_grad_(leaf.requires_grad)
-        )
+        clone = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return nn.Parameter(clone, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else clone
 
     return walk(tree, copied)
 
@@ -219,10 +210,7 @@ def pack(state: Any) -> bytes:
 
 
 def finish_folder(path: Path, state: bytes, facts: Mapping[str, Any]) -> None:
-    """Completes a checkpoint whose tensors are written: writes the rest (of :func:`pack`), then the marker, and renames the folder.
-
-    Each step waits until the one before is on the disk.
-    """
+    """Completes a folder of written tensors: the rest (of :func:`pack`), then the marker, then its name, each on the disk."""
     unfinished, replaced = (beside(path, end) for end in (UNFINISHED, REPLACED))
     write_synced(unfinished / STATE, lambda file: file.write(state))
     write_synced(
@@ -246,18 +234,10 @@ def write_folder(
     group: ProcessGroup,
     later: ProcessGroup | None = None,
 ) -> Callable[[], None]:
-    """Begins a sharded checkpoint, under a name beside its own. Collective over ``group``.
+    """Begins a sharded checkpoint under a name beside its own; returns a function that writes and completes it. Collective.
 
-    Args:
-        path: the folder; one that is there is replaced.
-        checkpoint: Lightning's checkpoint, with a :class:`Part` for each tensor that the ranks write.
-        facts: what the marker says of the run.
-        group: all ranks.
-        later: a second group of all ranks, to write in another thread while training goes on: what is written is then
-            copied to the CPU at once.
-
-    Returns:
-        A function that writes and completes the checkpoint. It is collective over ``later``, or over ``group`` without one.
+    ``checkpoint`` has a :class:`Part` for each tensor that the ranks write; ``facts`` go into the marker. With ``later``, a second
+    group of all ranks, parts are copied to the CPU at once, and the function may run in another thread, collectively over it.
 
     Raises:
         SaveError: on every rank, if the folder can't be made; the function raises it, too.
@@ -281,12 +261,8 @@ def _write(
 ) -> None:
     """Write the parts of all ranks, and complete the checkpoint on the first. ``packed`` is empty on the others."""
     try:
-        save(
-            dict(parts),
-            storage_writer=FileSystemWriter(beside(path, UNFINISHED)),
-            planner=SavingPlanner(),
-            process_group=group,
-        )
+        writer = FileSystemWriter(beside(path, UNFINISHED))
+        save(dict(parts), storage_writer=writer, planner=SavingPlanner(), process_group=group)
     except CheckpointException as error:
         causes = "; ".join(f"rank {rank}: {describe_error(cause[0])}" for rank, cause in error.failures.items())
         raise SaveError(f"the checkpoint {path} can't be written: {causes}") from None
@@ -309,11 +285,7 @@ class _Reader(FileSystemReader):
 
 
 def read_parts(folder: Folder, parts: Mapping[str, Part]) -> None:
-    """Reads parts of tensors, by key, from the files into the memory of :attr:`Part.local`.
-
-    Raises:
-        ValueError: for a tensor that is not there, or has another shape, and if the disk fails.
-    """
+    """Reads parts of tensors, by key, into their memory; raises ValueError for one that is not there, or has another shape."""
     if not parts:
         return
     index: Metadata = folder.index()
@@ -329,12 +301,8 @@ def read_parts(folder: Folder, parts: Mapping[str, Part]) -> None:
     with warnings.catch_warnings():  # torch warns that each rank reads alone, which is intended
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            load(
-                dict(parts),
-                storage_reader=_Reader(folder.path, index),
-                planner=_LoadingPlanner(),
-                no_dist=True,
-            )
+            reader = _Reader(folder.path, index)
+            load(dict(parts), storage_reader=reader, planner=_LoadingPlanner(), no_dist=True)
         except CheckpointException as error:
             causes = "; ".join(describe_error(cause[0]) for cause in error.failures.values())
             raise ValueError(f"{folder.path}: a part can't be read: {causes}") from None
@@ -380,11 +348,8 @@ class Opened(Source):
     ) -> dict[K, Any]:
         """Reads this rank's parts of meta tensors of :attr:`tree`, by any names; anything else is returned as it is.
 
-        Args:
-            tensors: the meta tensors.
-            layouts: by the same names, how a tensor is divided over tp; a tensor without a layout is read whole.
-            rank: the tensor-parallel rank.
-            likes: by the same names, the parameters that they are for; of one that the replicas split, a rank reads its rows.
+        ``layouts`` has, by the same names, how a tensor is divided over tp; one without a layout is read whole. ``likes`` has the
+        parameters that they are for: of one that the replicas split, a rank reads its rows.
 
         Raises:
             ValueError: for a tensor of another shape than its layout has, naming it.

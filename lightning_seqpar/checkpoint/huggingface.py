@@ -34,9 +34,7 @@ def _with_dot(prefix: str | None) -> str:
 
 
 class HuggingFaceSource(Source):
-    """A folder that ``save_pretrained`` wrote, as a checkpoint of weights whose tensors are read one at a time.
-
-    ``prefix`` is the attribute of the LightningModule that holds the model (``model`` for ``self.model``).
+    """A folder that ``save_pretrained`` wrote, as a checkpoint of weights; ``prefix`` is the attribute that holds the model.
 
     Raises:
         ValueError: if the folder holds no model, or another one than its config says.
@@ -224,11 +222,7 @@ class HuggingFaceTarget:
     # ---- writing ---------------------------------------------------------------------------------------------
 
     def write(self, target: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Writes the folder under another name by the library's ``save_pretrained``, and renames it.
-
-        Raises:
-            ValueError: if the target is there.
-        """
+        """Writes the folder under another name by the library's ``save_pretrained``, and renames it."""
         check_free(target)
         begin_folder(target)
         folder = beside(target, UNFINISHED)
@@ -251,11 +245,8 @@ class HuggingFaceTarget:
         """Copy the files that hold no weights; the config gets the dtype that is written."""
         for file in sorted(self._like.rglob("*")):
             inner = file.relative_to(self._like)
-            if (
-                file.is_file()
-                and not file.name.endswith(_NOT_COPIED)
-                and not any(p.startswith(".") for p in inner.parts)
-            ):
+            hidden = any(part.startswith(".") for part in inner.parts)
+            if file.is_file() and not hidden and not file.name.endswith(_NOT_COPIED):
                 (folder / inner).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, folder / inner)
         config = json.loads((self._like / "config.json").read_text())
