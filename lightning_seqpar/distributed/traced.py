@@ -1,12 +1,8 @@
 """The autograd pairs of :mod:`~lightning_seqpar.distributed.collectives` in a form that ``torch.compile`` traces.
 
-While a graph is traced they are made of torch's functional collectives, which become operations of the graph; anywhere else each
-of them is the eager pair of the same name, so that a lowered module can also run eagerly. The process group is always a required
-argument.
-
-A shard holds ``ceil(s / tp)`` positions, which the shapes below write as ``s/tp``. Instead of the length ``s`` these functions take
-the ``padding``, by which the shards of all ranks are longer together: then all lengths in a graph follow from that of a shard, and
-one graph can serve all sequences with as much padding.
+While a graph is traced they are made of torch's functional collectives; anywhere else each is the eager pair of the same name.
+Instead of the length ``s`` they take the ``padding``, by which the shards of all ranks are longer together: one graph can serve all
+sequences with as much padding.
 """
 
 from __future__ import annotations
