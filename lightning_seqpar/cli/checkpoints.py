@@ -38,20 +38,16 @@ def print_contents(args: Sequence[str]) -> None:
     print(text.rstrip())  # noqa: T201
 
 
-def _convert_parser() -> argparse.ArgumentParser:
-    """The parser of ``seqpar convert``."""
+def convert(args: Sequence[str]) -> None:
+    """Run ``seqpar convert`` with its arguments; exits with code 2 if something can't be read or written."""
     parser = argparse.ArgumentParser(
         prog="seqpar convert",
         description="Writes a checkpoint in another form: one file, a folder in parts, or Hugging Face's safetensors.",
     )
     parser.add_argument("source", help="a .ckpt file, the folder of a sharded checkpoint, or a Hugging Face folder")
     parser.add_argument("target", help="where to write; it must not be there")
-    parser.add_argument(
-        "--to",
-        choices=("single", "sharded", "safetensors"),
-        help="what to write: one .ckpt file, a folder in parts, or Hugging Face's folder; the default is sharded for a file and "
-        "single for a folder",
-    )
+    forms = "one .ckpt file, a folder in parts, or Hugging Face's folder; the default is sharded for a file, single for a folder"
+    parser.add_argument("--to", choices=("single", "sharded", "safetensors"), help=forms)
     parser.add_argument(
         "--like", metavar="FOLDER", help="for safetensors: the Hugging Face folder that the model was made from"
     )
@@ -63,12 +59,6 @@ def _convert_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (5GB)")
     parser.add_argument("--dry-run", action="store_true", help="list names and shapes of what would be written")
     parser.add_argument("--trust", action="store_true", help="read objects whose pickles may run code")
-    return parser
-
-
-def convert(args: Sequence[str]) -> None:
-    """Run ``seqpar convert`` with its arguments; exits with code 2 if something can't be read or written."""
-    parser = _convert_parser()
     given = parser.parse_args(list(args))
     target = Path(given.target)
     with told(parser):
