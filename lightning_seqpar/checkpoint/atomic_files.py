@@ -61,14 +61,8 @@ def write_synced(path: Path, write: Callable[[Any], None]) -> None:
         os.fsync(file.fileno())
 
 
-def sync_file(path: Path) -> None:
-    """Wait until a file is on the disk."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names of the files in a folder are on the disk."""
+def sync(path: Path) -> None:
+    """Wait until a file, or the names of the files in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

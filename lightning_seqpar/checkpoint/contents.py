@@ -51,11 +51,8 @@ class Contents:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain data, for JSON."""
-        return {
-            "path": str(self.path), "form": self.form, "complete": True, **self.origin, "parameters": self.parameters,
-            "model_bytes": self.model_bytes, "optimizer_bytes": self.optimizer_bytes, "tensors": self.tensors,
-            "moments": self.moments, "tied": self.tied, "other": self.other,
-        }  # fmt: skip
+        fields = {**vars(self), "path": str(self.path)}
+        return {"complete": True, **fields.pop("origin"), "parameters": self.parameters, **fields}
 
 
 class Source:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync_file, sync_folder
+from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync
 from lightning_seqpar.checkpoint.contents import (
     FileSource,
     Form,
@@ -69,9 +69,9 @@ def _to_file(source: Source, target: Path, progress: Callable[[int, int], None])
     unfinished = beside(target, UNFINISHED)
     with read_all(source, unread, beside(target, ".scratch"), progress) as found:
         torch.save(walk(source.tree, lambda _, leaf: found.get(id(leaf), leaf)), unfinished)
-    sync_file(unfinished)
+    sync(unfinished)
     unfinished.replace(target)
-    sync_folder(target.parent)
+    sync(target.parent)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from lightning_seqpar.checkpoint.atomic_files import (
     clear_away,
     describe_error,
     on_first_rank,
-    sync_folder,
+    sync,
     write_synced,
 )
 from lightning_seqpar.checkpoint.contents import Form, Source, is_meta, walk
@@ -216,14 +216,14 @@ def finish_folder(path: Path, state: bytes, facts: Mapping[str, Any]) -> None:
     write_synced(
         unfinished / MARKER, lambda file: file.write(json.dumps({"format": FORMAT, **facts}, indent=1).encode())
     )
-    sync_folder(unfinished)
+    sync(unfinished)
     if path.is_symlink():  # made by an earlier run with save_last="link"; what it points to stays
         path.unlink()
     if path.exists():
         clear_away(replaced)
         path.rename(replaced)
     unfinished.rename(path)
-    sync_folder(path.parent)
+    sync(path.parent)
     clear_away(replaced)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync_file, sync_folder, write_synced
+from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync, write_synced
 from lightning_seqpar.checkpoint.contents import Form, Source, identity
 from lightning_seqpar.checkpoint.convert import check_free, read_all
 from lightning_seqpar.checkpoint.folder import begin_folder
@@ -232,14 +232,14 @@ class HuggingFaceTarget:
                 state = {name: numbers[key] for name, key in self._names.items()}
                 self._model.save_pretrained(folder, state_dict=state, max_shard_size=self._max_shard_size)
             for file in folder.iterdir():
-                sync_file(file)
+                sync(file)
             self._copy_others(folder)
-            sync_folder(folder)
+            sync(folder)
         except Exception:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         folder.rename(target)
-        sync_folder(target.parent)
+        sync(target.parent)
 
     def _copy_others(self, folder: Path) -> None:
         """Copy the files that hold no weights; the config gets the dtype that is written."""

@@ -15,7 +15,7 @@ from lightning_seqpar.checkpoint.atomic_files import (
     clear_away,
     local_path,
     missing,
-    sync_folder,
+    sync,
     write_synced,
 )
 
@@ -36,7 +36,7 @@ class WholeFileIO(TorchCheckpointIO):
             clear_away(beside(place, UNFINISHED))
         write_synced(beside(place, UNFINISHED), lambda file: torch.save(checkpoint, file))
         beside(place, UNFINISHED).replace(place)
-        sync_folder(place.parent)
+        sync(place.parent)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a file, a local one mapped into memory: a rank reads what it uses. Raises ValueError if it is missing or damaged."""

@@ -1,9 +1,7 @@
 """Deferred initialisation: operations on tensors of the meta device are recorded, and replayed later, one tensor at a time.
 
-A model that is made under a :class:`DeferredInit` needs no memory. When the record is replayed, each of its tensors gets
-exactly the numbers that it would have got at once, whichever part of it a rank keeps: random numbers are drawn in the same
-order and from the same stream. Code that goes back to an earlier state of a generator (``torch.random.fork_rng`` around draws) gets
-other random numbers behind it than a model that is made at once, the same on every rank.
+When the record is replayed, each tensor gets the numbers that it would have got at once: they are drawn in the same order and from
+the same stream. Code that goes back to an earlier state of a generator (``torch.random.fork_rng``) gets others behind it.
 """
 
 from __future__ import annotations
@@ -115,9 +113,8 @@ def _storages(tree: Any) -> set[int]:
 class DeferredInit(TorchDispatchMode):
     """A dispatch mode that records every operation on tensors of the meta device while it is active.
 
-    On the meta device nothing is drawn, so the generators would stay where they are. Here each recorded draw sets its
-    generator to a state that cannot occur otherwise. If the next draw finds another state there, the generator was seeded or
-    used in between, and that state is recorded too.
+    There nothing is drawn, so each recorded draw sets its generator to a state that cannot occur otherwise. If the next draw finds
+    another one, the generator was seeded or used in between, and that state is recorded too.
     """
 
     def __init__(self) -> None:
