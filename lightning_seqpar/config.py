@@ -1,8 +1,4 @@
-"""What a user asks for: :class:`ParallelConfig` and its parts.
-
-Pure data. Nothing here knows torch, the environment or the world size; sizes meet the world where the
-topology is made (:meth:`lightning_seqpar.topology.grid.ProcessTopology.from_config`).
-"""
+"""What a user asks for: :class:`ParallelConfig` and its parts; pure data, without torch, environment or world size."""
 
 from __future__ import annotations
 
@@ -21,6 +17,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -52,15 +49,6 @@ else:
 def broken(message: str) -> PydanticCustomError:
     """The error of a rule, without the decoration that Pydantic gives a ``ValueError``."""
     return PydanticCustomError("rule", "{message}", {"message": message})
-
-
-def _read_clock(text: str) -> timedelta | str:
-    """``0:30:00`` or ``1 day, 0:30:00``, as saved configurations show a timedelta; other text as it is."""
-    found = re.fullmatch(r"(?:(\d+) days?, )?(\d+):([0-5]\d):([0-5]\d(?:\.\d+)?)", text)
-    if found is None:
-        return text
-    days, hours, minutes, seconds = (float(part or 0) for part in found.groups())
-    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
 
 
 def _modules_can_be_asked() -> bool:
@@ -144,11 +132,7 @@ class FrozenModel(BaseModel):
 
 
 def with_overrides(fields: Any, overrides: Sequence[str]) -> Any:
-    """Fields with ``overrides`` such as ``"tp=4"`` or ``"ddp.static_graph=true"`` over them, as an OmegaConf node.
-
-    Raises:
-        ValueError: for an override of another form; the message shows it. Also for fields that OmegaConf can't hold.
-    """
+    """Fields with ``overrides`` such as ``"tp=4"`` or ``"ddp.static_graph=true"`` over them, as an OmegaConf node."""
     if isinstance(overrides, str) or not isinstance(overrides, Sequence):
         raise ValueError(f"overrides={shown(overrides)}: write a list, such as ['tp=4']")
     try:
@@ -299,23 +283,17 @@ class ParallelConfig(FrozenModel):
             raise broken(f"{info.field_name}={shown(value)}: it counts {counted}; write a whole number{also}{limit}")
         return whole
 
-    @field_validator("tp", "cp", "pp", "dp", "virtual_pp")
+    @field_validator("tp", "cp", "pp", "dp", "virtual_pp", "check_every", "loss_chunk", "tile_mlp")
     @classmethod
-    def sizes_are_positive(cls, value: int | str | None, info: ValidationInfo) -> int | str | None:
-        if isinstance(value, int) and value < 1:
-            default = "'auto'" if info.field_name == "dp" else "1"
-            raise broken(f"{info.field_name}={value}: a size must be 1 or more; leave it out for {default}")
-        return value
-
-    @field_validator("check_every", "loss_chunk", "tile_mlp")
-    @classmethod
-    def counts_are_large_enough(cls, value: int | None, info: ValidationInfo) -> int | None:
-        every = info.field_name == "check_every"
-        if value is not None and value < (0 if every else 1):
-            tokens = "a number of tokens, such as 1024, or leave it out"
-            fix = "0 for the default schedule or a number of steps" if every else tokens
-            raise broken(f"{info.field_name}={value}: write {fix}")
-        return value
+    def numbers_are_large_enough(cls, value: int | str | None, info: ValidationInfo) -> int | str | None:
+        if not isinstance(value, int) or value >= (0 if info.field_name == "check_every" else 1):
+            return value
+        fix = f"a size must be 1 or more; leave it out for {'1' if info.field_name != 'dp' else repr('auto')}"
+        if info.field_name == "check_every":
+            fix = "write 0 for the default schedule or a number of steps"
+        elif info.field_name in ("loss_chunk", "tile_mlp"):
+            fix = "write a number of tokens, such as 1024, or leave it out"
+        raise broken(f"{info.field_name}={value}: {fix}")
 
     @field_validator("order", mode="before")
     @classmethod
@@ -331,7 +309,8 @@ class ParallelConfig(FrozenModel):
     @classmethod
     def timeout_is_positive(cls, value: Any) -> Any:
         try:
-            given = _read_clock(value) if isinstance(value, str) else value
+            # 0:30:00 or 1 day, 0:30:00, as saved configurations show a timedelta
+            given = TypeAdapter(timedelta).validate_python(value) if ":" in str(value) else value
             seconds = given.total_seconds() if isinstance(given, timedelta) else float(given)
         except (TypeError, ValueError, ArithmeticError, RuntimeError):
             raise broken(
@@ -485,12 +464,10 @@ class ParallelConfig(FrozenModel):
         """The JSON schema of a YAML file with these fields, for editors; Hydra's ``_target_`` may stand in it."""
         schema = cls.model_json_schema()
         properties = schema["properties"]
-        for name in ("tp", "cp", "pp"):
-            properties[name]["minimum"] = 1
-        properties["dp"]["anyOf"][1]["minimum"] = 1
+        counted = [properties["dp"]["anyOf"][1], *(properties[name]["anyOf"][0] for name in ("loss_chunk", "tile_mlp"))]
+        for entry in (*(properties[name] for name in ("tp", "cp", "pp")), *counted):
+            entry["minimum"] = 1
         properties["check_every"]["minimum"] = 0
-        for counted in ("loss_chunk", "tile_mlp"):
-            properties[counted]["anyOf"][0]["minimum"] = 1
         properties["order"]["enum"] = ["-".join(axes) for axes in itertools.permutations(AXES)]
         properties["timeout"] = {
             "description": properties["timeout"]["description"],
@@ -500,8 +477,6 @@ class ParallelConfig(FrozenModel):
             "title": "Timeout",
         }
         properties["plan"]["anyOf"].append({"type": "array", "items": {"type": "object"}})
-        properties["_target_"] = {
-            "type": "string",
-            "description": "What Hydra builds: lightning_seqpar.SeqParallelStrategy.",
-        }
+        built = "What Hydra builds: lightning_seqpar.SeqParallelStrategy."
+        properties["_target_"] = {"type": "string", "description": built}
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -12,13 +12,9 @@ from lightning_seqpar.checkpoint.atomic_files import SaveError
 
 
 class Background:
-    """A thread that writes one checkpoint at a time, and then does what must wait until that is complete.
+    """A thread that writes one checkpoint (``path``) at a time, and then does what must wait until that is complete.
 
-    Writing is collective, over a process group that nothing else uses. So every rank must make the same calls of this object
-    in the same order.
-
-    Attributes:
-        path: the checkpoint that is being written; None if there is none.
+    Writing is collective, so every rank must make the same calls of this object in the same order.
     """
 
     def __init__(self) -> None:
@@ -35,10 +31,7 @@ class Background:
         self._saving = self._thread.submit(_write_or_warn, write)
 
     def afterwards(self, work: Callable[[], None]) -> None:
-        """Do something, such as removing an older checkpoint, once the one that is being written is complete.
-
-        It is done at once if none is being written, and never if writing fails.
-        """
+        """Do something, such as removing an older checkpoint, once the one that is being written is complete, if it ever is."""
         saving = self._saving
         if saving is None or self._thread is None:
             work()

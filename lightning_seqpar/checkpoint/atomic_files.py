@@ -1,8 +1,4 @@
-"""Checkpoints that are either complete or not there at all, and errors that all ranks see.
-
-A checkpoint is written under a name beside its own, synced to the disk, and only then renamed. An error of one rank is
-raised on all of them.
-"""
+"""Checkpoints that are complete or not there at all (renamed when they are on the disk), and errors that all ranks see."""
 
 from __future__ import annotations
 
@@ -40,11 +36,9 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def clear_away(path: Path) -> None:
-    """Remove a file or a folder, if it is there.
-
-    Of a folder the marker goes first: if removing is interrupted, the rest is not taken for a complete checkpoint.
-    """
+    """Remove a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
+        # First: if removing is interrupted, the rest is not taken for a complete checkpoint.
         (path / MARKER).unlink(missing_ok=True)
         shutil.rmtree(path)
     else:
@@ -67,14 +61,8 @@ def write_synced(path: Path, write: Callable[[Any], None]) -> None:
         os.fsync(file.fileno())
 
 
-def sync_file(path: Path) -> None:
-    """Wait until a file is on the disk."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names of the files in a folder are on the disk."""
+def sync(path: Path) -> None:
+    """Wait until a file, or the names of the files in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -83,11 +71,7 @@ def sync_folder(path: Path) -> None:
 
 
 def on_first_rank(work: Callable[[], Any], group: ProcessGroup, what: str) -> None:
-    """Does something on the group's first rank alone, while the others wait. Collective.
-
-    Raises:
-        SaveError: on every rank, if ``work`` raised; it begins with ``what`` could not be done.
-    """
+    """Does something on the group's first rank alone; where that raises, SaveError of ``what`` is raised on all. Collective."""
     message: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
@@ -100,12 +84,7 @@ def on_first_rank(work: Callable[[], Any], group: ProcessGroup, what: str) -> No
 
 
 def on_every_rank(work: Callable[[], T], group: ProcessGroup, what: str) -> T:
-    """Does something on every rank; if it fails on one rank, it fails on all. Collective.
-
-    Raises:
-        Exception: what ``work`` raised on this rank.
-        ValueError: on the ranks where it raised nothing, naming a rank where it did; it begins with ``what`` could not be done.
-    """
+    """Does something on every rank; where it fails on another one, ValueError of ``what`` is raised on this one. Collective."""
     failed: Exception | None = None
     try:
         result = work()

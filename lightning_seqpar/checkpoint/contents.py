@@ -26,15 +26,12 @@ class Contents:
     """What a checkpoint holds.
 
     Attributes:
-        path: where it is.
-        form: ``single`` (one file), ``sharded`` (a folder) or ``safetensors`` (Hugging Face's folder).
         origin: what is known of the run that wrote it, of: version, topology, epoch, global_step.
         tensors: shape and dtype of each tensor of the model, by name.
         moments: shape and dtype of each tensor of the optimizers, by its path in the checkpoint.
         tied: of each name whose tensor has another name too, that first name.
         other: the checkpoint's other keys.
         model_bytes: bytes of the model's tensors, of which tied ones count once.
-        optimizer_bytes: bytes of the optimizers' tensors.
     """
 
     path: Path
@@ -54,22 +51,12 @@ class Contents:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain data, for JSON."""
-        return {
-            "path": str(self.path), "form": self.form, "complete": True, **self.origin, "parameters": self.parameters,
-            "model_bytes": self.model_bytes, "optimizer_bytes": self.optimizer_bytes, "tensors": self.tensors,
-            "moments": self.moments, "tied": self.tied, "other": self.other,
-        }  # fmt: skip
+        fields = {**vars(self), "path": str(self.path)}
+        return {"complete": True, **fields.pop("origin"), "parameters": self.parameters, **fields}
 
 
 class Source:
-    """A checkpoint whose tensors are read one at a time.
-
-    Attributes:
-        path: where it is.
-        form: its form.
-        tree: the checkpoint; its tensors may be meta tensors, which :meth:`read` reads.
-        origin: what is known of the run that wrote it.
-    """
+    """A checkpoint whose tensors are read one at a time: those of its ``tree`` may be meta tensors, which :meth:`read` reads."""
 
     path: Path
     form: Form
@@ -110,12 +97,14 @@ def _load_file(path: Path, *, trust: bool) -> dict[str, Any]:
     return checkpoint
 
 
-def identity(tensor: Tensor) -> Any:
-    """A value that two tensors have in common if they are tied.
+def is_meta(value: object) -> bool:
+    """Whether a leaf of a checkpoint is a meta tensor."""
+    return isinstance(value, Tensor) and value.is_meta
 
-    Tied meta tensors are one object; others are tied if they are the same view of the same memory.
-    """
-    if tensor.is_meta:
+
+def identity(tensor: Tensor) -> Any:
+    """A value that two tensors have in common if they are tied."""
+    if tensor.is_meta:  # tied ones are one object
         return id(tensor)
     return storage_id(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
@@ -149,12 +138,7 @@ def contents_of(source: Source) -> Contents:
 
 
 def contents_of_files(path: Path) -> Contents:
-    """Lists the tensors of a folder that ``save_pretrained`` wrote, by the names in its files.
-
-    Raises:
-        ValueError: if a file is missing or damaged.
-        ImportError: without the extra ``hf``.
-    """
+    """Lists the tensors of a folder that ``save_pretrained`` wrote; raises ValueError if a file is missing or damaged."""
     try:
         files = TensorFiles(path)
     except ValueError as error:
@@ -168,13 +152,7 @@ def contents_of_files(path: Path) -> Contents:
 
 
 def walk(tree: Any, visit: Callable[[str, Any], Any], key: str = "") -> Any:
-    """Copy nested plain dicts, lists and tuples, with other leaves.
-
-    Args:
-        tree: what is copied; containers of any other type are leaves.
-        visit: from the path of a leaf (keys and indices, joined by ``/``) and the leaf to what takes its place.
-        key: the path of ``tree`` itself, with ``/`` at its end.
-    """
+    """Copy nested plain dicts, lists and tuples, with other leaves: ``visit`` gets a leaf's path (``a/0/b``), and the leaf."""
     if type(tree) in (dict, OrderedDict):
         return type(tree)((name, walk(value, visit, f"{key}{name}/")) for name, value in tree.items())
     if type(tree) in (list, tuple):
@@ -183,11 +161,7 @@ def walk(tree: Any, visit: Callable[[str, Any], Any], key: str = "") -> Any:
 
 
 def find_folder(path: Path) -> Path:
-    """The folder of a checkpoint, wherever it is.
-
-    A run that was killed while one checkpoint replaced another may have left no folder of that name. Then it is the folder of
-    the new one, if that is complete, or that of the one before.
-    """
+    """The path, or what a run left beside it that was killed while one checkpoint replaced another: the new one, or the old."""
     if not path.exists():
         for end, what in ((UNFINISHED, "the new one"), (REPLACED, "the one before")):
             if (beside(path, end) / MARKER).is_file():

@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync_file, sync_folder
+from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync
 from lightning_seqpar.checkpoint.contents import (
     FileSource,
     Form,
     Source,
     find_folder,
     identity,
+    is_meta,
     walk,
 )
 from lightning_seqpar.checkpoint.folder import (
@@ -31,60 +32,24 @@ from lightning_seqpar.checkpoint.folder import (
     begin_folder,
     finish_folder,
     pack,
-    read_parts,
     split_parts,
 )
 
 K = TypeVar("K")
 
 
-class _Folder(Source):
-    """A sharded checkpoint."""
-
-    form: Form = "sharded"
-
-    def __init__(self, path: Path, *, trust: bool) -> None:
-        self.opened = Opened(path, weights_only=not trust)
-        self.path, self.tree = path, self.opened.checkpoint
-        self.origin = {key: value for key, value in self.opened.folder.marker.items() if key != "format"}
-
-    def read(self, value: Tensor) -> Tensor:
-        if self.opened.key_of(value) is None:
-            return value
-        target = torch.empty(value.shape, dtype=value.dtype)
-        self.fill(value, target)
-        return target
-
-    def fill(self, value: Tensor, target: Tensor) -> None:
-        if (key := self.opened.key_of(value)) is not None:
-            read_parts(self.opened.folder, {key: Part(target, None, 0, writes=False)})
-        else:
-            target.copy_(value)
-
-
 def open_source(path: str | Path, *, trust: bool = False) -> Source:
-    """Opens a checkpoint of either of this package's forms; ``trust`` also reads objects whose pickles may run code.
-
-    Raises:
-        ValueError: if it is missing, damaged or unfinished.
-    """
+    """Opens a checkpoint of either of this package's forms; ``trust`` also reads objects whose pickles may run code."""
     place = find_folder(Path(path))
-    return _Folder(place, trust=trust) if place.is_dir() else FileSource(place, trust=trust)
+    return Opened(place, weights_only=not trust) if place.is_dir() else FileSource(place, trust=trust)
 
 
 def write_checkpoint(
     source: Source, target: Path, form: Form, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Writes a checkpoint in one of this package's two forms, tensor by tensor: no more than the largest is in memory.
+    """Writes a checkpoint ``single`` or ``sharded``, tensor by tensor: no more than the largest is in memory.
 
-    Args:
-        source: the checkpoint that is read.
-        target: where it is written; nothing may be there.
-        form: ``single`` or ``sharded``.
-        progress: called with the bytes that are written and the bytes of all.
-
-    Raises:
-        ValueError: if the target is there.
+    ``progress`` is called with the bytes that are written, and those of all. Raises ValueError if the target is there.
     """
     check_free(target)
     (_to_file if form == "single" else _to_folder)(source, target, progress)
@@ -99,47 +64,39 @@ def check_free(target: Path) -> None:
 def _to_file(source: Source, target: Path, progress: Callable[[int, int], None]) -> None:
     """Writes the single form; what has no numbers yet is read into a mapped file first, tensor by tensor."""
     unread: dict[int, Tensor] = {}
-    walk(source.tree, lambda _, leaf: unread.setdefault(id(leaf), leaf) if _is_meta(leaf) else leaf)
-    total, done = sum(value.nbytes for value in unread.values()), 0
+    walk(source.tree, lambda _, leaf: unread.setdefault(id(leaf), leaf) if is_meta(leaf) else leaf)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = beside(target, UNFINISHED)
-    with scratch(beside(target, ".scratch"), unread) as room:
-        for key, value in unread.items():
-            source.fill(value, room[key])
-            done += value.nbytes
-            progress(done, total)
-        torch.save(walk(source.tree, lambda _, leaf: room.get(id(leaf), leaf)), unfinished)
-    sync_file(unfinished)
+    with read_all(source, unread, beside(target, ".scratch"), progress) as found:
+        torch.save(walk(source.tree, lambda _, leaf: found.get(id(leaf), leaf)), unfinished)
+    sync(unfinished)
     unfinished.replace(target)
-    sync_folder(target.parent)
-
-
-def _is_meta(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_meta
+    sync(target.parent)
 
 
 @contextmanager
-def scratch(path: Path, metas: Mapping[K, Tensor]) -> Iterator[dict[K, Tensor]]:
-    """Gives tensors with the shapes and dtypes of ``metas``, whose memory is a mapped file that is removed at the end.
-
-    So a file of weights of any size can be put together in little memory.
-    """
+def read_all(
+    source: Source, metas: Mapping[K, Tensor], path: Path, progress: Callable[[int, int], None]
+) -> Iterator[dict[K, Tensor]]:
+    """Reads tensors of a source, one by one, into a mapped file that is removed at the end: they need no memory."""
     places, size = {}, 0
     for name, meta in metas.items():
         places[name] = size
         size += -(-meta.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    total, done, found = sum(meta.nbytes for meta in metas.values()), 0, {}
     try:
         with path.open("w+b") as file:
             file.truncate(max(size, 1))
             memory = mmap.mmap(file.fileno(), 0)
-        yield {
-            name: torch.frombuffer(memory, dtype=torch.uint8, count=meta.nbytes, offset=places[name])
-            .view(meta.dtype)
-            .view(meta.shape)
-            if meta.nbytes
-            else torch.empty(meta.shape, dtype=meta.dtype)
-            for name, meta in metas.items()
-        }
+        for name, meta in metas.items():
+            found[name] = torch.empty(meta.shape, dtype=meta.dtype)
+            if meta.nbytes:
+                room = torch.frombuffer(memory, dtype=torch.uint8, count=meta.nbytes, offset=places[name])
+                found[name] = room.view(meta.dtype).view(meta.shape)
+            source.fill(meta, found[name])
+            done += meta.nbytes
+            progress(done, total)
+        yield found
     finally:
         path.unlink(missing_ok=True)
 
@@ -177,12 +134,8 @@ def _to_folder(source: Source, target: Path, progress: Callable[[int, int], None
     try:
         with warnings.catch_warnings():  # torch warns that one process writes alone, which is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save(
-                deferred,
-                storage_writer=FileSystemWriter(beside(target, UNFINISHED)),
-                planner=SavingPlanner(),
-                no_dist=True,
-            )
+            writer = FileSystemWriter(beside(target, UNFINISHED))
+            save(deferred, storage_writer=writer, planner=SavingPlanner(), no_dist=True)
     except Exception:
         shutil.rmtree(beside(target, UNFINISHED), ignore_errors=True)
         raise

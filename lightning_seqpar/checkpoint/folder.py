@@ -42,10 +42,10 @@ from lightning_seqpar.checkpoint.atomic_files import (
     clear_away,
     describe_error,
     on_first_rank,
-    sync_folder,
+    sync,
     write_synced,
 )
-from lightning_seqpar.checkpoint.contents import walk
+from lightning_seqpar.checkpoint.contents import Form, Source, is_meta, walk
 from lightning_seqpar.checkpoint.folder_index import FORMAT, STATE, Folder
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.replica_rows import empty_like_rows, local_rows, rows_held
@@ -54,11 +54,7 @@ K = TypeVar("K")
 
 
 class Part:
-    """This rank's part of one whole tensor: a chunk for each range of indices.
-
-    ``local``, the rank's own tensor, may hold padding of a vocabulary, which is in no chunk. Where the replicas split it, the
-    rank's rows of it are its part. Of what several ranks hold alike, one ``writes``.
-    """
+    """This rank's chunks of one whole tensor, without a vocabulary's padding. Of what several ranks hold alike, one ``writes``."""
 
     def __init__(self, local: Tensor, layout: ParamLayout | None, rank: int, *, writes: bool) -> None:
         held = rows_held(local)
@@ -120,8 +116,7 @@ class SavingPlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Take over the parts, by their names in the checkpoint."""
-        self.state_dict, self.is_coordinator = state_dict, is_coordinator
-        self.flatten_state_dict = False
+        self.state_dict, self.is_coordinator, self.flatten_state_dict = state_dict, is_coordinator, False
 
     def create_local_plan(self) -> SavePlan:
         """The chunks that this rank writes."""
@@ -165,12 +160,8 @@ def own_memory(tree: Any) -> Any:
     def copied(_: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        clone = leaf.detach().clone()
-        return (
-            nn.Parameter(clone, leaf.requires_grad)
-            if isinstance(leaf, nn.Parameter)
-            else clone.requires_grad_(leaf.requires_grad)
-        )
+        clone = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return nn.Parameter(clone, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else clone
 
     return walk(tree, copied)
 
@@ -219,23 +210,20 @@ def pack(state: Any) -> bytes:
 
 
 def finish_folder(path: Path, state: bytes, facts: Mapping[str, Any]) -> None:
-    """Completes a checkpoint whose tensors are written: writes the rest (of :func:`pack`), then the marker, and renames the folder.
-
-    Each step waits until the one before is on the disk.
-    """
+    """Completes a folder of written tensors: the rest (of :func:`pack`), then the marker, then its name, each on the disk."""
     unfinished, replaced = (beside(path, end) for end in (UNFINISHED, REPLACED))
     write_synced(unfinished / STATE, lambda file: file.write(state))
     write_synced(
         unfinished / MARKER, lambda file: file.write(json.dumps({"format": FORMAT, **facts}, indent=1).encode())
     )
-    sync_folder(unfinished)
+    sync(unfinished)
     if path.is_symlink():  # made by an earlier run with save_last="link"; what it points to stays
         path.unlink()
     if path.exists():
         clear_away(replaced)
         path.rename(replaced)
     unfinished.rename(path)
-    sync_folder(path.parent)
+    sync(path.parent)
     clear_away(replaced)
 
 
@@ -246,18 +234,10 @@ def write_folder(
     group: ProcessGroup,
     later: ProcessGroup | None = None,
 ) -> Callable[[], None]:
-    """Begins a sharded checkpoint, under a name beside its own. Collective over ``group``.
+    """Begins a sharded checkpoint under a name beside its own; returns a function that writes and completes it. Collective.
 
-    Args:
-        path: the folder; one that is there is replaced.
-        checkpoint: Lightning's checkpoint, with a :class:`Part` for each tensor that the ranks write.
-        facts: what the marker says of the run.
-        group: all ranks.
-        later: a second group of all ranks, to write in another thread while training goes on: what is written is then
-            copied to the CPU at once.
-
-    Returns:
-        A function that writes and completes the checkpoint. It is collective over ``later``, or over ``group`` without one.
+    ``checkpoint`` has a :class:`Part` for each tensor that the ranks write; ``facts`` go into the marker. With ``later``, a second
+    group of all ranks, parts are copied to the CPU at once, and the function may run in another thread, collectively over it.
 
     Raises:
         SaveError: on every rank, if the folder can't be made; the function raises it, too.
@@ -281,12 +261,8 @@ def _write(
 ) -> None:
     """Write the parts of all ranks, and complete the checkpoint on the first. ``packed`` is empty on the others."""
     try:
-        save(
-            dict(parts),
-            storage_writer=FileSystemWriter(beside(path, UNFINISHED)),
-            planner=SavingPlanner(),
-            process_group=group,
-        )
+        writer = FileSystemWriter(beside(path, UNFINISHED))
+        save(dict(parts), storage_writer=writer, planner=SavingPlanner(), process_group=group)
     except CheckpointException as error:
         causes = "; ".join(f"rank {rank}: {describe_error(cause[0])}" for rank, cause in error.failures.items())
         raise SaveError(f"the checkpoint {path} can't be written: {causes}") from None
@@ -309,11 +285,7 @@ class _Reader(FileSystemReader):
 
 
 def read_parts(folder: Folder, parts: Mapping[str, Part]) -> None:
-    """Reads parts of tensors, by key, from the files into the memory of :attr:`Part.local`.
-
-    Raises:
-        ValueError: for a tensor that is not there, or has another shape, and if the disk fails.
-    """
+    """Reads parts of tensors, by key, into their memory; raises ValueError for one that is not there, or has another shape."""
     if not parts:
         return
     index: Metadata = folder.index()
@@ -329,40 +301,43 @@ def read_parts(folder: Folder, parts: Mapping[str, Part]) -> None:
     with warnings.catch_warnings():  # torch warns that each rank reads alone, which is intended
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            load(
-                dict(parts),
-                storage_reader=_Reader(folder.path, index),
-                planner=_LoadingPlanner(),
-                no_dist=True,
-            )
+            reader = _Reader(folder.path, index)
+            load(dict(parts), storage_reader=reader, planner=_LoadingPlanner(), no_dist=True)
         except CheckpointException as error:
             causes = "; ".join(describe_error(cause[0]) for cause in error.failures.values())
             raise ValueError(f"{folder.path}: a part can't be read: {causes}") from None
 
 
-class Opened:
-    """A sharded checkpoint that is being restored.
+class Opened(Source):
+    """A sharded checkpoint whose :attr:`tree` has a meta tensor for each tensor that the ranks wrote.
 
-    Lightning gets a checkpoint of meta tensors and passes it around. This object knows which tensor of the folder each of
-    them takes the place of. ``weights_only`` is torch's, for everything that the ranks did not write in parts.
+    Lightning passes the tree around. ``weights_only`` is torch's, for everything that the ranks did not write in parts.
     """
+
+    form: Form = "sharded"
 
     def __init__(self, path: str | Path, *, weights_only: bool | None = None) -> None:
         self.folder = Folder(path)
-        self.checkpoint = self.folder.state(weights_only=weights_only)
-        self._keys: dict[int, tuple[Tensor, str]] = {}
-        walk(self.checkpoint, self._note)
-
-    def _note(self, key: str, leaf: Any) -> Any:
-        """Note the key of a meta tensor."""
-        if isinstance(leaf, Tensor) and leaf.is_meta and id(leaf) not in self._keys:
-            self._keys[id(leaf)] = leaf, key
-        return leaf
+        self.path, self.tree = self.folder.path, self.folder.state(weights_only=weights_only)
+        self.origin = {key: value for key, value in self.folder.marker.items() if key != "format"}
+        self._keys: dict[int, tuple[str, Tensor]] = {}  # with the meta tensor, so that no other one gets its id
+        walk(self.tree, lambda key, leaf: self._keys.setdefault(id(leaf), (key, leaf)) if is_meta(leaf) else None)
 
     def key_of(self, value: object) -> str | None:
-        """The key of the tensor in the folder that a meta tensor takes the place of; None for anything else."""
-        noted = self._keys.get(id(value))
-        return None if noted is None else noted[1]
+        """The key in the folder of the tensor that a meta tensor stands for; None for anything else."""
+        return self._keys[id(value)][0] if id(value) in self._keys else None
+
+    def read(self, value: Tensor) -> Tensor:
+        """Reads a whole tensor of :attr:`tree`; one that has its numbers is returned as it is."""
+        out: Tensor = self.take({"": value}, {}, 0)[""]
+        return out
+
+    def fill(self, value: Tensor, target: Tensor) -> None:
+        """Reads a whole tensor of :attr:`tree` into another one."""
+        if (key := self.key_of(value)) is not None:
+            read_parts(self.folder, {key: Part(target, None, 0, writes=False)})
+        else:
+            target.copy_(value)
 
     def take(
         self,
@@ -371,13 +346,10 @@ class Opened:
         rank: int,
         likes: Mapping[K, Tensor] | None = None,
     ) -> dict[K, Any]:
-        """Reads this rank's parts of meta tensors of :attr:`checkpoint`, by any names; anything else is returned as it is.
+        """Reads this rank's parts of meta tensors of :attr:`tree`, by any names; anything else is returned as it is.
 
-        Args:
-            tensors: the meta tensors.
-            layouts: by the same names, how a tensor is divided over tp; a tensor without a layout is read whole.
-            rank: the tensor-parallel rank.
-            likes: by the same names, the parameters that they are for; of one that the replicas split, a rank reads its rows.
+        ``layouts`` has, by the same names, how a tensor is divided over tp; one without a layout is read whole. ``likes`` has the
+        parameters that they are for: of one that the replicas split, a rank reads its rows.
 
         Raises:
             ValueError: for a tensor of another shape than its layout has, naming it.
@@ -411,8 +383,7 @@ class FolderTensors(Mapping[str, Tensor]):
         self._opened, self._tensors = opened, tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._opened.take({name: self._tensors[name]}, {}, 0)[name]
-        return tensor
+        return self._opened.read(self._tensors[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_seqpar.checkpoint.atomic_files import MARKER, missing
-from lightning_seqpar.checkpoint.contents import Form, Source, find_folder
+from lightning_seqpar.checkpoint.contents import find_folder
 
 STATE = "state.pt"
 """The file of the checkpoint without numbers: a meta tensor takes the place of each tensor that the ranks wrote."""
@@ -61,7 +61,12 @@ class Folder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = find_folder(Path(path))
-        self._check_there()
+        if not self.path.is_dir():
+            raise missing(self.path)
+        if not (self.path / MARKER).is_file():
+            raise ValueError(
+                f"{self.path}: no {MARKER} in it, so it is not a sharded checkpoint of lightning_seqpar, or not a whole one"
+            )
         try:
             self.marker: dict[str, Any] = json.loads((self.path / MARKER).read_text())
         except (OSError, ValueError) as error:
@@ -82,16 +87,6 @@ class Folder:
             raise ValueError(
                 f"{self.path}: its index .metadata can't be read ({error}); the checkpoint is damaged"
             ) from None
-
-    def _check_there(self) -> None:
-        """Raise ValueError unless the folder is there and has its marker."""
-        if (self.path / MARKER).is_file():
-            return
-        if self.path.is_dir():
-            raise ValueError(
-                f"{self.path}: no {MARKER} in it, so it is not a sharded checkpoint of lightning_seqpar, or not a whole one"
-            )
-        raise missing(self.path)
 
     def _check_files(self) -> None:
         """Raise ValueError unless every file is as long as the index says."""
@@ -116,14 +111,3 @@ class Folder:
         except (OSError, EOFError, RuntimeError) as error:
             raise ValueError(f"{self.path / STATE}: it can't be read ({error}); the checkpoint is damaged") from None
         return state
-
-
-class FolderSource(Source):
-    """Lists the tensors of a sharded checkpoint, without their numbers."""
-
-    form: Form = "sharded"
-
-    def __init__(self, path: Path, *, trust: bool) -> None:
-        folder = Folder(path)
-        self.path, self.tree = path, folder.state(weights_only=not trust)
-        self.origin = {key: value for key, value in folder.marker.items() if key != "format"}

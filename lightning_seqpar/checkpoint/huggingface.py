@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync_file, sync_folder, write_synced
-from lightning_seqpar.checkpoint.contents import WEIGHTS, Form, Source, identity
-from lightning_seqpar.checkpoint.convert import check_free, scratch
+from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync, write_synced
+from lightning_seqpar.checkpoint.contents import Form, Source, identity
+from lightning_seqpar.checkpoint.convert import check_free, read_all
 from lightning_seqpar.checkpoint.folder import begin_folder
 from lightning_seqpar.init.meta_weights import WeightFiles
 from lightning_seqpar.init.model_source import model_from_folder
@@ -34,9 +34,7 @@ def _with_dot(prefix: str | None) -> str:
 
 
 class HuggingFaceSource(Source):
-    """A folder that ``save_pretrained`` wrote, as a checkpoint of weights whose tensors are read one at a time.
-
-    ``prefix`` is the attribute of the LightningModule that holds the model (``model`` for ``self.model``).
+    """A folder that ``save_pretrained`` wrote, as a checkpoint of weights; ``prefix`` is the attribute that holds the model.
 
     Raises:
         ValueError: if the folder holds no model, or another one than its config says.
@@ -114,43 +112,32 @@ class HuggingFaceTarget:
         own = {name: value for name, value in own.items() if name not in ignored}
         self._names = self._find_names(own, prefix)
         self._check(own)
-        groups = self._grouped([name for name in self._without_ties() if name not in ignored])
-        self._metas = {
-            name: (torch.empty(value.shape, dtype=value.dtype, device="meta"), group)  # not a view of a larger tensor
-            for group in groups
-            for name, value in self._converted(group, meta=True).items()
-        }
-        all_together = self._converted([name for group in groups for name in group], meta=True)
-        if set(all_together) != set(self._metas):
-            raise ValueError(
-                f"{type(self._model).__name__}: its library names tensors by what other tensors there are, so they can't be "
-                "written one by one; use lightning_seqpar.unshard(model) and save_pretrained"
-            )
+        self._check_ties(own)
+        written = self._in_files()
         self.tensors = {
-            name: (list(value.shape), str(value.dtype).removeprefix("torch."))
-            for name, (value, _) in self._metas.items()
+            name: (list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in written.items()
         }
-        self._split = self._shards(max_shard_size)
-
-    def _shards(self, max_shard_size: str | int) -> Any:
-        """Which tensors go into which file; raises ValueError for a size that can't be read."""
+        self.nbytes = sum(value.nbytes for value in written.values())
+        self._max_shard_size = max_shard_size
         from huggingface_hub import split_torch_state_dict_into_shards
 
         try:
-            return split_torch_state_dict_into_shards(
-                {name: value for name, (value, _) in self._metas.items()},
-                filename_pattern="model{suffix}.safetensors",
-                max_shard_size=max_shard_size,
-            )
+            split_torch_state_dict_into_shards(written, max_shard_size=max_shard_size)
         except ValueError:
             raise ValueError(
                 f"--max-shard-size {max_shard_size}: write a number of bytes, such as 5GB or 500MB"
             ) from None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors that are written."""
-        return sum(value.nbytes for value, _ in self._metas.values())
+    def _in_files(self) -> dict[str, Tensor]:
+        """Meta tensors like those that ``save_pretrained`` will write, by their names in the files."""
+        from transformers.core_model_loading import revert_weight_conversion
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+        saved = {name: self._state[in_checkpoint] for name, in_checkpoint in self._names.items()}
+        metas = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in saved.items()}
+        untied = remove_tied_weights_from_state_dict(metas, self._model)
+        converted: dict[str, Tensor] = revert_weight_conversion(self._model, untied)
+        return converted
 
     def _find_names(self, own: Mapping[str, Tensor], prefix: str | None) -> dict[str, str]:
         """Finds the name in the checkpoint of each tensor of the model; of tied tensors the checkpoint needs to have one."""
@@ -219,112 +206,47 @@ class HuggingFaceTarget:
             )
         self.left_out = [name for name in self._state if name not in known]
 
-    def _without_ties(self) -> list[str]:
-        """Lists the names that the library writes: of tied tensors one; raises ValueError if the others differ from it."""
-        from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
-        own = self._model.state_dict(keep_vars=True)
-        kept: dict[str, Tensor] = remove_tied_weights_from_state_dict(dict(self._model.state_dict()), self._model)
-        kept_names = {id(own[name]): name for name in kept}
-        for name in set(self._names) - set(kept):
-            kept_name = kept_names[id(own[name])]
-            written, left_out = (self._state[self._names[key]] for key in (kept_name, name))
-            if identity(written) != identity(left_out) and not torch.equal(
-                self._source.read(written), self._source.read(left_out)
-            ):
+    def _check_ties(self, own: Mapping[str, Tensor]) -> None:
+        """Let tied tensors have one name in the checkpoint; raise ValueError if they differ there."""
+        first_names: dict[int, str] = {}
+        for name, value in own.items():
+            first = self._names[first_names.setdefault(id(value), name)]
+            one, other = self._state[first], self._state[self._names[name]]
+            if identity(one) != identity(other) and not torch.equal(self._source.read(one), self._source.read(other)):
                 raise ValueError(
-                    f"{self._source.path}: {self._names[name]} and {self._names[kept_name]} differ, and "
+                    f"{self._source.path}: {self._names[name]} and {first} differ, and "
                     f"{self._like / 'config.json'} ties them; set tie_word_embeddings to false there if they were trained apart"
                 )
-        return list(kept)
-
-    def _grouped(self, names: list[str]) -> list[list[str]]:
-        """Divides the model's tensors into groups that the library converts together to tensors of the files.
-
-        Most groups are one tensor; the weights of experts, which the model stacks and the files do not, are others.
-        """
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import PrefixChange, WeightConverter, apply_converters, dot_natural_key
-
-        conversions: list[Any] = get_model_conversion_mapping(self._model, add_legacy=False)
-        # A change of prefix is only about the file that the model was read from.
-        mapping = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
-        self._model._weight_conversions = mapping or None
-        if not mapping:
-            return [[name] for name in names]
-        converters: list[Any] = [
-            conversion.reverse_transform() for conversion in mapping[::-1] if isinstance(conversion, WeightConverter)
-        ]
-        groups: dict[str, list[str]] = defaultdict(list)
-        for name in sorted(names, key=dot_natural_key):
-            groups[apply_converters(name, converters)[0]].append(name)
-        return list(groups.values())
-
-    def _converted(self, group: list[str], *, meta: bool) -> dict[str, Tensor]:
-        """Converts a group to tensors of the files; meta tensors tell names and shapes without reading."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        values = {name: self._state[self._names[name]] for name in group}
-        tensors = {
-            name: torch.empty(value.shape, dtype=value.dtype, device="meta") if meta else self._source.read(value)
-            for name, value in values.items()
-        }
-        if self._model._weight_conversions is None:
-            return tensors
-        converted: dict[str, Tensor] = revert_weight_conversion(self._model, tensors)
-        return converted
+            self._names[name] = first
 
     # ---- writing ---------------------------------------------------------------------------------------------
 
     def write(self, target: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Writes the folder under another name, one file and one group of tensors after the other, and renames it.
-
-        Raises:
-            ValueError: if the target is there.
-        """
+        """Writes the folder under another name by the library's ``save_pretrained``, and renames it."""
         check_free(target)
         begin_folder(target)
-        split = self._split
         folder = beside(target, UNFINISHED)
         try:
-            self._write_shards(folder, split.filename_to_tensors, progress)
-            if split.is_sharded:
-                parameters = sum(value.numel() for value, _ in self._metas.values())
-                metadata = {"total_parameters": parameters, **split.metadata}
-                _write_json(folder / WEIGHTS[1], {"metadata": metadata, "weight_map": split.tensor_to_filename})
+            metas = {key: self._state[key] for key in dict.fromkeys(self._names.values())}
+            with read_all(self._source, metas, folder / ".scratch", progress) as numbers:
+                state = {name: numbers[key] for name, key in self._names.items()}
+                self._model.save_pretrained(folder, state_dict=state, max_shard_size=self._max_shard_size)
+            for file in folder.iterdir():
+                sync(file)
             self._copy_others(folder)
-            sync_folder(folder)
+            sync(folder)
         except Exception:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         folder.rename(target)
-        sync_folder(target.parent)
-
-    def _write_shards(self, folder: Path, files: Mapping[str, list[str]], progress: Callable[[int, int], None]) -> None:
-        """Write the files of weights; ``files`` has the names of the tensors in each."""
-        done = 0
-        for file, names in files.items():
-            with scratch(folder / f"{file}.scratch", {name: self._metas[name][0] for name in names}) as room:
-                waiting = dict.fromkeys(names)
-                while waiting:
-                    group = self._metas[next(iter(waiting))][1]
-                    for name, value in self._converted(group, meta=False).items():
-                        if name in waiting:
-                            room[name].copy_(value)
-                            del waiting[name]
-                            done += value.nbytes
-                            progress(done, self.nbytes)
-                _save(room, folder / file)
+        sync(target.parent)
 
     def _copy_others(self, folder: Path) -> None:
         """Copy the files that hold no weights; the config gets the dtype that is written."""
         for file in sorted(self._like.rglob("*")):
             inner = file.relative_to(self._like)
-            if (
-                file.is_file()
-                and not file.name.endswith(_NOT_COPIED)
-                and not any(p.startswith(".") for p in inner.parts)
-            ):
+            hidden = any(part.startswith(".") for part in inner.parts)
+            if file.is_file() and not hidden and not file.name.endswith(_NOT_COPIED):
                 (folder / inner).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, folder / inner)
         config = json.loads((self._like / "config.json").read_text())
@@ -336,17 +258,5 @@ class HuggingFaceTarget:
             config.pop("torch_dtype", None)
             config["dtype"] = str(dtype).removeprefix("torch.")
         config.setdefault("architectures", [type(self._model).__name__])
-        _write_json(folder / "config.json", config)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, and wait until it is on the disk."""
-    write_synced(path, lambda file: file.write((json.dumps(value, indent=2, sort_keys=True) + "\n").encode()))
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file, and wait until it is on the disk."""
-    from safetensors.torch import save_file
-
-    save_file(tensors, path, metadata={"format": "pt"})
-    sync_file(path)
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        write_synced(folder / "config.json", lambda file: file.write(text.encode()))

@@ -54,15 +54,9 @@ def _is_on_first_stage(groups: ParallelGroups) -> bool:
 def full_state_dict(
     record: ShardedModel, device: torch.device, held: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Makes ``state_dict()`` of the model as it was before it was sharded. Collective.
+    """Makes ``state_dict()`` of the model as before sharding, with meta tensors on all ranks but the first. Collective.
 
-    Args:
-        record: the record of the sharded model.
-        device: where collectives of the groups' backend run.
-        held: the state dict of a copy that is sharded alike, in the place of the model's.
-
-    Returns:
-        The whole tensors on the first rank, which writes; meta tensors of the same names and shapes elsewhere.
+    ``device`` is where collectives run; ``held`` the state dict of a copy that is sharded alike, in the place of the model's.
     """
 
     def gathered(mine: Tensor, layout: ParamLayout | None, _: bool) -> Tensor:
@@ -101,10 +95,7 @@ def _layout_of(record: ShardedModel, name: str, value: object) -> ParamLayout | 
 def model_parts(
     model: nn.Module, record: ShardedModel | None, groups: ParallelGroups, held: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Makes ``state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each tensor. Nothing is sent.
-
-    ``held`` is the state dict of a copy that is sharded alike, in the place of the model's.
-    """
+    """Makes ``state_dict()`` (or takes that of a copy, ``held``) with a ``Part`` for each tensor. Nothing is sent."""
     writers = _WriterChoice(groups)
 
     def part(mine: Tensor, layout: ParamLayout | None, is_parameter: bool) -> Part:
@@ -114,12 +105,8 @@ def model_parts(
 
 
 def optimizer_parts(optimizer: Optimizer, layout: ModelLayout | None, groups: ParallelGroups) -> dict[str, Any]:
-    """Makes ``optimizer.state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each moment.
-
-    No moments are sent; collective over the stages of a pipeline, which tell each other of theirs.
-    """
-    writers = _WriterChoice(groups)
-    return _optimizer_state(optimizer, layout, groups, writers.part)
+    """Makes ``optimizer.state_dict()`` with a ``Part`` for each moment. Collective over the stages of a pipeline."""
+    return _optimizer_state(optimizer, layout, groups, _WriterChoice(groups).part)
 
 
 def _optimizer_state(
@@ -160,10 +147,9 @@ class _WriterChoice:
     def part(
         self, value: Tensor, layout: ParamLayout | None, stages: Sequence[int] = (), *, alike: bool = True
     ) -> Part:
-        """Makes the part of the next tensor. Every rank must ask for the same tensors in the same order.
+        """Makes the part of the next tensor; every rank must ask for the same ones in the same order.
 
-        Buffers may differ between replicas, which count on their own (not ``alike``); those of the first replica are written. Of
-        the stages that hold a tensor the first writes; without any, all of them hold it.
+        Of buffers, which may differ between replicas (not ``alike``), those of the first are written; of stages the first writes.
         """
         dp, tp = self._groups.rank(self._groups.mean_axes), self._groups.rank("tp")
         here = "pp" not in self._groups.topology.axes or self._groups.rank("pp") == next(iter(stages), 0)
@@ -187,11 +173,7 @@ class _WriterChoice:
 def load_full_state_dict(
     record: ShardedModel, state: Mapping[str, Any], *, strict: bool, opened: Opened | None = None
 ) -> Any:
-    """Loads the state dict of a whole model into a sharded one; each rank takes its part, or reads it from the folder ``opened``.
-
-    Raises:
-        ValueError: for a tensor of another shape than the model's, naming it.
-    """
+    """Loads the state dict of a whole model into one of shards; each rank takes its part, or reads it from ``opened``."""
     with record.allow_state_dict():
         local = record.model.state_dict(keep_vars=True)
     rank = record.groups.rank("tp")
@@ -249,11 +231,7 @@ def _refuse_own_layout(optimizer: Optimizer, state: Mapping[str, Any], layout: M
 def full_optimizer_state(
     optimizer: Optimizer, layout: ModelLayout, groups: ParallelGroups, device: torch.device
 ) -> dict[str, Any]:
-    """Makes ``optimizer.state_dict()`` with the moments of whole parameters. Collective over tp.
-
-    Returns:
-        Whole moments on the first rank, which writes; meta tensors of their shapes elsewhere.
-    """
+    """Makes ``optimizer.state_dict()`` with whole moments on the first rank, and meta tensors elsewhere. Collective over tp."""
 
     def gathered(value: Tensor, own: ParamLayout | None, _: Sequence[int]) -> Tensor:
         return value if own is None else _assemble(value, own, groups, device)
@@ -289,11 +267,7 @@ def load_full_optimizer_state(
     groups: ParallelGroups,
     opened: Opened | None = None,
 ) -> None:
-    """Loads the optimizer state of a whole model; each rank takes its part of every moment, or reads it from ``opened``.
-
-    Raises:
-        ValueError: if the state was written for other parameters, or has a layout of its own and the model is sharded.
-    """
+    """Loads the optimizer state of a whole model; each rank takes its part of every moment, or reads it from ``opened``."""
     parameters, rank = _parameters(optimizer), groups.rank("tp")
     if not _is_torchs_layout(state):
         _refuse_own_layout(optimizer, state, layout)

@@ -15,16 +15,13 @@ from lightning_seqpar.checkpoint.atomic_files import (
     clear_away,
     local_path,
     missing,
-    sync_folder,
+    sync,
     write_synced,
 )
 
 
 class WholeFileIO(TorchCheckpointIO):
-    """Lightning's writing and reading of checkpoint files, with files that are renamed when they are complete.
-
-    On other file systems than the local one files are written as Lightning writes them.
-    """
+    """Lightning's writing and reading of checkpoint files, where local files are renamed when they are complete."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Writes a file under another name, waits until it is on the disk, and renames it."""
@@ -39,15 +36,10 @@ class WholeFileIO(TorchCheckpointIO):
             clear_away(beside(place, UNFINISHED))
         write_synced(beside(place, UNFINISHED), lambda file: torch.save(checkpoint, file))
         beside(place, UNFINISHED).replace(place)
-        sync_folder(place.parent)
+        sync(place.parent)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file. A local one is mapped into memory, so that a rank reads only the parts of tensors that it uses.
-
-        Raises:
-            NoCheckpointError: if it is missing; a ``FileNotFoundError`` and a ``ValueError``.
-            ValueError: if it is damaged.
-        """
+        """Read a file, a local one mapped into memory: a rank reads what it uses. Raises ValueError if it is missing or damaged."""
         place = local_path(path)
         if place is not None and not place.exists():
             raise missing(place)

@@ -9,16 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_seqpar.checkpoint.contents import (
-    Contents,
-    FileSource,
     Form,
     Source,
     contents_of,
     contents_of_files,
-    find_folder,
     is_huggingface,
 )
-from lightning_seqpar.checkpoint.folder_index import FolderSource
+from lightning_seqpar.checkpoint.convert import check_free, open_source, write_checkpoint
 from lightning_seqpar.cli.arguments import told
 from lightning_seqpar.cli.report import human, render_contents, render_tensors
 
@@ -33,33 +30,24 @@ def print_contents(args: Sequence[str]) -> None:
     parser.add_argument("--trust", action="store_true", help="read objects whose pickles may run code")
     given = parser.parse_args(list(args))
     with told(parser):
-        contents = _inspect(Path(given.path), trust=given.trust)
+        path = Path(given.path)
+        contents = (
+            contents_of_files(path) if is_huggingface(path) else contents_of(open_source(path, trust=given.trust))
+        )
         text = json.dumps(contents.to_dict(), indent=2, default=str) if given.json else render_contents(contents)
     print(text.rstrip())  # noqa: T201
 
 
-def _inspect(path: Path, *, trust: bool) -> Contents:
-    """List what a checkpoint of any form holds, without what reads its tensors: that takes long to load."""
-    if is_huggingface(path):
-        return contents_of_files(path)
-    place = find_folder(path)
-    return contents_of(FolderSource(place, trust=trust) if place.is_dir() else FileSource(place, trust=trust))
-
-
-def _convert_parser() -> argparse.ArgumentParser:
-    """The parser of ``seqpar convert``."""
+def convert(args: Sequence[str]) -> None:
+    """Run ``seqpar convert`` with its arguments; exits with code 2 if something can't be read or written."""
     parser = argparse.ArgumentParser(
         prog="seqpar convert",
         description="Writes a checkpoint in another form: one file, a folder in parts, or Hugging Face's safetensors.",
     )
     parser.add_argument("source", help="a .ckpt file, the folder of a sharded checkpoint, or a Hugging Face folder")
     parser.add_argument("target", help="where to write; it must not be there")
-    parser.add_argument(
-        "--to",
-        choices=("single", "sharded", "safetensors"),
-        help="what to write: one .ckpt file, a folder in parts, or Hugging Face's folder; the default is sharded for a file and "
-        "single for a folder",
-    )
+    forms = "one .ckpt file, a folder in parts, or Hugging Face's folder; the default is sharded for a file, single for a folder"
+    parser.add_argument("--to", choices=("single", "sharded", "safetensors"), help=forms)
     parser.add_argument(
         "--like", metavar="FOLDER", help="for safetensors: the Hugging Face folder that the model was made from"
     )
@@ -71,15 +59,7 @@ def _convert_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (5GB)")
     parser.add_argument("--dry-run", action="store_true", help="list names and shapes of what would be written")
     parser.add_argument("--trust", action="store_true", help="read objects whose pickles may run code")
-    return parser
-
-
-def convert(args: Sequence[str]) -> None:
-    """Run ``seqpar convert`` with its arguments; exits with code 2 if something can't be read or written."""
-    parser = _convert_parser()
     given = parser.parse_args(list(args))
-    from lightning_seqpar.checkpoint.convert import check_free, write_checkpoint
-
     target = Path(given.target)
     with told(parser):
         check_free(target)
@@ -102,7 +82,6 @@ def convert(args: Sequence[str]) -> None:
 
 def _source_of(given: argparse.Namespace) -> Source:
     """Open the checkpoint or Hugging Face folder that is converted; raises ValueError if it can't be read."""
-    from lightning_seqpar.checkpoint.convert import open_source
     from lightning_seqpar.checkpoint.huggingface import HuggingFaceSource
 
     path = Path(given.source)

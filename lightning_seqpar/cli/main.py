@@ -93,24 +93,18 @@ def _run(args: Sequence[str] | None) -> None:
     # The user's classes are found in the current folder, as with python -m: by its path, since jsonargparse changes folders.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    if name == "plan":
-        from lightning_seqpar.cli.plan import print_plan
-
-        print_plan(options)
-    elif name == "verify":
-        from lightning_seqpar.cli.verify import print_verification
-
-        print_verification(options)
-    elif name == "inspect":
-        from lightning_seqpar.cli.checkpoints import print_contents
-
-        print_contents(options)
-    elif name == "convert":
-        from lightning_seqpar.cli.checkpoints import convert
-
-        convert(options)
-    else:
+    if name not in OWN:
         _train(given, args)
+        return
+    if name == "plan":
+        from lightning_seqpar.cli.plan import print_plan as run
+    elif name == "verify":
+        from lightning_seqpar.cli.verify import print_verification as run
+    elif name == "inspect":
+        from lightning_seqpar.cli.checkpoints import print_contents as run
+    else:
+        from lightning_seqpar.cli.checkpoints import convert as run
+    run(options)
 
 
 def _train(given: Sequence[str], args: Sequence[str] | None) -> None:

@@ -15,8 +15,8 @@ from lightning_seqpar.init.model_source import as_steps_take_it, batch_named, lo
 from lightning_seqpar.verify.describe import OPTIMIZERS, describe
 
 
-def _plan_parser() -> argparse.ArgumentParser:
-    """The parser of ``seqpar plan``."""
+def print_plan(args: Sequence[str]) -> None:
+    """Run ``seqpar plan`` with its arguments; exits with code 2 if the target or a field is wrong."""
     parser = argparse.ArgumentParser(
         prog="seqpar plan",
         description="Before any launch, without GPUs: what becomes of each module, and what a rank keeps and sends.",
@@ -43,12 +43,6 @@ def _plan_parser() -> argparse.ArgumentParser:
         "--yaml", action="store_true", help="print the plan alone, to be edited and given back by plan=FILE"
     )
     form.add_argument("--out", type=Path, metavar="FILE", help="write the plan into a file, which plan=FILE takes")
-    return parser
-
-
-def print_plan(args: Sequence[str]) -> None:
-    """Run ``seqpar plan`` with its arguments; exits with code 2 if the target or a field is wrong."""
-    parser = _plan_parser()
     given = parser.parse_intermixed_args(list(args))
     with told(parser):
         target = load_target(given.target, getattr(torch, given.dtype) if given.dtype else None)
@@ -67,14 +61,11 @@ def print_plan(args: Sequence[str]) -> None:
             optimizer=given.optimizer,
         )
         described.notes += target.notes
-        text = (
-            json.dumps(described.to_dict(), indent=2)
-            if given.json
-            else described.plan
-            if given.yaml or given.out
-            else render(described)
-        )
-        if given.out:
-            given.out.write_text(text)
+        if given.json:
+            text = json.dumps(described.to_dict(), indent=2)
+        elif given.out:
+            given.out.write_text(described.plan)
             text = f"{given.out}: the plan; train with plan={given.out}"
+        else:
+            text = described.plan if given.yaml else render(described)
     print(text.rstrip())  # noqa: T201

@@ -22,14 +22,20 @@ def human(count: float) -> str:
     raise AssertionError
 
 
-def _console(width: int = 100) -> tuple[Any, Any]:
-    """A console that prints into memory, and rich's class of tables; raises ImportError without rich."""
+def _console(width: int = 100) -> Any:
+    """A console that prints into memory; raises ImportError without rich."""
     try:
         from rich.console import Console
-        from rich.table import Table
     except ImportError:
         raise ImportError("the table needs rich: pip install 'lightning-seqpar[cli]'") from None
-    return Console(file=io.StringIO(), width=width, highlight=False, color_system=None), Table
+    return Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
+
+
+def _table() -> Any:
+    """An empty table without lines."""
+    from rich.table import Table
+
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def _text(console: Any) -> str:
@@ -39,56 +45,48 @@ def _text(console: Any) -> str:
 
 def render_contents(contents: Contents) -> str:
     """Renders what a checkpoint holds: a headline, a table of its tensors, and its other keys."""
-    console, table_class = _console()
+    console = _console()
     origin = contents.origin
     sizes = [f"{axis} {size}" for axis, size in (origin.get("topology") or {}).items() if size > 1]
     form = {"safetensors": "safetensors in Hugging Face's layout"}.get(contents.form, contents.form)
-    headline = [
-        f"{form}, whole",
-        *([f"written by {' × '.join(sizes)}"] if sizes else []),
-        *(
-            f"{name.replace('_', ' ')} {origin[name]}"
-            for name in ("epoch", "global_step", "version")
-            if origin.get(name) is not None
-        ),
-    ]
+    headline = [f"{form}, whole", *([f"written by {' × '.join(sizes)}"] if sizes else [])]
+    told = [name for name in ("epoch", "global_step", "version") if origin.get(name) is not None]
+    headline += [f"{name.replace('_', ' ')} {origin[name]}" for name in told]
     console.print(f"{contents.path}: {', '.join(headline)}", soft_wrap=True)
     optimizer = f"; optimizer {human(contents.optimizer_bytes)}" if contents.optimizer_bytes else "; no optimizer"
     console.print(f"{contents.parameters:,} numbers, {human(contents.model_bytes)}{optimizer}\n")
-    _add_tensors(console, table_class, contents.tensors, contents.tied)
+    console.print(_tensors(contents.tensors, contents.tied))
     console.print(f"\nbeside it: {', '.join(contents.other)}")
     return _text(console)
 
 
 def render_tensors(tensors: Mapping[str, tuple[list[int], str]]) -> str:
     """Renders a table of tensors."""
-    console, table_class = _console()
-    _add_tensors(console, table_class, tensors, {})
+    console = _console()
+    console.print(_tensors(tensors, {}))
     return _text(console)
 
 
-def _add_tensors(
-    console: Any, table_class: Any, tensors: Mapping[str, tuple[list[int], str]], ties: Mapping[str, str]
-) -> None:
-    """Prints a table of tensors; those whose names differ in an index alone, and nothing else, are one row."""
+def _tensors(tensors: Mapping[str, tuple[list[int], str]], ties: Mapping[str, str]) -> Any:
+    """A table of tensors; those whose names differ in an index alone, and nothing else, are one row."""
     counts: Counter[tuple[str, str, str, str]] = Counter()
     for name, (shape, dtype) in tensors.items():
         tied = re.sub(r"\.\d+(?=\.)", ".*", ties.get(name, ""))
         counts[re.sub(r"\.\d+(?=\.)", ".*", name), str(shape), dtype, f"tied to {tied}" if tied else ""] += 1
-    table = table_class(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = _table()
     table.add_column("", justify="right")
     for title in ("tensor", "shape", "type", ""):
         table.add_column(title, overflow="fold")
     for row, count in counts.items():
         table.add_row(f"{count} ×" if count > 1 else "", *row)
-    console.print(table)
+    return table
 
 
 def render(described: Description, width: int = 100) -> str:
     """Renders what a plan makes of a model: a headline, a table of the modules, the totals of a rank, and notes."""
-    console, table_class = _console(width)
+    console = _console(width)
     console.print(_headline(described))
-    table = table_class(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = _table()
     table.add_column("", justify="right")
     for name in ("module", "style", "on a rank", "gradient", "decided by"):
         table.add_column(name, overflow="fold")
@@ -105,10 +103,8 @@ def render(described: Description, width: int = 100) -> str:
     if (coverage := described.coverage) is not None:
         console.print("\n".join(("", str(coverage), *coverage.reasons)), markup=False)
     if described.stages:
-        console.print()
-        console.print(_stages(described, table_class))
-    console.print()
-    console.print(_totals(described, table_class))
+        console.print("", _stages(described), sep="\n")
+    console.print("", _totals(described), sep="\n")
     reasons = sorted({row.sync for row in described.rows if row.sync})
     for line in (*reasons, *described.notes):
         console.print(f"note: {line}")
@@ -140,9 +136,9 @@ def _sync(row: ModuleRow) -> str:
     return row.sync.partition(":")[0].replace("sum over", "sum")
 
 
-def _stages(described: Description, table_class: Any) -> Any:
+def _stages(described: Description) -> Any:
     """A table of the stages of a pipeline, with what a rank of each keeps."""
-    table = table_class(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = _table()
     table.add_column("stage", justify="right")
     table.add_column("blocks", overflow="fold")
     for name in ("parameters", "weights", "gradients", "optimizer", "activations", "of micro-batches", "together"):
@@ -159,9 +155,9 @@ def _stages(described: Description, table_class: Any) -> Any:
     return table
 
 
-def _totals(described: Description, table_class: Any) -> Any:
+def _totals(described: Description) -> Any:
     """A table of the bytes that a rank keeps, and those that it sends in a step."""
-    table = table_class(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = _table()
     table.add_column("per rank")
     table.add_column("", justify="right")
     table.add_column("")

@@ -50,9 +50,7 @@ class SeqParallelParser(LightningArgumentParser):
         options = [action.dest for action in self._actions if action.dest not in ("help", "config", "print_config")]
         prefix = ""
         for part in path.split("."):  # down to the first name that does not exist
-            known = sorted(
-                {option.removeprefix(prefix).split(".")[0] for option in options if option.startswith(prefix)}
-            )
+            known = sorted({one.removeprefix(prefix).split(".")[0] for one in options if one.startswith(prefix)})
             if part not in known:
                 return f"no option {path!r}; did you mean {nearest(part, known)}?" if known else ""
             prefix += f"{part}."
@@ -102,9 +100,8 @@ class _Verbose(argparse.Action):
     """An option without a value that has refusals told with all frames, on every rank, and is in no saved configuration."""
 
     def __init__(self, option_strings: Sequence[str], **kwargs: Any) -> None:
-        super().__init__(
-            option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=kwargs["help"]
-        )
+        nowhere = argparse.SUPPRESS
+        super().__init__(option_strings, dest=nowhere, default=nowhere, nargs=0, help=kwargs["help"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """The ranks that this process starts have its environment."""

@@ -28,7 +28,7 @@ _COPIES = 7
 """How many times its weights a process of a trial holds at most: weights, gradients, two moments, and what it gathers."""
 
 
-def verify_parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     """The parser of ``seqpar verify``."""
     parser = argparse.ArgumentParser(
         prog="seqpar verify",
@@ -71,7 +71,7 @@ def verify_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def verify_target(given: argparse.Namespace) -> Verification:
+def _verify(given: argparse.Namespace) -> Verification:
     """Carries out ``seqpar verify``."""
     notes: list[str] = []
     change = _shrinking(given.target, notes) if given.shrink else None
@@ -179,11 +179,11 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def print_verification(args: Sequence[str]) -> None:
     """Run ``seqpar verify`` with its arguments; exits with code 1 if something differs, with 2 if there is no trial to make."""
-    parser = verify_parser()
+    parser = _parser()
     given = parser.parse_intermixed_args(list(args))
     try:
         with _stdout_to_stderr() if given.json else nullcontext():
-            found = verify_target(given)
+            found = _verify(given)
     except (ValueError, ImportError) as error:
         cause = error.__cause__ if given.verbose else None
         trace = "" if cause is None else "".join(traceback.format_exception(cause))

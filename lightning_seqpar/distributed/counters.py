@@ -1,9 +1,4 @@
-"""Counters of what a step keeps for its backward and of what it sends.
-
-:class:`SavedBytes` counts the bytes that autograd keeps, :class:`Traffic` counts the collectives of a rank and their bytes,
-and :class:`StepMeter` is a Lightning callback that counts both for one training batch. Everything is measured, nothing
-estimated.
-"""
+"""Counters of what a step keeps for its backward (:class:`SavedBytes`) and sends (:class:`Traffic`): measured, not estimated."""
 
 from __future__ import annotations
 
@@ -18,17 +13,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.distributed.autograd import dispatch_modes, selective_checkpoint_caches, storage_id
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    """All tensors in a tensor, a list or a tuple, nested to any depth."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -86,9 +73,7 @@ class SavedBytes:
 
 
 class ExchangeRole(Enum):
-    """Which collective an exchange (all-to-all) of a backend is made for; :class:`Traffic` counts it under that name.
-
-    A role says nothing of sizes: what was given to the collective follows from what the exchange sent.
+    """Which collective an exchange (all-to-all) of a backend is made for; sizes follow from what the exchange sends.
 
     Attributes:
         collective: the collective that the exchange counts as; None where it is the rest of one that was counted.
@@ -110,7 +95,6 @@ class ExchangeRole(Enum):
 class Traffic(TorchDispatchMode):
     """Counts this rank's collectives, and the bytes of the tensors that it gives to them, as the backend gets them.
 
-    Everything is counted where torch dispatches an operation to the process group; no collective states its own bytes.
     Where a backend makes a collective of exchanges (see :mod:`lightning_seqpar.distributed.gloo`), ``calls`` and
     ``bytes`` have it under the collective's name, with the bytes that a backend's own collective would have been given:
     an exchange over ``n`` ranks that sent ``m`` bytes to each of ``n - 1`` others is an all-gather of ``m`` or a
@@ -194,8 +178,8 @@ _GIVES_NOTHING = ("barrier", "monitored_barrier", "recv", "recv_any_source", "ch
 
 
 def _nbytes(value: Any) -> int:
-    """Bytes of all tensors in a tensor, a list or a tuple."""
-    return sum(tensor.nbytes for tensor in _tensors(value))
+    """Bytes of all tensors in a tensor, or in lists and tuples."""
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _sent_to_each(given: int, splits: Sequence[int]) -> int | None:

@@ -19,11 +19,7 @@ T = TypeVar("T")
 
 
 class LateNumbers:
-    """Numbers that a device makes, to be read on the host later.
-
-    They are copied into pinned memory as soon as they are made, and :meth:`read` waits for that copy alone: a step later
-    it has long been done.
-    """
+    """Numbers that a device makes, copied into pinned memory as soon as they are made; :meth:`read` waits for that copy alone."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._made: torch.cuda.Event | None = None
@@ -83,10 +79,7 @@ def require_inside(values: Tensor, inside: Tensor, message: str) -> None:
 
 
 def default_backend(device: torch.device) -> str:
-    """The backends of a run's process groups: the device's own, and gloo beside it for what lies on the CPU.
-
-    Objects, batches and numbers of the host then go from CPU to CPU, and wait for no device.
-    """
+    """The backends of a run's process groups: the device's own, and gloo beside it for objects, batches and numbers of the host."""
     own = dist.Backend.default_device_backend_map.get(device.type, "gloo")
     return "gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
 

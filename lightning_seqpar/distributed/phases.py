@@ -56,13 +56,9 @@ class Phase:
 
 
 class Phases:
-    """Reports the phases of a start. Short ones are silent, and so are ranks other than the first.
+    """Reports the phases of a start that take longer than ``patience`` seconds, on a rank that ``shows`` them.
 
-    Args:
-        shows: whether this rank reports at all.
-        bars: whether progress bars may be drawn; where the error stream is no terminal there are plain lines alone.
-        patience: seconds after which a phase is announced.
-        write: writes a line; Lightning's log is where the summary of the start goes too.
+    Where the error stream is a terminal, ``bars`` may be drawn in the place of lines.
     """
 
     def __init__(

@@ -27,10 +27,7 @@ _SHOWN = 4
 
 
 def check_agreement(own: Mapping[str, Any], group: ProcessGroup, device: torch.device) -> None:
-    """Compare descriptions over the ranks of ``group``. Collective.
-
-    Where they agree, this is one reduction of two numbers, however many ranks there are. Only where they differ do the
-    ranks exchange the texts, to say which of them differ in what.
+    """Compare descriptions over the ranks of ``group``, by two numbers; only where they differ by the texts. Collective.
 
     Raises:
         ValueError: on every rank alike, naming the entries that differ and which ranks have which value.
@@ -61,25 +58,18 @@ def _who_says_what(name: str, values: list[str | None], ranks: list[int]) -> str
     for value, count in Counter(values).most_common(_SHOWN):
         where = [str(rank) for rank, own in zip(ranks, values, strict=True) if own == value]
         shown = ", ".join(where[:_SHOWN]) + (", ..." if count > _SHOWN else "")
-        text = "missing" if value is None else value if len(value) < 60 else f"{value[:40]}... ({_short(value)})"
+        text = "missing" if value is None else value
+        if len(text) >= 60:
+            text = f"{text[:40]}... (digest {hashlib.sha256(text.encode()).hexdigest()[:8]})"
         parts.append(f"{text} on rank{'s' if count > 1 else ''} {shown}")
     return f"{name} is {' and '.join(parts)}"
 
 
-def _short(text: str) -> str:
-    """A digest of a long text, of which an error shows only the beginning."""
-    return f"digest {hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
-
 def describe_start(config: ParallelConfig, version: str) -> dict[str, Any]:
-    """Describe a rank at its start: the configuration, field by field, and the versions of the libraries.
-
-    Of a plan that is a file only that fact is compared: its path may differ from node to node, and its content is compared
-    once it has been read.
-    """
+    """Describe a rank at its start: the configuration, field by field, and the versions of the libraries."""
     fields = {**config.model_dump(mode="json"), "timeout": f"{config.timeout.total_seconds()} s"}
     if isinstance(config.plan, str) and config.plan.endswith((".yaml", ".yml")):
-        fields["plan"] = "a file"
+        fields["plan"] = "a file"  # its path may differ from node to node, and its content is compared once it was read
     versions = {"torch": str(torch.__version__), "lightning": lightning.__version__, "lightning_seqpar": version}
     # torch names a group by how many there are: ranks with other numbers of groups would never meet in a new one.
     groups = {"process groups made before": len(dist.distributed_c10d._world.pg_names)}
@@ -87,11 +77,7 @@ def describe_start(config: ParallelConfig, version: str) -> dict[str, Any]:
 
 
 def describe_model(model: nn.Module) -> dict[str, str]:
-    """Describe a model: its modules, parameters and buffers, by name.
-
-    Left out are attributes that may rightly differ between ranks (a rank, a device, training or not), and those of the outermost
-    module, where users keep state of their own.
-    """
+    """Describe a model: its parameters, buffers and modules, but for the outermost, where users keep state of their own."""
     entries = {
         f"parameter {name}": f"{list(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ' frozen'}"
         for name, parameter in model.named_parameters()
@@ -104,7 +90,7 @@ def describe_model(model: nn.Module) -> dict[str, str]:
 
 
 def _settings(module: nn.Module) -> str:
-    """The numbers and switches among a module's own attributes, as a text."""
+    """The numbers and switches among a module's own attributes, but for those that may rightly differ, as a text."""
     shown = [
         f"{name}={value}"
         for name, value in sorted(vars(module).items())

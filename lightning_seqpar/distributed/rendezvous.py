@@ -17,9 +17,8 @@ from torch._C._distributed_c10d import TCPStore
 
 
 def serve_store(address: str, port: int, timeout: timedelta, *, one_node: bool) -> TCPStore | None:
-    """Let the ranks' store listen at the address that they look for it, and not at others. Call it on the first rank.
+    """Let the ranks' store listen at the address that they look for it, and not at others; torch finds it by its port later.
 
-    torch shares one server of a port within a process (``multi_tenant``), so what connects to that port later finds this one.
     None if the port is taken, or the address is none of this node's alone (a proxy's, or loopback where other nodes are to come).
     """
     place = _place_of(address, port, one_node=one_node)

@@ -2,8 +2,7 @@
 
 A whole activation, which every tensor-parallel rank holds alike, must be dropped out alike on all of them; shards and
 local heads must be dropped out independently. So a process has two streams, one that is replicated over the
-tensor-parallel ranks and one of its own, and :class:`RankStreams` switches between them. Beside it stand functions that
-read, set, share and keep the state of the generators, and :class:`DrawWatch`, which shows every draw to a check.
+tensor-parallel ranks and one of its own, and :class:`RankStreams` switches between them.
 """
 
 from __future__ import annotations
@@ -25,14 +24,9 @@ from lightning_seqpar.distributed.autograd import generator_id, unseen
 
 
 def get_streams(device: torch.device) -> list[Any]:
-    """The states of this process's generators: Python's, numpy's, torch's on the CPU, and the device's.
-
-    The last is None on a CPU.
-    """
-    state: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state(), None]
-    if device.type == "cuda":
-        state[3] = torch.cuda.get_rng_state(device)
-    return state
+    """The states of this process's generators: Python's, numpy's, torch's on the CPU, and the device's (None on a CPU)."""
+    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return [random.getstate(), np.random.get_state(), torch.get_rng_state(), own]
 
 
 def set_streams(state: list[Any], device: torch.device) -> None:
@@ -45,9 +39,9 @@ def set_streams(state: list[Any], device: torch.device) -> None:
 
 
 class HostDraws:
-    """Lets a part of a forward draw again from Python's and numpy's generators what it drew.
+    """Lets a part of a forward, which begins now, draw again from Python's and numpy's generators what it drew.
 
-    torch restores its own generators for a recompute, and no others. Make this where the part begins.
+    torch restores its own generators for a recompute, and no others.
     """
 
     def __init__(self) -> None:
@@ -55,11 +49,7 @@ class HostDraws:
 
     def end(self) -> None:
         """The part ended: if it drew nothing there is nothing to draw again."""
-        assert self._began is not None
-        python, (kind, numbers, *places) = self._began
-        now_kind, now_numbers, *now_places = np.random.get_state()
-        same = (now_kind, now_places) == (kind, places) and np.array_equal(now_numbers, numbers)
-        if same and random.getstate() == python:
+        if host_state() == host_state(self._began):
             self._began = None
 
     @contextmanager
@@ -82,10 +72,7 @@ class HostDraws:
 
 
 def pack_streams(device: torch.device) -> dict[str, Any]:
-    """The states of :func:`get_streams` as plain numbers and tensors.
-
-    A checkpoint may hold them and still be loaded with ``weights_only=True``, that is, without being trusted.
-    """
+    """The states of :func:`get_streams` as plain numbers and tensors, which ``weights_only=True`` loads."""
     python, arrays, cpu, own = get_streams(device)
     name, keys, *rest = arrays
     return {
@@ -97,10 +84,7 @@ def pack_streams(device: torch.device) -> dict[str, Any]:
 
 
 def unpack_streams(packed: Mapping[str, Any], device: torch.device) -> None:
-    """Set the states of the generators to what :func:`pack_streams` returned.
-
-    The device's generator keeps its state if the states were saved on a CPU; on a CPU a device's saved state is ignored.
-    """
+    """Set the generators to what :func:`pack_streams` returned; a device's keeps its state if they were saved on a CPU."""
     version, state, gauss = packed["python"]
     name, keys, *rest = packed["numpy"]
     own = packed["device"] if packed["device"] is not None or device.type == "cpu" else get_streams(device)[3]
@@ -109,11 +93,7 @@ def unpack_streams(packed: Mapping[str, Any], device: torch.device) -> None:
 
 
 def share_streams(group: ProcessGroup, source: int, device: torch.device) -> None:
-    """Give every rank of ``group`` the states of the generators of world rank ``source``. Collective.
-
-    What the ranks of a replica then draw on whole activations (noise, a shuffle) is the same on all of them, whether or
-    not the user seeded the generators.
-    """
+    """Give every rank of ``group`` the states of world rank ``source``: they draw alike even if nobody seeded. Collective."""
     state = get_streams(device)
     dist.broadcast_object_list(state, src=source, group=group)
     set_streams(state, device)
@@ -147,7 +127,8 @@ class RankStreams:
 
     def forget(self) -> None:
         """Forget what was begun: no recompute of it is to come."""
-        self._seeded_from: dict[tuple[int, ...], _Origin] = {}  # by the seeds of an own stream
+        # By the seeds of an own stream: the states that it was seeded from, and the positions before its first draw.
+        self._seeded_from: dict[tuple[int, ...], tuple[list[Tensor], list[bytes]]] = {}
         self._alike: set[tuple[tuple[int, ...], bytes]] = set()
 
     @property
@@ -162,7 +143,7 @@ class RankStreams:
         replicated = _states()
         _reseed(replicated, self._rank)
         fresh = [_position(state) for state in _states()]
-        self._seeded_from[_seeds()] = _Origin(replicated, fresh)
+        self._seeded_from[_seeds()] = replicated, fresh
         return True
 
     def end(self) -> bool:
@@ -191,18 +172,6 @@ class RankStreams:
         return _seeds(), b"".join(_position(state) for state in _states())
 
 
-class _Origin(NamedTuple):
-    """Where a rank's own stream began.
-
-    Attributes:
-        replicated: the states that it was seeded from.
-        fresh: the positions of the generators before the first draw.
-    """
-
-    replicated: list[Tensor]
-    fresh: list[bytes]
-
-
 class StepDraws:
     """Tells of a step whether it drew from torch's generators, made where the step begins."""
 
@@ -212,18 +181,6 @@ class StepDraws:
     def end(self) -> bool:
         """Whether the step has drawn. Ranks that did not expect it have drawn alike, and equally much."""
         return _differ(self._before, _states())
-
-
-class OneStream(RankStreams):
-    """A :class:`RankStreams` that never switches, for a step on the meta device, whose draws give no numbers."""
-
-    def begin(self) -> bool:
-        """Switches nothing."""
-        return False
-
-    def end(self) -> bool:
-        """Switches nothing."""
-        return False
 
 
 def _generators() -> list[torch.Generator]:
@@ -245,10 +202,7 @@ def _seeds() -> tuple[int, ...]:
 
 
 def _position(state: Tensor) -> bytes:
-    """How far a generator has gone since it was seeded.
-
-    In torch's states these bytes follow the seed; on a CPU the numbers of the Mersenne twister come after them.
-    """
+    """How far a generator has gone since it was seeded: the bytes behind the seed in torch's states."""
     return state.numpy()[8:24].tobytes()
 
 
@@ -272,11 +226,7 @@ def _reseed(states: list[Tensor], rank: int) -> None:
 
 @contextmanager
 def drawn_apart(place: int) -> Iterator[None]:
-    """A context in which ranks that would draw alike draw apart, and behind which they draw alike again.
-
-    Args:
-        place: what tells this rank from the others, such as its context-parallel rank.
-    """
+    """A context in which ranks draw apart, each by its ``place``, such as its context-parallel rank; then alike again."""
     before = _states()
     _reseed(before, _APART + place)
     for generator in _generators():
@@ -312,9 +262,8 @@ class SavedStreams:
 class StageStreams:
     """The random streams of one forward through a pipeline, of which each stage runs a part.
 
-    In front of the blocks all stages draw alike. The blocks of a stage, and what comes behind them, draw from a stream that is
-    seeded from the state at the forward's beginning and the number of the chunk of blocks; behind the forward all stages go on
-    from one that is seeded from that state.
+    In front of the blocks all stages draw alike, behind the forward too. The blocks of a stage, and what comes behind them, draw
+    from a stream that is seeded from the state at the forward's beginning and the number of the chunk of blocks.
     """
 
     def __init__(self) -> None:
@@ -343,12 +292,7 @@ class StageStreams:
         _reseed(self._before, _BEHIND_STAGES)
 
     def put_off(self, *, seeded: bool, host: bool) -> SavedStreams:
-        """Go on as behind a forward, which will be run later from what is returned.
-
-        Args:
-            seeded: whether forwards end by :meth:`end`.
-            host: whether they end by :meth:`end_on_host`.
-        """
+        """Go on as behind a forward that ends by :meth:`end` (``seeded``) and :meth:`end_on_host` (``host``); it will run later."""
         saved = SavedStreams()
         self.begin()
         if seeded:
@@ -372,11 +316,10 @@ class StageStreams:
         np.random.seed(list(np.frombuffer(digest, dtype=np.uint32)))
 
 
-def host_state() -> bytes:
-    """The states of Python's and numpy's generators; the same on all ranks that are in the same state."""
-    _, numbers, gauss = random.getstate()
-    state: Any = np.random.get_state()
-    _, keys, *rest = state
+def host_state(states: tuple[Any, Any] | None = None) -> bytes:
+    """The states of Python's and numpy's generators, now or as given; the same on all ranks that are in the same state."""
+    both: Any = states or (random.getstate(), np.random.get_state())
+    (_, numbers, gauss), (_, keys, *rest) = both
     parts = np.array(numbers, dtype=np.uint32).tobytes(), repr(gauss).encode(), keys.tobytes(), repr(rest).encode()
     return b"".join(parts)
 
@@ -417,11 +360,7 @@ DRAWS = (
 
 
 class DrawWatch(TorchDispatchMode):
-    """A dispatch mode that shows every random draw of a forward to ``check``.
-
-    Args:
-        check: called with each draw after it was made; raises if ranks must not draw so at that place.
-    """
+    """A dispatch mode that shows every random draw to ``check``."""
 
     def __init__(self, check: Callable[[Drawn], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -452,14 +391,7 @@ class Drawn(NamedTuple):
 
 
 def drawn_by(func: Any, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Drawn | None:
-    """The draw that an operation made; None if it draws nothing.
-
-    Args:
-        func: the operation, as a dispatch mode is given it.
-        out: its result.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-    """
+    """The draw that an operation made, as a dispatch mode sees it; None if it draws nothing."""
     name = func.name().split("::")[-1].split(".")[0].rstrip("_")
     if name not in DRAWS:
         return None
@@ -470,10 +402,7 @@ def drawn_by(func: Any, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def seed_streams() -> None:
-    """Seed the generators with a fixed number, so that runs that are compared draw alike.
-
-    Call it inside :func:`kept_streams`, so that the user's streams come back.
-    """
+    """Seed the generators with a fixed number, inside :func:`kept_streams`: runs that are compared draw alike."""
     random.seed(7)
     np.random.seed(7)
     torch.manual_seed(7)

@@ -1,12 +1,8 @@
 """The autograd pairs of :mod:`~lightning_seqpar.distributed.collectives` in a form that ``torch.compile`` traces.
 
-While a graph is traced they are made of torch's functional collectives, which become operations of the graph; anywhere else each
-of them is the eager pair of the same name, so that a lowered module can also run eagerly. The process group is always a required
-argument.
-
-A shard holds ``ceil(s / tp)`` positions, which the shapes below write as ``s/tp``. Instead of the length ``s`` these functions take
-the ``padding``, by which the shards of all ranks are longer together: then all lengths in a graph follow from that of a shard, and
-one graph can serve all sequences with as much padding.
+While a graph is traced they are made of torch's functional collectives; anywhere else each is the eager pair of the same name.
+Instead of the length ``s`` they take the ``padding``, by which the shards of all ranks are longer together: one graph can serve all
+sequences with as much padding.
 """
 
 from __future__ import annotations
@@ -23,20 +19,14 @@ from lightning_seqpar.distributed import collectives as eager
 
 
 def gather_from_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup, padding: int = 0) -> Tensor:
-    """g: shards enter a *tensor-parallel* consumer: ``[b, s/tp, h]`` → ``[b, s, h]`` for ``dim=1``.
-
-    Forward: all-gather, trimmed. Backward: reduce-scatter, which is the functional collective's own. Dim: ``dim``.
-    """
+    """g, ``[b, s/tp, h]`` → ``[b, s, h]``. Forward: all-gather, trimmed. Backward: reduce-scatter. Dim: ``dim``."""
     if not torch.compiler.is_compiling():
         return eager.gather_from_sequence_parallel_region(x, dim, group, _whole_length(x, dim, group, padding))
     return _trim(functional.all_gather_single_autograd(x.contiguous(), dim, group), dim, padding)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup, padding: int = 0) -> Tensor:
-    """ḡ: partial sums enter the sequence region: ``[b, s, h]`` → ``[b, s/tp, h]`` for ``dim=1``.
-
-    Forward: zero-padded, reduce-scatter. Backward: all-gather, trimmed, which is the functional collective's own. Dim: ``dim``.
-    """
+    """ḡ, ``[b, s, h]`` → ``[b, s/tp, h]``. Forward: zero-padded, reduce-scatter. Backward: all-gather, trimmed. Dim: ``dim``."""
     if not torch.compiler.is_compiling():
         return eager.reduce_scatter_to_sequence_parallel_region(x, dim, group)
     padded = _pad(x, dim, padding).contiguous()
@@ -44,20 +34,16 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: Proce
 
 
 def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """f: a replicated activation enters the tensor-parallel region, ``[b, s, h]`` → ``[b, s, h]``.
-
-    Forward: identity. Backward: all-reduce. Dim: none.
-    """
+    """f, ``[b, s, h]`` → ``[b, s, h]``. Forward: identity. Backward: all-reduce. Dim: none."""
     if not torch.compiler.is_compiling():
         return eager.copy_to_tensor_parallel_region(x, group)
     return _Copy.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def reduce_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """f̄: partial sums leave the tensor-parallel region, ``[b, s, h]`` → ``[b, s, h]``.
+    """f̄, ``[b, s, h]`` → ``[b, s, h]``. Forward: all-reduce. Backward: identity. Dim: none.
 
-    Forward: all-reduce. Backward: identity (torch's functional all-reduce would sum the gradients over the ranks once more).
-    Dim: none.
+    torch's functional all-reduce would sum the gradients over the ranks once more.
     """
     if not torch.compiler.is_compiling():
         return eager.reduce_from_tensor_parallel_region(x, group)
@@ -67,10 +53,7 @@ def reduce_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor
 def gather_replicated_from_sequence_parallel_region(
     x: Tensor, dim: int, group: ProcessGroup, padding: int = 0
 ) -> Tensor:
-    """Shards leave for a *replicated* consumer, ``[b, s/tp, h]`` → ``[b, s, h]`` for ``dim=1``.
-
-    Forward: all-gather, trimmed. Backward: slice, zero-padded. Dim: ``dim``.
-    """
+    """``[b, s/tp, h]`` → ``[b, s, h]``. Forward: all-gather, trimmed. Backward: slice, zero-padded. Dim: ``dim``."""
     if not torch.compiler.is_compiling():
         length = _whole_length(x, dim, group, padding)
         return eager.gather_replicated_from_sequence_parallel_region(x, dim, group, length)
@@ -78,10 +61,7 @@ def gather_replicated_from_sequence_parallel_region(
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup, padding: int = 0) -> Tensor:
-    """A replicated activation, of which each rank takes its part: ``[b, s, h]`` → ``[b, s/tp, h]`` for ``dim=1``.
-
-    Forward: slice; padding repeats the last position. Backward: all-gather, trimmed. Dim: ``dim``.
-    """
+    """``[b, s, h]`` → ``[b, s/tp, h]``. Forward: slice; padding repeats the last position. Backward: all-gather. Dim: ``dim``."""
     if not torch.compiler.is_compiling():
         return eager.scatter_to_sequence_parallel_region(x, dim, group)
     return _Scatter.apply(x, dim, group, padding)  # type: ignore[no-untyped-call, no-any-return]

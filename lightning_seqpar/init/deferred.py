@@ -1,9 +1,7 @@
 """Deferred initialisation: operations on tensors of the meta device are recorded, and replayed later, one tensor at a time.
 
-A model that is made under a :class:`DeferredInit` needs no memory. When the record is replayed, each of its tensors gets
-exactly the numbers that it would have got at once, whichever part of it a rank keeps: random numbers are drawn in the same
-order and from the same stream. Code that goes back to an earlier state of a generator (``torch.random.fork_rng`` around draws) gets
-other random numbers behind it than a model that is made at once, the same on every rank.
+When the record is replayed, each tensor gets the numbers that it would have got at once: they are drawn in the same order and from
+the same stream. Code that goes back to an earlier state of a generator (``torch.random.fork_rng``) gets others behind it.
 """
 
 from __future__ import annotations
@@ -36,15 +34,7 @@ _EMPTY = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_stride
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Names a view of a storage of the meta device.
-
-    Attributes:
-        storage: the id of the storage, as :func:`~lightning_seqpar.distributed.autograd.storage_id` gives it.
-        shape: its shape.
-        stride: its strides, in elements.
-        offset: where it begins in the storage, in elements.
-        dtype: its dtype.
-    """
+    """Names a view of a storage of the meta device, by the storage's id; strides and offset are in elements."""
 
     storage: int
     shape: tuple[int, ...]
@@ -103,25 +93,28 @@ class _Op:
 
     def reads(self) -> set[int]:
         """The storages whose values before the operation its result depends on."""
-        storages = {leaf.storage for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, TensorRef)}
-        return storages if self.overwrites is None else storages - {self.overwrites} | self._storages_behind_first()
-
-    def _storages_behind_first(self) -> set[int]:
-        """The storages of all arguments but the first, which is the one that an operation in place changes."""
-        rest = tree_leaves((self.args[1:], dict(self.kwargs)))
-        return {leaf.storage for leaf in rest if isinstance(leaf, TensorRef)}
+        if self.overwrites is None:
+            return _storages((self.args, dict(self.kwargs)))
+        # The first argument is the one that an operation in place changes.
+        return _storages((self.args, dict(self.kwargs))) - {self.overwrites} | _storages(
+            (self.args[1:], dict(self.kwargs))
+        )
 
     def makes(self) -> set[int]:
         """The storages of its results."""
-        return {leaf.storage for leaf in tree_leaves(self.out) if isinstance(leaf, TensorRef)}
+        return _storages(self.out)
+
+
+def _storages(tree: Any) -> set[int]:
+    """The storages of all references in a tree."""
+    return {leaf.storage for leaf in tree_leaves(tree) if isinstance(leaf, TensorRef)}
 
 
 class DeferredInit(TorchDispatchMode):
     """A dispatch mode that records every operation on tensors of the meta device while it is active.
 
-    On the meta device nothing is drawn, so the generators would stay where they are. Here each recorded draw sets its
-    generator to a state that cannot occur otherwise. If the next draw finds another state there, the generator was seeded or
-    used in between, and that state is recorded too.
+    There nothing is drawn, so each recorded draw sets its generator to a state that cannot occur otherwise. If the next draw finds
+    another one, the generator was seeded or used in between, and that state is recorded too.
     """
 
     def __init__(self) -> None:
@@ -152,8 +145,8 @@ class DeferredInit(TorchDispatchMode):
                 for position, argument in enumerate(func._schema.arguments)
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
-            writes = frozenset(leaf.storage for leaf in tree_leaves(written) if isinstance(leaf, TensorRef))
-            self._note(_Op(func, ref_args, ref_kwargs, ref_out, writes, self._overwritten(func, ref_args)), made)
+            overwritten = self._overwritten(func, ref_args)
+            self._note(_Op(func, ref_args, ref_kwargs, ref_out, frozenset(_storages(written)), overwritten), made)
         return out
 
     def _note(self, op: _Op, made: Iterable[int] = ()) -> None:
@@ -217,12 +210,10 @@ class DeferredInit(TorchDispatchMode):
         return digest.hexdigest()
 
     def written_elsewhere(self, tensor: Tensor) -> bool:
-        """Whether a meta tensor was changed in place more often than was recorded.
-
-        A tensor that was made before the record began may have been initialised once before, by as many operations.
-        """
+        """Whether a meta tensor was changed in place more often than was recorded."""
         key = storage_id(tensor)
         known = self._writes[key]
+        # One that was made before the record began may have been initialised once before, by as many operations.
         return tensor._version > (known if key in self._made else 2 * known)
 
     @staticmethod
@@ -232,14 +223,9 @@ class DeferredInit(TorchDispatchMode):
         return len(active[-1]._ops) if active else 0
 
     def check(self, wanted: Iterable[TensorRef], elsewhere: Mapping[int, tuple[str, int]]) -> None:
-        """Checks that everything from which the values of ``wanted`` follow is recorded.
+        """Raises ValueError if ``wanted`` follow from a tensor without values, or from one that files fill since.
 
-        Args:
-            wanted: the tensors.
-            elsewhere: storages that files fill: the name of the tensor there, and how many operations came before.
-
-        Raises:
-            ValueError: if an operation reads a tensor that has no values, or, after it was decided, one that files fill.
+        ``elsewhere`` has the storages that files fill: the name of the tensor there, and how many operations came before.
         """
         needed = self._needed({ref.storage for ref in wanted})
         for at, (op, is_needed) in enumerate(zip(self._ops, needed, strict=True)):
@@ -314,9 +300,6 @@ class DeferredInit(TorchDispatchMode):
         A storage exists only from the first operation that uses it to the last. ``take`` is called once for each storage of wanted
         tensors, when it has its final values: with its id and a function from a reference into it to the real tensor, which must
         not be used after the call.
-
-        Raises:
-            RuntimeError: if an operation makes another shape or dtype than when it was recorded.
         """
         wanted_storages = {ref.storage for ref in wanted}
         needed = self._needed(wanted_storages)
@@ -402,10 +385,9 @@ def _name(func: Any) -> str:
 
 
 class _HiddenCalls(TorchFunctionMode):
-    """A function mode that sees what the meta device leaves no operation of.
+    """A function mode that records what the meta device leaves no operation of.
 
-    Some functions of ``torch.nn.init`` ask whether a tensor is a meta tensor, and return at once if it is. And tensors that
-    are made of numbers in Python lose them. Both are recorded here.
+    Some functions of ``torch.nn.init`` return at once for a meta tensor, and tensors that are made of numbers in Python lose them.
     """
 
     def __init__(self, recorder: DeferredInit) -> None:

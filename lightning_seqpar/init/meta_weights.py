@@ -1,7 +1,4 @@
-"""Giving weights to models that were made on the meta device.
-
-Tensors are read from files, or drawn as their initialisation would have, one at a time; of each a rank keeps its part alone.
-"""
+"""Weights of models that were made on the meta device: read from files, or drawn as at once, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -145,14 +142,8 @@ class WeightFiles(TensorFiles):
 
     def _parts(self, name: str) -> tuple[str, Any, list[tuple[str, str]]] | None:
         """Returns the library's name, the converter, patterns and names in the files, if ``name`` is made of several tensors."""
-        return next(
-            (
-                (candidate, *self._converted[candidate])
-                for candidate in self._names(name)
-                if candidate in self._converted
-            ),
-            None,
-        )
+        found = next((one for one in self._names(name) if one in self._converted), None)
+        return None if found is None else (found, *self._converted[found])
 
     def has(self, name: str) -> bool:
         """Whether the files hold the module's tensor ``name``."""
@@ -160,43 +151,40 @@ class WeightFiles(TensorFiles):
 
     def check(self) -> None:
         """Raises ValueError unless the files hold every parameter, with its shape."""
-        keys: dict[int, str | None] = {}  # by the id of a parameter: tied names are one
-        names: dict[int, list[str]] = defaultdict(list)
-        tensors = {}
+        keys: dict[nn.Parameter, str | None] = {}
+        names: dict[nn.Parameter, list[str]] = defaultdict(list)  # tied names are one parameter's
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            tensors[id(parameter)] = parameter
-            names[id(parameter)].append(name)
+            names[parameter].append(name)
             if self.has(name):
-                keys[id(parameter)] = self._key(name)
-        if missing := [names[parameter_id][0] for parameter_id in tensors if parameter_id not in keys]:
+                keys[parameter] = self._key(name)
+        if missing := [of_one[0] for parameter, of_one in names.items() if parameter not in keys]:
             spare = sorted(set(self._files) - {key for key in keys.values() if key})
             raise ValueError(
                 f"weights_from: {str(self.path)!r} has no {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''} "
-                f"({len(missing)} of {len(tensors)} parameters are missing); it has "
+                f"({len(missing)} of {len(names)} parameters are missing); it has "
                 f"{nearest(missing[0], spare or list(self._files))}. The file must use the module's own names: call "
                 "weights_from before adapters or wrappers change them, or load the model whole once (from_pretrained) and save "
                 "its state_dict() by safetensors.torch.save_model"
             )
-        self._check_ties(names)
-        for parameter_id, key in keys.items():
-            shape = tuple(tensors[parameter_id].shape)
+        for tied in names.values():
+            self._check_tied(tied)
+        for parameter, key in keys.items():
+            shape = tuple(parameter.shape)
             if key is not None and self._shapes[key] != shape:
                 raise ValueError(
                     f"weights_from: {str(self.path)!r} holds {key} with shape {list(self._shapes[key])}, and the model's "
-                    f"{names[parameter_id][0]} has {list(shape)}; it belongs to another configuration"
+                    f"{names[parameter][0]} has {list(shape)}; it belongs to another configuration"
                 )
 
-    def _check_ties(self, names: Mapping[int, list[str]]) -> None:
-        """Raise ValueError if parameters that the module ties have different values in the files."""
-        for tied in names.values():
-            keys = list(dict.fromkeys(key for name in tied if (key := self._key(name)) is not None))
-            whole = [self._read_key(key) for key in keys] if len(keys) > 1 else []
-            for key, value in zip(keys[1:], whole[1:], strict=True):
-                if not torch.equal(whole[0], value):
-                    raise ValueError(
-                        f"weights_from: {str(self.path)!r} holds {keys[0]} and {key}, which differ, and the model ties them; set "
-                        "tie_word_embeddings to false in its config if they were trained apart"
-                    )
+    def _check_tied(self, names: list[str]) -> None:
+        """Raise ValueError if a parameter that the module has under several names has different values in the files."""
+        first, *others = dict.fromkeys(key for name in names if (key := self._key(name)) is not None) or [""]
+        for key in others:
+            if not torch.equal(self._read_key(first), self._read_key(key)):
+                raise ValueError(
+                    f"weights_from: {str(self.path)!r} holds {first} and {key}, which differ, and the model ties them; set "
+                    "tie_word_embeddings to false in its config if they were trained apart"
+                )
 
     def _read_key(self, key: str) -> Tensor:
         """Read a whole tensor by its name in the files."""
@@ -209,17 +197,14 @@ class WeightFiles(TensorFiles):
         return self._dtype(key if key is not None or parts is None else parts[2][0][1])
 
     def read(self, name: str, shard: Shard | None = None, rank: int = 0) -> Tensor:
-        """Reads the module's tensor ``name``, or a rank's part of it.
-
-        Nothing but that part is read from the disk, unless the tensor is made of several tensors of the files.
-        """
+        """Reads the module's tensor ``name``, or a rank's part of it: nothing else, unless it is made of several tensors."""
         key = self._key(name)
         if key is None:
             whole = self._convert(name)
             return whole if shard is None else shard.take(whole, rank)
+        if shard is None:
+            return self._read_key(key)
         with self._open(self._files[key]) as opened:  # closed after each tensor, so that its memory is freed
-            if shard is None:
-                return opened.get_tensor(key)  # type: ignore[no-any-return]
             sliced = opened.get_slice(key)
             before = (slice(None),) * shard.dim
             ranges = [(*before, slice(start, stop)) for start, stop in shard.ranges[rank]]
@@ -254,10 +239,7 @@ class _Place:
 class LateWeights:
     """Gives values to the meta tensors of a model; made before the model is changed in any way.
 
-    Args:
-        model: a model with parameters or buffers on the meta device.
-        recorder: the record of its initialisation; None if it was not recorded.
-        state: weights of a checkpoint by name, which take precedence over files.
+    ``recorder`` has the record of its initialisation, if there is one, and ``state`` weights of a checkpoint, which come first.
     """
 
     def __init__(
@@ -402,10 +384,7 @@ class LateWeights:
     # ---- filling ---------------------------------------------------------------------------------------------
 
     def fill_buffers(self) -> None:
-        """Give buffers and other tensors that are no parameters their values, whole: they are small.
-
-        Called before the model is sharded.
-        """
+        """Give tensors that are no parameters their values, whole, before the model is sharded."""
         self._fill(self._others)
 
     @property
@@ -414,10 +393,7 @@ class LateWeights:
         return len(self._parameters)
 
     def fill_parameters(self, record: ShardedModel | None, advance: Callable[[], None] = lambda: None) -> None:
-        """Gives every parameter this rank's part of its values, or its rows of it; no more than one whole tensor exists at a time.
-
-        ``advance`` is called for each of the :attr:`count` tensors when it is filled.
-        """
+        """Gives every parameter this rank's part of its values, one tensor at a time; ``advance`` is called for each."""
         # What other stages of a pipeline hold has left the meta device already, without values.
         wanted = {
             key: places

@@ -30,11 +30,10 @@ class TargetModel:
     """A model that a target names, and what else a YAML file says of its training.
 
     Attributes:
-        model: the model, on the meta device where its code allows that.
         fields: fields of :class:`~lightning_seqpar.config.ParallelConfig` that the file sets.
-        world_size: the number of ranks; None if the target does not say.
-        batch: the first training batch; None if there is none.
-        strategy: class path and arguments of a strategy that is not ours; None if there is none.
+        world_size: the number of ranks.
+        batch: the first training batch.
+        strategy: class path and arguments of a strategy that is not ours.
         clipping: arguments of the Trainer that say how gradients are clipped.
         notes: sentences on what could not be read.
     """
@@ -158,12 +157,7 @@ def model_from_folder(
     memory: bool = False,
     change: Callable[[Any], Any] | None = None,
 ) -> nn.Module:
-    """Makes the model of a Hugging Face folder's ``config.json`` as :func:`load_target` does; no weights are read.
-
-    Raises:
-        ValueError: if there is no such file, it can't be read, or it is no configuration of a model.
-        ImportError: without the extra ``hf``.
-    """
+    """Makes the model of a Hugging Face folder's ``config.json`` as :func:`load_target` does; no weights are read."""
     file = folder / "config.json"
     text = read_text(file, str(file))
     if text is None:
@@ -211,17 +205,13 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
             "model: {class_path: package.Module, init_args: {...}}"
         )
     try:
-        from jsonargparse import ArgumentParser
+        make = _instance(LightningModule, "model", data["model"])
     except ImportError:
-        raise ImportError("a YAML file with a model needs jsonargparse: pip install 'lightning-seqpar[cli]'") from None
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningModule, "model")
-    try:
-        parsed = parser.parse_object({"model": data["model"]})
+        raise
     except Exception as error:  # jsonargparse's own type, with a page of causes in its message
         raise ValueError(f"{file}: the model can't be made: {' '.join(str(error).split())[:400]}") from None
     what = f"{file}: model"
-    model = made_by_user(lambda: _make(lambda: parser.instantiate_classes(parsed).model, what, memory), what)
+    model = made_by_user(lambda: _make(make, what, memory), what)
     trainer = data.get("trainer") or {}
     if not isinstance(trainer, Mapping):
         raise ValueError(f"{file}: trainer={shown(trainer)} is no mapping; write trainer: {{devices: 2, ...}}")
@@ -238,13 +228,21 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
     return target
 
 
+def _instance(kind: type, name: str, settings: Any) -> Callable[[], Any]:
+    """Reads ``class_path`` and ``init_args`` of a YAML file; returns what makes the object."""
+    try:
+        from jsonargparse import ArgumentParser
+    except ImportError:
+        raise ImportError("a YAML file with a model needs jsonargparse: pip install 'lightning-seqpar[cli]'") from None
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(kind, name)
+    parsed = parser.parse_object({name: settings})
+    return lambda: getattr(parser.instantiate_classes(parsed), name)
+
+
 def _first_batch(settings: Any) -> Any:
     """The first training batch of the data module that a YAML file describes."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    data = parser.instantiate_classes(parser.parse_object({"data": settings})).data
+    data = _instance(LightningDataModule, "data", settings)()
     data.prepare_data()
     data.setup("fit")
     return next(iter(data.train_dataloader()))

@@ -35,10 +35,8 @@ _DEPTHS = (
 def shrink(config: Any, *, width: bool = True) -> list[str]:
     """Makes a configuration of Hugging Face's small, in place; lists what was changed, as ``hidden_size 4096 → 256``.
 
-    The number of heads and of key-value heads stays, and so does the number of experts: how they meet the ranks is what a trial
-    is about. Heads get 8 features, and other widths shrink alike; the vocabulary keeps its remainder of 64; as many blocks stay
-    as show every kind that a list of the configuration names, at least two. Without ``width`` the vocabulary and the number of
-    blocks alone change, for models whose widths depend on each other.
+    Heads get 8 features, and other widths (if ``width``) shrink alike; the vocabulary keeps its remainder of 64, and as many blocks
+    stay as show every kind. Numbers of heads and experts stay: how they meet the ranks is what a trial is about.
     """
     changes: list[str] = []
     for one in _with_parts(config):
@@ -96,7 +94,9 @@ def _shrink_width(config: Any, changes: list[str]) -> None:
 def _shrink_depth(config: Any, changes: list[str]) -> None:
     for name, value in _own(config, ("vocab_size",)):
         _set(config, name, min(value, _VOCABULARY + value % 64), changes)
-        _keep_ids_below(config, getattr(config, name))
+        for special, token in list(vars(config).items()):
+            if special.endswith("token_id") and isinstance(token, int) and token >= config.vocab_size:
+                setattr(config, special, config.vocab_size - 1)
     kinds = [value for name, value in vars(config).items() if name.endswith("layer_types") and isinstance(value, list)]
     for name, value in _own(config, _DEPTHS):
         blocks = min(value, max([_BLOCKS, *(_showing_all(one) for one in kinds)]))
@@ -124,10 +124,3 @@ def _shrink_sections(config: Any, scale: float) -> None:
             sections = [max(1, round(one * scale)) for one in rope["mrope_section"]]
             sections[-1] += half - sum(sections)
             setattr(config, name, {**rope, "mrope_section": sections})
-
-
-def _keep_ids_below(config: Any, vocabulary: int) -> None:
-    """Let ids of special tokens lie in the shorter vocabulary."""
-    for name, value in list(vars(config).items()):
-        if name.endswith("token_id") and isinstance(value, int) and value >= vocabulary:
-            setattr(config, name, vocabulary - 1)

@@ -11,12 +11,7 @@ import torch
 
 
 class TensorFiles:
-    """The tensors of a safetensors file, of its index, or of a folder with either, by the names that they have there.
-
-    Raises:
-        ValueError: if there are no such files.
-        ImportError: without the extra ``hf``.
-    """
+    """The tensors of a safetensors file, of its index, or of a folder with either, by the names that they have there."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

@@ -299,7 +299,7 @@ class Saver:
         place = local_path(checkpoint_path)
         if place is not None and find_folder(place).is_dir():
             self._opened = Opened(place, weights_only=weights_only)
-            return self._opened.checkpoint
+            return self._opened.tree
         torch.cuda.empty_cache()
         checkpoint = self._env.strategy.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
         # Callbacks and schedulers keep what they are given, so it is copied: it may be mapped from the file.

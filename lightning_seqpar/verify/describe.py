@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.counters import SavedBytes, Traffic
-from lightning_seqpar.distributed.rng import OneStream, kept_streams
+from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.dataflow import CantInferError, UserDecidesError
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.lazy_copy import deep_copy
@@ -278,7 +278,7 @@ def _describe(
                 tiles=None if config.tile_mlp is None else MLPTiles(config.tile_mlp),
             )
             for region in record.regions:
-                region.rng.streams = OneStream(0)
+                region.rng.streams.draws = False  # on the meta device they give no numbers
         split = ReplicaSplit()
         if config.data_parallel == "fsdp" and (replicas := topology.get_dim("dp") * config.cp) > 1:
             blocks = [name for region in record.regions for name in region.blocks] if record is not None else []

@@ -21,10 +21,6 @@ def worker_agree(values):
     return True
 
 
-def test_those_that_agree_go_on():
-    assert run_distributed(worker_agree, 2, [{"tp": 2, "plan": "x"}] * 2) == [True, True]
-
-
 @sees(
     "ranks that disagree go on",
     "check_agreement",

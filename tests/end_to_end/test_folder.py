@@ -106,7 +106,7 @@ def test_round_trips_of_the_hard_cases(tmp_path):
 def test_tied_weights_are_written_once(tmp_path):
     run_distributed(train_kind, 2, 2, "sharded", str(tmp_path), ["padded and tied"], None)
     opened = Opened(tmp_path / "padded and tied.ckpt")
-    state = opened.checkpoint["state_dict"]
+    state = opened.tree["state_dict"]
     assert opened.key_of(state["model.head.weight"]) == opened.key_of(state["model.tokens.weight"])
     index = opened.folder.index().state_dict_metadata
     assert sum("model.head" in key or "model.tokens" in key for key in index) == 1
@@ -195,7 +195,7 @@ def test_a_damaged_folder_is_refused(tmp_path, folder, what):
     damage(tmp_path / "a.ckpt")
     with pytest.raises(ValueError, match=says):
         opened = Opened(tmp_path / "a.ckpt", weights_only=True)
-        opened.take(opened.checkpoint["state_dict"], {}, 0)
+        opened.take(opened.tree["state_dict"], {}, 0)
 
 
 @pytest.mark.parametrize("end", [".unfinished", ".replaced"])
@@ -203,7 +203,7 @@ def test_what_was_whole_between_two_renames_is_read(tmp_path, folder, end):
     shutil.copytree(folder, tmp_path / f"a.ckpt{end}")
     with pytest.warns(UserWarning, match=r"was being replaced when its run ended; the .* is whole, and is read"):
         opened = Opened(tmp_path / "a.ckpt", weights_only=True)
-    assert opened.take(opened.checkpoint["state_dict"], {}, 0)
+    assert opened.take(opened.tree["state_dict"], {}, 0)
 
 
 # ---- random numbers -----------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def whole(path: str | Path) -> dict[str, Any]:
     if not find_folder(Path(path)).is_dir():
         return dict(WholeFileIO().load_checkpoint(path, weights_only=True))
     opened = Opened(path, weights_only=True)
-    state = dict(opened.checkpoint)
+    state = dict(opened.tree)
     state["state_dict"] = opened.take(state["state_dict"], {}, 0)
     if "optimizer_states" not in state:
         return state

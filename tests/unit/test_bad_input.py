@@ -145,8 +145,8 @@ PLAN_FILES: list[tuple[str, str]] = [
 
 @sees(
     "message without its fix",
-    "ParallelConfig.sizes_are_positive",
-    "a size must be 1 or more; leave it out for {default}",
+    "ParallelConfig.numbers_are_large_enough",
+    "a size must be 1 or more; leave it out for {'1' if info.field_name != 'dp' else repr('auto')}",
     "a size must be 1 or more",
     case="{'tp': 0}",
 )

@@ -26,11 +26,6 @@ def test_defaults_are_the_contract():
     assert (config.self_check, config.check_every, config.timeout) == (True, 0, timedelta(seconds=1800))
 
 
-def test_it_is_frozen():
-    with pytest.raises(ValidationError, match="frozen"):
-        ParallelConfig().tp = 2
-
-
 def test_yaml_there_and_back_with_interpolation_and_overrides(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("tp: 2\ndp: ${tp}\ntimeout: 60\nplan: {base: none, rules: [{pattern: a, style: exit}]}\n")
@@ -41,14 +36,17 @@ def test_yaml_there_and_back_with_interpolation_and_overrides(tmp_path):
     assert ParallelConfig.from_yaml(again) == config
 
 
-def test_omegaconf_with_hydras_target():
-    cfg = OmegaConf.create({"_target_": "lightning_seqpar.SeqParallelStrategy", "tp": 2})
-    assert ParallelConfig.from_omegaconf(cfg).tp == 2
-
-
 def test_keywords_and_config():
     assert SeqParallelStrategy(tp=2, sp=False).config == ParallelConfig(tp=2, sp=False)
-    assert SeqParallelStrategy(config=ParallelConfig(tp=2)).config.tp == 2
+    hydra = OmegaConf.create({"_target_": "lightning_seqpar.SeqParallelStrategy", "tp": 2})
+    for config in (ParallelConfig(tp=2), {"tp": 2}, hydra):
+        strategy = SeqParallelStrategy(config=config)
+        assert (strategy.config, repr(strategy)) == (
+            ParallelConfig(tp=2),
+            "SeqParallelStrategy(tp=2) of lightning.pytorch",
+        )
+    with pytest.raises(ValidationError, match="frozen"):
+        strategy.config.tp = 4
     # A command line passes every default along.
     assert SeqParallelStrategy(config=ParallelConfig(tp=2), sp=True, timeout=1800).config.tp == 2
 
@@ -122,15 +120,6 @@ def test_hydras_containers_are_keywords_too():
     strategy = SeqParallelStrategy(tp=2, **node)
     assert strategy.config.ddp == {"find_unused_parameters": True}
     assert type(strategy.config.plan.rules[0]) is dict
-
-
-def test_a_config_may_come_as_a_mapping():
-    for told in ({"tp": 2}, OmegaConf.create({"tp": 2})):
-        assert SeqParallelStrategy(config=told).config == ParallelConfig(tp=2)
-
-
-def test_what_the_strategy_is_called():
-    assert repr(SeqParallelStrategy(tp=2, sp=False)) == "SeqParallelStrategy(tp=2, sp=False) of lightning.pytorch"
 
 
 def test_the_table_in_the_documentation_is_the_configuration():

@@ -49,9 +49,9 @@ def ties(state: dict[str, Any]) -> list[list[str]]:
 
 @sees(
     "experts left stacked",
-    "HuggingFaceTarget._grouped",
-    "        if not mapping:\n",
-    "        if mapping:\n            self._model._weight_conversions = None\n        if True:\n",
+    "HuggingFaceTarget.write",
+    "state_dict=state, max_shard_size",
+    "state_dict=state, save_original_format=False, max_shard_size",
     case="mixtral",
 )
 @pytest.mark.parametrize("family", list(write_families.FAMILIES))
@@ -64,11 +64,10 @@ def test_the_layout_is_the_librarys_own(tmp_path, family):
     assert set(got) == set(expected)
     for name, (value, _) in expected.items():
         assert torch.equal(got[name][0], value), name
-    if family not in ("mixtral", "qwen3_moe"):  # the library keeps the experts of a layer in one file
-        assert {name: file for name, (_, file) in got.items()} == {name: file for name, (_, file) in expected.items()}
-        assert sorted(f.name for f in out.iterdir()) == sorted(f.name for f in like.iterdir())
-        for name in ("config.json", "model.safetensors.index.json"):
-            assert json.loads((out / name).read_text()) == json.loads((like / name).read_text())
+    assert {name: file for name, (_, file) in got.items()} == {name: file for name, (_, file) in expected.items()}
+    assert sorted(f.name for f in out.iterdir()) == sorted(f.name for f in like.iterdir())
+    for name in ("config.json", "model.safetensors.index.json"):
+        assert json.loads((out / name).read_text()) == json.loads((like / name).read_text())
     assert (out / "tokenizer.json").read_text() == '{"of": "the user"}'
     loaded = type(module.model).from_pretrained(out).state_dict()
     assert all(torch.equal(value, loaded[name]) for name, value in module.model.state_dict().items())
@@ -200,9 +199,9 @@ def test_what_is_not_this_model_is_refused(tmp_path, what):
 
 @sees(
     "weights that differ written as tied ones",
-    "HuggingFaceTarget._without_ties",
-    "if identity(written) != identity(left_out) and not torch.equal(",
-    "if identity(written) != identity(left_out) and torch.equal(",
+    "HuggingFaceTarget._check_ties",
+    "if identity(one) != identity(other) and not torch.equal(",
+    "if identity(one) != identity(other) and torch.equal(",
 )
 def test_weights_that_were_trained_apart_are_not_written_as_one(tmp_path):
     """A tied config writes one of two tensors; that is right where both are the same."""
@@ -272,7 +271,7 @@ def through_every_form(place: Path, note: Any) -> None:
 
 @sees(
     "all of a shard is held while it is written",
-    "scratch",
+    "read_all",
     "memory = mmap.mmap(file.fileno(), 0)",
     "memory = bytearray(max(size, 1))",
 )
