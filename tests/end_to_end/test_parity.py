@@ -97,7 +97,7 @@ def cases(models: Iterable[str], first: str = "") -> list[Any]:
 )
 @sees(
     "collective forgets its group",
-    "_Exchange.__init__",
+    "Exchange.__init__",
     "group.alltoall_base(self._out, self._sent",
     "dist.distributed_c10d._get_default_group().alltoall_base(self._out, self._sent",
     case="gpt-tied-dp2xtp2-sp",
