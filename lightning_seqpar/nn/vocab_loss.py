@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,28 @@ AT_ONCE = 2**22
 def target_weights(weight: Tensor, target: Tensor, valid: Tensor) -> Tensor:
     """The class weight of each target, ``[n]``; zero where it is ignored."""
     return weight[target.masked_fill(~valid, 0)] * valid
+
+
+class LossOptions(NamedTuple):
+    """What a cross entropy is told beside the logits and the targets.
+
+    Attributes:
+        part: the storage of the logits.
+        valid: which targets count, bool ``[n]``.
+        weight: a weight for each class, ``[v]``; None for 1.
+        smoothing: the share of the target that is spread over all classes.
+        shard: how the vocabulary is split.
+        rank: this rank.
+        group: the tensor-parallel group.
+    """
+
+    part: StoredLogits
+    valid: Tensor
+    weight: Tensor | None
+    smoothing: float
+    shard: Shard
+    rank: int
+    group: ProcessGroup
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -57,16 +79,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         x: Tensor,
         head: Tensor | None,
         bias: Tensor | None,
-        part: StoredLogits,
         target: Tensor,
-        valid: Tensor,
-        weight: Tensor | None,
-        smoothing: float,
-        shard: Shard,
-        rank: int,
-        group: ProcessGroup,
+        options: LossOptions,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
+        part, valid, weight, smoothing, shard, rank, group = options
         part.check()
         how = (part.dtype, part.compute, part.chunk)
         rows = _LogitChunks(x, head, bias, how, shard, rank)
@@ -114,7 +131,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             if smoothing:
                 z -= soft[some].unsqueeze(-1) * (1.0 if weights is None else weights[start:stop])
             out.add(some, z)
-        return *out.grads, *([None] * 8)
+        return *out.grads, None, None
 
 
 class _LogitChunks:
@@ -149,7 +166,7 @@ class _LogitChunks:
         self.count = stop - start
         self._x, self._head, self._bias = x, head, bias
         size = chunk or max(1, AT_ONCE // max(1, self.count))
-        self.chunks = [slice(at, at + size) for at in range(0, len(x), size)]
+        self.chunks = [slice(at, at + size) for at in range(0, x.shape[0], size)]
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._compute)

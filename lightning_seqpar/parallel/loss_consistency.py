@@ -30,7 +30,7 @@ def _limit(dtype: torch.dtype) -> float:
 
 
 def _differ(numbers: Sequence[float], limit: float) -> bool:
-    return max(numbers) - min(numbers) > limit * max(1.0, *(abs(number) for number in numbers))
+    return max(numbers) - min(numbers) > limit * max(1.0, *map(abs, numbers))
 
 
 def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
@@ -52,19 +52,19 @@ class LossWatch:
     Each rank has a place of its own in a row of zeros that rides along with the sum, so that every rank gets all losses
     and all decide alike. They are read when the next step's sum is due, and by then have long been on the host: a step with a
     wrong gradient is taken, but none behind it, and nothing is saved.
+
+    Attributes:
+        rides_over_tp: whether a sum over tp reaches all ranks of the replica.
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
-        self._groups = groups
+        axes = groups.loss_axes
+        self._size, self._rank, self._group = groups.size(axes), groups.rank(axes), groups[axes]
+        self.rides_over_tp = groups.size("tp") == self._size
         self._own: Tensor | None = None
         self._limit = 0.0
         # All ranks' losses, and how far they may lie apart.
         self._unread: OneStepLate[tuple[LateNumbers, float]] = OneStepLate()
-
-    @property
-    def rides_over_tp(self) -> bool:
-        """Whether a sum over tp reaches all ranks of the replica."""
-        return self._groups.size("tp") == self._groups.size(self._groups.loss_axes)
 
     def begin_step(self) -> None:
         """A step begins: losses that were taken until now can be read without a wait."""
@@ -80,8 +80,8 @@ class LossWatch:
         """What is to be summed over tp, ``[tp]``; none without a loss since the last time."""
         if self._own is None:
             return None
-        row = torch.zeros(self._groups.size(self._groups.loss_axes), dtype=dtype, device=self._own.device)
-        row[self._groups.rank(self._groups.loss_axes)] = self._own
+        row = torch.zeros(self._size, dtype=dtype, device=self._own.device)
+        row[self._rank] = self._own
         self._limit = max(self._limit, _limit(dtype))
         return row
 
@@ -94,7 +94,7 @@ class LossWatch:
         """Sum the row by itself, unless it has ridden along with a sum of gradients already; collective over tp."""
         row = self.row(torch.float64)
         if row is not None:
-            dist.all_reduce(row, group=self._groups[self._groups.loss_axes])
+            dist.all_reduce(row, group=self._group)
             self.take(row)
 
     def settle(self, *, everything: bool = False) -> None:

@@ -515,23 +515,15 @@ class SeqParallelStrategy(ParallelStrategy):
         """Call ``configure_optimizers``, which sees the classes and shapes of the model as it was written."""
         self.steps.make_optimizers(functools.partial(super().setup_optimizers, trainer))
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers of the training. Setting them checks them, also where a callback exchanges them in its course."""
-        return super().optimizers
-
-    @optimizers.setter
+    @ParallelStrategy.optimizers.setter  # type: ignore[attr-defined, untyped-decorator]
     def optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Set the optimizers of the training, checked; a callback may exchange them in its course."""
         self.steps.check_optimizers(optimizers)
         ParallelStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
-    @property
-    def precision_plugin(self) -> Precision:
-        """The user's precision plugin, which clips by the norm of the whole model's gradient."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
+    @ParallelStrategy.precision_plugin.setter  # type: ignore[attr-defined, untyped-decorator]
     def precision_plugin(self, plugin: Precision | None) -> None:
+        """Set the user's precision plugin, changed to clip by the norm of the whole model's gradient."""
         self._precision_plugin = None if plugin is None else with_global_clipping(plugin, self.steps)
 
     # ---- steps -------------------------------------------------------------------------------------------------
