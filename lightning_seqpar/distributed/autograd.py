@@ -164,11 +164,6 @@ def count_tensor_hooks(tensors: Iterable[Tensor]) -> list[int]:
     return [len(x._backward_hooks or ()) + len(getattr(x, "_post_accumulate_grad_hooks", None) or ()) for x in tensors]
 
 
-def tensor_hooks(tensor: Tensor) -> list[int]:
-    """The ids of the hooks on a tensor's gradient, first those that run before it is accumulated."""
-    return [*(tensor._backward_hooks or {}), *(getattr(tensor, "_post_accumulate_grad_hooks", None) or {})]
-
-
 def has_node_hooks(node: Any) -> bool:
     """Whether Python code registered hooks on a node."""
     for register in (node.register_prehook, node.register_hook):

@@ -147,14 +147,8 @@ class _GatherReplicated(torch.autograd.Function):
         return _cut_by(split, grad, ctx.dim, ctx.group), None, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(_GatherReplicated):
     """Forward ``y = gather_r(x_r)``, ``[b, s/tp, h]`` → ``[b, s, h]``; input-grad ``dx_r = shard_r(sum over q of dy_q)``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, length: int | None) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.dim, ctx.group = dim, group
-        return all_gather(x, dim, group, length)
 
     @staticmethod
     @passes_none

@@ -25,17 +25,7 @@ def target_weights(weight: Tensor, target: Tensor, valid: Tensor) -> Tensor:
 
 
 class LossOptions(NamedTuple):
-    """What a cross entropy is told beside the logits and the targets.
-
-    Attributes:
-        part: the storage of the logits.
-        valid: which targets count, bool ``[n]``.
-        weight: a weight for each class, ``[v]``; None for 1.
-        smoothing: the share of the target that is spread over all classes.
-        shard: how the vocabulary is split.
-        rank: this rank.
-        group: the tensor-parallel group.
-    """
+    """What a cross entropy is told beside logits and targets: ``valid`` says which of these count, ``weight`` is ``[v]``."""
 
     part: StoredLogits
     valid: Tensor
@@ -124,7 +114,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         hard = (1 - smoothing) * own * scale
         soft = smoothing / ctx.classes * scale
         level = (hard + soft * ctx.heavy if smoothing else hard) / total
-        out = rows.collect(ctx.needs_input_grad)
+        out = _ChunkGrads(rows, ctx.needs_input_grad)
         for some in rows.chunks if stop > start else ():
             z = rows.shifted(rows.logits(some), top[some], out.room(some)).exp_().mul_(level[some].unsqueeze(-1))
             z.scatter_add_(-1, at[some].unsqueeze(-1), -(hard * mine)[some].unsqueeze(-1))
@@ -135,21 +125,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 class _LogitChunks:
-    """One rank's logits, some tokens at a time, in a wider type.
-
-    Args:
-        x: logits ``[n, ceil(v/tp)]``, or the head's input ``[n, h]``.
-        head: the head's weight ``[ceil(v/tp), h]``; None if ``x`` are logits.
-        bias: the head's bias ``[ceil(v/tp)]``, or None.
-        how: the logits' type, the type in which the head's product is computed, and the tokens of a chunk (0 for the default).
-        shard: how the vocabulary is split.
-        rank: this rank.
-
-    Attributes:
-        wide: the type of the arithmetic, float32 at least.
-        count: this rank's columns without padding.
-        chunks: slices of tokens.
-    """
+    """One rank's logits, or its head's inputs, some tokens (``chunks``) at a time, in float32 at least."""
 
     def __init__(
         self,
@@ -181,13 +157,7 @@ class _LogitChunks:
             return made.to(self.wide)
 
     def shifted(self, z: Tensor, by: Tensor, out: Tensor | None = None) -> Tensor:
-        """Logits of a chunk less a number for each token, in the wider type and in memory that may be written to.
-
-        Args:
-            z: what :meth:`logits` returned, ``[c, count]``; logits that were made are overwritten.
-            by: ``[c]``, in the wider type.
-            out: where to put the result of logits that were not made; None for memory of its own.
-        """
+        """What :meth:`logits` returned less ``by``, ``[c]``; overwrites logits that were made, and puts others into ``out``."""
         if self._head is None:
             return torch.sub(z, by.unsqueeze(-1), out=out)
         return z.sub_(by.unsqueeze(-1))
@@ -196,13 +166,7 @@ class _LogitChunks:
         """What the loss must know of this rank's logits ``z``, ``[3, n]``, or ``[4, n]`` with smoothing.
 
         With ``m`` the largest one of a token: ``m`` itself, ``Σ exp(z - m)``, ``z - m`` of the target (0 if another rank has
-        it), and with smoothing ``Σ w (z - m)``.
-
-        Args:
-            at: the column of each target, ``[n]``; any if another rank has it.
-            mine: whether this rank has the target, bool ``[n]``.
-            weights: of this rank's classes, ``[count]``; None for 1.
-            smoothing: whether it is more than zero.
+        it), and with smoothing ``Σ w (z - m)``. ``at`` is the column of each target, and ``mine`` whether this rank has it.
         """
         out = self._x.new_zeros(4 if smoothing else 3, len(at), dtype=self.wide)
         out[0].fill_(float("-inf"))
@@ -217,10 +181,6 @@ class _LogitChunks:
                 out[3, some] = z.sum(-1) if weights is None else z @ weights
             out[1, some] = z.exp_().sum(-1)
         return out
-
-    def collect(self, needs: tuple[bool, ...]) -> _ChunkGrads:
-        """Where the gradients of all chunks are collected; ``needs`` says which of x, head and bias have one."""
-        return _ChunkGrads(self, needs)
 
 
 class _ChunkGrads:

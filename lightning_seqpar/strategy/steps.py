@@ -346,24 +346,13 @@ class Steps:
                 prepare_for_backward(ddp, loss)
 
     def backward(self, run: Callable[..., Tensor], closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a backward.
-
-        Args:
-            run: Lightning's own.
-            closure_loss: the loss.
-            args: the other arguments of ``run``.
-            kwargs: its keyword arguments.
-
-        Raises:
-            RuntimeError: in place of torch's, if it differentiates a gradient through a sharded layer.
-        """
+        """Run a backward by Lightning's ``run``; a gradient that is differentiated through a sharded layer raises RuntimeError."""
         try:
-            backward = functools.partial(run, closure_loss, *args, **kwargs)
             with self._unwatched():
                 if self.stages.stage is None:
-                    closure_loss = backward()
-                else:
-                    self.stages.run_when_due(closure_loss, backward, self.stages.stage)
+                    return run(closure_loss, *args, **kwargs)
+                backward = functools.partial(run, closure_loss, *args, **kwargs)
+                self.stages.run_when_due(closure_loss, backward, self.stages.stage)
         except RuntimeError as error:
             refuse_second_derivative(error)
             raise
@@ -426,12 +415,9 @@ class Steps:
 
     @contextmanager
     def without_reduction(self, without_ddp: AbstractContextManager[None]) -> Generator[None, None, None]:
-        """A context manager for micro-batches whose gradients are not reduced over the replicas yet.
+        """A context manager for micro-batches whose gradients are not reduced over the replicas yet, around Lightning's own.
 
         Where hooks of the user's read gradients behind every backward they are reduced at once: before that, no rank has them.
-
-        Args:
-            without_ddp: Lightning's own.
         """
         if self.split is None or self._reads_each_backward:
             with without_ddp:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,6 @@ from lightning_seqpar.strategy.steps import Steps
 from lightning_seqpar.strategy.tuning import Searches
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks, refuse_links
 from lightning_seqpar.verify.guards.config import (
     check_backend,
@@ -66,8 +64,6 @@ from lightning_seqpar.verify.guards.config import (
 from lightning_seqpar.verify.guards.heads import refuse_uneven_heads
 from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
 
-P = ParamSpec("P")
-
 _NONE_FOR_EMPTY = ("ddp", "fsdp", "checkpoint", "compile_options", "elementwise_optimizers")
 """Fields whose keyword has None as its default, in place of an empty list or mapping."""
 
@@ -76,20 +72,6 @@ _SIZES = re.compile(
     r"|[Ee]xpected size"
 )
 """In torch's messages about sizes that do not fit."""
-
-
-def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorate a constructor so that an unknown keyword raises ValueError with the nearest known one."""
-    known = list(inspect.signature(init).parameters)[1:]
-
-    @functools.wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs:
-            if name not in known:
-                raise ValueError(f"SeqParallelStrategy has no argument {name!r}; did you mean {nearest(name, known)}?")
-        init(*args, **kwargs)
-
-    return checked
 
 
 class SeqParallelStrategy(ParallelStrategy):
@@ -157,7 +139,6 @@ class SeqParallelStrategy(ParallelStrategy):
     """
 
     @shortens_refusals
-    @_names_unknown_keywords
     def __init__(
         self,
         tp: int = 1,
@@ -211,6 +192,7 @@ class SeqParallelStrategy(ParallelStrategy):
         check_plan(merged.plan)  # here, so that wrong rules raise before any process starts
         self.config = merged
         self._is_set_up = self._failed = False
+        self.num_nodes = 1  # Lightning sets it
         self.environment = Environment(self, merged)
         self.loaders = Loaders(self.environment)
         self.steps = Steps(self.environment)
@@ -296,15 +278,6 @@ class SeqParallelStrategy(ParallelStrategy):
                 "for each size"
             )
         return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes."""
-        return self.environment.num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self.environment.num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:

@@ -162,7 +162,7 @@ class FreeWeightInLoss(zoo.Zoo):
         super().__init__("configured")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + 1e-9 * self.net.h[0].attn.c_attn.weight.norm()
+        return super().training_step(batch, batch_idx) + 1e-9 * self.net.blocks[0].attn.c_attn.weight.norm()
 
 
 class LateNormInLoss(NormInLoss):

@@ -21,7 +21,7 @@ KINDS = [kind for kind in (*zoo.BLOCKS, *zoo.MODELS) if kind not in KEPT_WHOLE]
 FOUR = [
     "parallel_residual", "sandwich", "gqa", "gqa_shared", "mqa", "head_norm", "full_norm", "fused_per_head", "fused_gqa", "einsum",
     "alibi", "bias_table", "raw_attention", "routed_moe",
-    "inline_mlp", "nano", "bert", "sequence_first", "flat", "vision", "encoder_decoder", "tied",
+    "nano", "bert", "sequence_first", "flat", "vision", "encoder_decoder", "tied",
 ]  # fmt: skip
 TOPOLOGIES = {
     "tp2": (2, 2, True),
