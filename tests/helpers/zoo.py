@@ -807,6 +807,10 @@ MODELS: dict[str, Any] = {
 }
 
 
+def build(kind: str) -> nn.Module:
+    return MODELS[kind]() if kind in MODELS else Decoder(kind)
+
+
 class Zoo(L.LightningModule):
     """A model of the zoo with a next-token loss."""
 
@@ -818,7 +822,7 @@ class Zoo(L.LightningModule):
         self.optimizer = optimizer
 
     def build(self, kind: str) -> nn.Module:
-        return MODELS[kind]() if kind in MODELS else Decoder(kind)
+        return build(kind)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (ids,) = batch

@@ -135,7 +135,7 @@ SAYS = {
 
 def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    return third_party.build(kind)
+    return zoo.build(kind)
 
 
 @sees(
