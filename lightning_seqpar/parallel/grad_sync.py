@@ -167,22 +167,19 @@ class GradSync:
         for partial in self._partials:
             partial.unhook()
 
-    def flush_all(self) -> None:
-        """Sum whatever has arrived, for every parameter. Right at any time: see the gradient hook."""
-        self.flush([partial.parameter for partial in self._partials])
-
-    def flush(self, parameters: Iterable[Tensor]) -> None:
-        """Sum what has arrived for ``parameters`` (those of one optimizer) since the last flush; idempotent.
+    def flush(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Sum what has arrived for ``parameters`` (those of one optimizer; None for all) since the last flush; idempotent.
 
         Ranks agree on which hooks fired. Where no rank's hook fired, the gradient stays as it is; where only some did, the
         others contribute zeros. A rank all of whose hooks fired knows the outcome and does not wait for the agreement; one
         that lacks a gradient does, since only the others know whether it is zero or none.
         """
         self.losses.settle()
-        due_ids = {id(parameter) for parameter in parameters}
         # Those that train, or did when they were looked at: on every rank, or on none.
-        arriving = [p for p in self._partials if p.hook is not None or p.parameter.requires_grad]
-        due = [p for p in arriving if id(p.parameter) in due_ids]
+        due = arriving = [p for p in self._partials if p.hook is not None or p.parameter.requires_grad]
+        if parameters is not None:
+            due_ids = {id(parameter) for parameter in parameters}
+            due = [p for p in arriving if id(p.parameter) in due_ids]
         if due:
             self._sum(due)
         self._all_summed |= len(due) == len(arriving)

@@ -104,7 +104,7 @@ class Steps:
         self._steps: dict[int, int] = {}
         self._counts: dict[int, int] = {}  # of an optimizer's parameters
         self._comparisons: OneStepLate[Comparison] = OneStepLate()
-        self._flushed = self._others_flushed = self._has_backward = False
+        self._flushed = self._has_backward = False
         self._optimizing: Optimizer | None = None
         self._all_steps: RemovableHandle | None = None
         # Optimizers with a hook on steps that bypass the strategy.
@@ -244,7 +244,7 @@ class Steps:
         self._comparisons.begin_step()
         if self._sync is not None:
             self._sync.begin_step()
-            self._flushed = self._others_flushed = self._has_backward = False
+            self._flushed = self._has_backward = False
         if self._record is not None:
             self._record.check_frozen()
             # Updates change shards from now on; a learning-rate finder begins another training then.
@@ -307,11 +307,7 @@ class Steps:
             )
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Check, before the backward, that all ranks of a replica have one loss and that it reads no partial values.
-
-        Raises:
-            RuntimeError: with replicas, if a parameter thawed or froze within the step.
-        """
+        """Check, before the backward, that all ranks of a replica have one loss and that it reads no partial values."""
         if self.stages.window is None:  # else it is no loss yet
             self._before_backward(closure_loss, is_loss=self.stages.stage is None or self.stages.stage.is_last)
 
@@ -366,7 +362,7 @@ class Steps:
         if self._reads_each_backward or not self._env.module.automatic_optimization:
             self._sum_gradients(None)
             automatic = self._env.module.automatic_optimization
-            self._flushed = self._others_flushed = automatic and not self._env.trainer.fit_loop._should_accumulate()
+            self._flushed = automatic and not self._env.trainer.fit_loop._should_accumulate()
 
     def update(
         self, step: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
@@ -467,18 +463,16 @@ class Steps:
 
         return ((args[0], synced, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": synced})
 
-    def sync_gradients(self, optimizer: Optimizer) -> None:
-        """Sum the partial gradients of an optimizer's parameters over tp, unless that is done already. Collective over tp."""
+    def sync_gradients(self, optimizer: Optimizer | None) -> None:
+        """Sum the partial gradients of an optimizer's parameters (None for all) over tp, unless that is done. Collective."""
         if self._sync is None or self._flushed:
             return  # no gradient is added between the backward and the update
-        self._sum_gradients(_parameters(optimizer))
-        if self.stages.stage is not None and self._gradients_may_change:
+        automatic = self._env.module.automatic_optimization
+        self._sum_gradients(None if automatic or optimizer is None else _parameters(optimizer))
+        if optimizer is not None and self.stages.stage is not None and self._gradients_may_change:
             self._scales = StageScales(_parameters(optimizer), self._env.groups)
-        self._flushed = self._is_last_sum()
-
-    def _is_last_sum(self) -> bool:
-        """Whether no backward is to come before the update; in manual optimization, a raw step or some hook there may be one."""
-        return self._optimizing is not None and self._has_backward and self._env.module.automatic_optimization
+        # Elsewhere (a raw step, grad_norm in some hook) a backward may still be to come.
+        self._flushed = automatic and self._optimizing is not None and self._has_backward
 
     def _sum_gradients(self, parameters: Sequence[Tensor] | None) -> None:
         """Sum the gradients of ``parameters`` (None for all) over tp, and over replicas what DDP leaves to us. Collective."""
@@ -486,35 +480,14 @@ class Steps:
         if self.split is not None:
             self.split.check_reduced()
             self.split.average(parameters)
-        if parameters is None:
-            self._sync.flush_all()
-        else:
-            self._sync.flush(parameters)
+        self._sync.flush(parameters)
         if self.split is not None:
             self.split.drop_unused(parameters)
-
-    def sync_others(self) -> None:
-        """Sum the partial gradients of parameters that train and are in no optimizer, unless that is done already."""
-        if self._sync is None or self._others_flushed:
-            return
-        in_optimizers = {
-            id(parameter) for optimizer in self._env.strategy.optimizers for parameter in _parameters(optimizer)
-        }
-        others = [p for p in self._env.module.parameters() if p.requires_grad and id(p) not in in_optimizers]
-        if others:
-            self._sum_gradients(others)
-        self._others_flushed = self._is_last_sum()
 
     def settle_rows(self) -> None:
         """Let each replica hold its own rows alone, where they split parameters."""
         if self.split is not None:
             self.split.settle()
-
-    def sync_all_gradients(self) -> None:
-        """Sum the partial gradients of all parameters that train, unless that is done already. Collective over tp."""
-        for optimizer in self._env.strategy.optimizers:
-            self.sync_gradients(optimizer)
-        self.sync_others()
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Check, before an update, that gradients which must be equal on all ranks are equal. Collective.
@@ -547,11 +520,7 @@ class Steps:
             comparison()
 
     def settle(self) -> None:
-        """Read what the ranks found when they compared the losses and gradients of the last step, before anything is kept of it.
-
-        Raises:
-            RuntimeError: if they differed.
-        """
+        """Raise RuntimeError if losses or gradients of the last step differed over the ranks, before anything is kept of it."""
         if self._sync is not None:
             self._sync.losses.settle(everything=True)
         self._read_comparisons(everything=True)

@@ -533,10 +533,6 @@ class SeqParallelStrategy(ParallelStrategy):
         """Run the optimizer's step; the partial gradients are summed right after the user's closure."""
         return self.steps.update(super().optimizer_step, optimizer, closure, model, **kwargs)
 
-    def sync_all_gradients(self) -> None:
-        """Sum the partial gradients of all parameters that train, unless that is done already. Collective over tp."""
-        self.steps.sync_all_gradients()
-
     def global_norm(self, parameters: list[Tensor], norm_type: float = 2.0) -> Tensor:
         """The norm of the whole model's gradients of these parameters, equal on all ranks. Collective over tp."""
         return self.steps.global_norm(parameters, norm_type)
@@ -707,7 +703,7 @@ def grad_norm(module: LightningModule, norm_type: float = 2.0) -> Tensor:
     strategy = module.trainer.strategy
     if not isinstance(strategy, SeqParallelStrategy):
         return torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None], norm_type)
-    strategy.sync_all_gradients()
+    strategy.steps.sync_gradients(None)
     return strategy.global_norm(list(module.parameters()), norm_type)
 
 
@@ -733,7 +729,7 @@ def summoned(module: nn.Module, *names: str) -> Generator[None, None, None]:
     strategy = record.strategy()
     if isinstance(strategy, SeqParallelStrategy):
         strategy.steps.settle_rows()
-        strategy.sync_all_gradients()
+        strategy.steps.sync_gradients(None)
     if record.versions:
         record.check_versions()
     with summon(record, names):

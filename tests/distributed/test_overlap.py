@@ -417,7 +417,7 @@ def round_of(use: Any, at: int, model: Decoder, record: Any, sync: GradSync, ref
             region.reset()
         sync.attach()
         use(one, batch, at)
-    sync.flush_all()
+    sync.flush()
     compare(f"{use.__name__}, round {at}", gather_grads(model), reference)
 
 

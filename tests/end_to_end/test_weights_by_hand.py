@@ -397,7 +397,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 )
 @sees(
     "a norm taken before the backward ends the sums of the step",
-    "Steps._is_last_sum",
+    "Steps.sync_gradients",
     " and self._has_backward",
     "",
     case="tp2",
