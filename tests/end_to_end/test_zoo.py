@@ -20,9 +20,9 @@ KEPT_WHOLE = ("hard_coded", "head_list")
 KINDS = [kind for kind in (*zoo.BLOCKS, *zoo.MODELS) if kind not in {*KEPT_WHOLE, *third_party.KINDS}]
 # On four ranks, one of each sort; the rest differ in what two ranks show as well.
 FOUR = [
-    "parallel_residual", "sandwich", "gqa", "gqa_shared", "mqa", "head_norm", "full_norm", "fused_per_head", "fused_gqa", "einsum",
+    "gqa", "gqa_shared", "mqa", "head_norm", "full_norm", "fused_per_head", "fused_gqa", "einsum",
     "alibi", "bias_table", "raw_attention", "routed_moe",
-    "nano", "bert", "sequence_first", "flat", "vision", "encoder_decoder", "tied",
+    "nano", "sequence_first", "flat", "vision", "encoder_decoder", "tied",
 ]  # fmt: skip
 TOPOLOGIES = {
     "tp2": (2, 2, True),

@@ -164,66 +164,6 @@ def usual() -> PreNorm:
     return PreNorm(16, Attention(16, 4), FeedForward(16, 32))
 
 
-class ParallelResidual(PreNorm):
-    def __init__(self, dim: int, attn: nn.Module, mlp: nn.Module) -> None:
-        super().__init__(dim, attn, mlp)
-        del self.ln2
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.ln1(x)
-        return x + self.attn(h) + self.mlp(h)
-
-
-class Sandwich(PreNorm):
-    def __init__(self, dim: int, attn: nn.Module, mlp: nn.Module) -> None:
-        super().__init__(dim, attn, mlp, RMSNorm)
-        self.post1, self.post2 = RMSNorm(dim), RMSNorm(dim)
-        self.scale = nn.Parameter(torch.full((dim,), 1e-3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.post1(self.attn(self.ln1(x)))
-        return x + self.scale * self.post2(self.mlp(self.ln2(x)))
-
-
-class SelfOutput(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.dense, self.norm = nn.Linear(hidden, dim), nn.LayerNorm(dim)
-
-    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        return self.norm(self.dense(hidden) + residual)
-
-
-class SelfAttention(nn.Module):
-    """As BERT's: no output projection in it."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.num_attention_heads, self.attention_head_size = heads, dim // heads
-        self.all_head_size = dim
-        self.query, self.key, self.value = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], self.num_attention_heads, self.attention_head_size).permute(0, 2, 1, 3)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
-        scores = q @ k.transpose(-1, -2) / math.sqrt(self.attention_head_size) + mask
-        y = (scores.softmax(-1) @ v).permute(0, 2, 1, 3).contiguous()
-        return y.view(*y.shape[:-2], self.all_head_size)
-
-
-class BertBlock(nn.Module):
-    def __init__(self, dim: int = 16, heads: int = 4) -> None:
-        super().__init__()
-        self.attention, self.out1 = SelfAttention(dim, heads), SelfOutput(dim, dim)
-        self.intermediate, self.out2 = nn.Linear(dim, 32), SelfOutput(dim, 32)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = self.out1(self.attention(x, mask), x)
-        return self.out2(F.gelu(self.intermediate(x)), x)
-
-
 class FusedQKV(nn.Module):
     """One projection for all; ``layout`` is how people order it."""
 
@@ -584,8 +524,6 @@ class DenseMoE(nn.Module):
 
 
 BLOCKS: dict[str, Any] = {
-    "parallel_residual": lambda: ParallelResidual(16, Attention(16, 4), FeedForward(16, 32)),
-    "sandwich": lambda: Sandwich(16, Attention(16, 4), SwiGLU(16, 24)),
     "gqa": lambda: PreNorm(32, Attention(32, 8, 4, rope=True), SwiGLU(32, 24), RMSNorm),
     "gqa_shared": lambda: PreNorm(32, Attention(32, 8, 2, rope=True), SwiGLU(32, 24), RMSNorm),
     "mqa": lambda: PreNorm(16, Attention(16, 4, 1), FeedForward(16, 32)),
@@ -657,18 +595,6 @@ class Decoder(nn.Module):
         for block in self.h:
             x = block(x)
         return self.lm_head(self.ln_f(x))
-
-
-class Bert(Net):
-    def __init__(self) -> None:
-        super().__init__(BertBlock(), BertBlock())
-
-    def forward(self, ids: Tensor) -> Tensor:
-        mask = (ids == 0)[:, None, None, :] * -1e9
-        x = self.embed(ids)
-        for layer in self.blocks:
-            x = layer(x, mask)
-        return self.out(self.norm(x))
 
 
 class Reused(Net):
@@ -793,7 +719,6 @@ class Distilled(nn.Module):
 
 
 MODELS: dict[str, Any] = {
-    "bert": Bert,
     "reused": Reused,
     "named": Named,
     "sequence_first": Sequence,
