@@ -148,9 +148,9 @@ def overflow(
     ("world", "axis", "size", "how", "name", "rank"),
     [
         (2, "tp", 2, "ddp", "model.blocks.0.mlp.up.weight", 1),
-        pytest.param(2, "cp", 2, "ddp", "model.blocks.0.mlp.up.weight", 1, marks=pytest.mark.more),
+        (2, "cp", 2, "ddp", "model.blocks.0.mlp.up.weight", 1),
         (4, "tp", 2, "fsdp", "model.blocks.1.attn.proj.weight", 2),
-        pytest.param(4, "tp", 1, "fsdp", "model.tokens.weight", 3, marks=pytest.mark.more),
+        (4, "tp", 1, "fsdp", "model.tokens.weight", 3),
     ],
 )
 def test_all_ranks_skip_the_same_step(world, axis, size, how, name, rank):
