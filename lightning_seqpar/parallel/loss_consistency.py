@@ -58,8 +58,8 @@ class LossWatch:
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
-        axes = groups.loss_axes
-        self._size, self._rank, self._group = groups.size(axes), groups.rank(axes), groups[axes]
+        self._groups = groups
+        self._size, self._rank = groups.size(groups.loss_axes), groups.rank(groups.loss_axes)
         self.rides_over_tp = groups.size("tp") == self._size
         self._own: Tensor | None = None
         self._limit = 0.0
@@ -94,7 +94,7 @@ class LossWatch:
         """Sum the row by itself, unless it has ridden along with a sum of gradients already; collective over tp."""
         row = self.row(torch.float64)
         if row is not None:
-            dist.all_reduce(row, group=self._group)
+            dist.all_reduce(row, group=self._groups[self._groups.loss_axes])
             self.take(row)
 
     def settle(self, *, everything: bool = False) -> None:

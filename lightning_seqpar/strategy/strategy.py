@@ -662,8 +662,9 @@ class SeqParallelStrategy(ParallelStrategy):
         self.model = module
         self.model_setup.undo()
         self.saver.end()
-        if module is not None and (stage := self.stages.stage) is not None:
-            stage.leave_out(torch.device("cpu"))
+        record = None if module is None else record_of(module)
+        if record is not None and record.stage is not None:
+            record.stage.leave_out(torch.device("cpu"))
         unmovable = is_split if self._failed or self.root_device.type == "cpu" else lambda parameter: False
         if module is not None and any(parameter.is_meta or unmovable(parameter) for parameter in module.parameters()):
             # It never got its weights, or a graph that the error kept alive holds its rows: Lightning would fail to move it to

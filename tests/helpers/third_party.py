@@ -573,13 +573,12 @@ class OneWayOut(nn.Module):
         return x + self.out(torch.cat((self.attn(y), F.gelu(self.up(y))), -1))
 
 
-class Attending(nn.Module):
+class Attending(Projections):
     """An attention without a way out."""
 
-    def __init__(self, dim: int = 16, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__(dim)
+        del self.o
 
     def forward(self, x: Tensor) -> Tensor:
         return attend(*(heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v)))

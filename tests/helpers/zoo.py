@@ -644,21 +644,19 @@ class Flat(Net):
         return self.out(self.norm(x)).view(b, s, -1)
 
 
-class Vision(nn.Module):
+class Vision(Net):
     """Patches by a convolution, a CLS token, learned positions, odd lengths; the head reads the CLS token."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.patch = nn.Conv2d(1, 16, 1)
+        super().__init__(NormInside(), NormInside())
+        self.embed = nn.Conv2d(1, 16, 1)
         self.cls, self.pos = nn.Parameter(torch.zeros(1, 1, 16)), nn.Parameter(torch.zeros(1, 64, 16))
-        self.blocks = nn.Sequential(*(NormInside() for _ in range(2)))
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 31)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.patch((ids.to(self.pos.dtype) / 31)[:, None, :, None]).flatten(2).transpose(1, 2)
+        x = self.embed((ids.to(self.pos.dtype) / 31)[:, None, :, None]).flatten(2).transpose(1, 2)
         x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1)
-        x = self.norm(self.blocks(x + self.pos[:, : x.shape[1]]))
-        return self.head(x[:, 0])[:, None].expand(-1, ids.shape[1], -1)
+        x = self.norm(self.run(x + self.pos[:, : x.shape[1]]))
+        return self.out(x[:, 0])[:, None].expand(-1, ids.shape[1], -1)
 
 
 class CrossBlock(nn.Module):
