@@ -345,19 +345,11 @@ class SeqParallelStrategy(ParallelStrategy):
 
     @shortens_refusals
     def check_before_start(self, module: LightningModule) -> None:
-        """Refuse what the model's attributes tell, before the ranks are started or meet; the launcher calls it.
-
-        Raises:
-            ValueError: for heads that do not divide by tp.
-        """
+        """Refuse heads that do not divide by tp, before the ranks are started or meet; the launcher calls it."""
         refuse_uneven_heads(module, self.config)
 
     def setup_environment(self) -> None:
-        """Connect the processes and make their groups; make a model whole that an earlier run sharded, if callbacks copy it.
-
-        Raises:
-            ValueError: if they are, and the model has no weights yet.
-        """
+        """Connect the processes and make their groups; make a model whole that an earlier run sharded, if callbacks copy it."""
         callbacks, module = self.environment.callbacks, self.environment.module
         if self.config.checkpoint.async_save:
             refuse_links(callbacks)
@@ -409,12 +401,9 @@ class SeqParallelStrategy(ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """A context manager in which the initialisation of tensors on the meta device is recorded.
+        """A context manager in which the initialisation of tensors on the meta device (all with ``empty_init``) is recorded.
 
         ``setup`` gives them their values later, of each tensor this rank's part alone.
-
-        Args:
-            empty_init: make all tensors on the meta device, as under ``with torch.device("meta")``.
         """
         with super().tensor_init_context(), self.model_setup.recording(empty=bool(empty_init)):
             yield
