@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
-from lightning_seqpar.verify.parity import ParityRecorder
+from lightning_seqpar.verify.parity import ParityRecorder, compare
 from tests.helpers import models, zoo
-from tests.helpers.fit import quiet_trainer
+from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.slices import rest
 from tests.mutants import sees
 
@@ -207,9 +207,12 @@ class LateDraws(models.GPT):
 
 
 class HiddenOptimizer(models.GPT):
-    """Steps an optimizer that Lightning has never seen."""
+    """Steps an optimizer that Lightning has never seen, behind each batch."""
+
+    accumulate = 2
 
     def on_fit_start(self) -> None:
+        self.trainer.accumulate_grad_batches = self.accumulate
         self.hidden = torch.optim.SGD(self.model.blocks[0].norm1.parameters(), lr=0.1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -219,6 +222,12 @@ class HiddenOptimizer(models.GPT):
     def on_train_batch_end(self, *args: Any) -> None:
         self.hidden.step()
         self.hidden.zero_grad()
+
+
+class HiddenBehindUpdates(HiddenOptimizer):
+    """And each batch has an update, for which all gradients were summed."""
+
+    accumulate = 1
 
 
 class HiddenMuon(HiddenOptimizer):
@@ -604,6 +613,12 @@ def test_refused(case):
     message = str(told.value)
     assert message.startswith("2 of 2 ranks failed"), message[:400]
     assert re.search(says, message, re.DOTALL), message[:1500]
+
+
+def test_an_unknown_optimizer_behind_updates_steps_on_whole_gradients():
+    model = "end_to_end.test_guards:HiddenBehindUpdates"
+    for trace in run_distributed(fit, 2, model, {}, world=2, strategy={"tp": 2}, steps=3):
+        compare(fit(model, {}, steps=3), trace).raise_if_failed()
 
 
 def test_pruning_is_refused():

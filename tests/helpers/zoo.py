@@ -264,8 +264,10 @@ class AllInline(nn.Module):
         self.up, self.down = nn.Linear(dim, 32), nn.Linear(32, dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
         h = self.n1(x)
-        x = x + self.o(attend(*(heads_of(p(h), self.heads) for p in (self.q, self.k, self.v))))
+        q, k, v = (p(h).view(b, s, self.heads, -1).transpose(1, 2) for p in (self.q, self.k, self.v))
+        x = x + self.o(attend(q, k, v))
         return x + self.down(F.gelu(self.up(self.n2(x))))
 
 
