@@ -28,26 +28,11 @@ def installed() -> list[str]:
 
 
 def ask(service: str, packages: Sequence[str], options: Sequence[str]) -> list[dict[str, Any]] | None:
-    """What a database says of each package; None if it can't be reached.
-
-    Args:
-        service: its name.
-        packages: with their versions.
-        options: more options of pip-audit.
-    """
+    """What a database says of each package; None if it can't be reached."""
     with tempfile.TemporaryDirectory() as folder:
         (file := Path(folder, "packages.txt")).write_text("\n".join(packages))
-        how = [
-            "--requirement",
-            str(file),
-            "--no-deps",
-            "--disable-pip",
-            "--format",
-            "json",
-            "--progress-spinner",
-            "off",
-        ]
-        command = [sys.executable, "-m", "pip_audit", *how, "--vulnerability-service", service, *options]
+        how = f"--no-deps --disable-pip --format json --progress-spinner off --vulnerability-service {service}".split()
+        command = [sys.executable, "-m", "pip_audit", "--requirement", str(file), *how, *options]
         output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     try:
         found: list[dict[str, Any]] = json.loads(output)["dependencies"]
@@ -58,11 +43,7 @@ def ask(service: str, packages: Sequence[str], options: Sequence[str]) -> list[d
 
 
 def describe(found: Sequence[dict[str, Any]]) -> tuple[list[str], bool]:
-    """A line for each vulnerability and one on all of them; and whether a release fixes one.
-
-    Args:
-        found: of each package what :func:`ask` returned.
-    """
+    """A line for each vulnerability and one on all of them; and whether a release fixes one."""
     lines, fixable = [], False
     for package in found:
         for one in package.get("vulns", ()):

@@ -35,7 +35,7 @@ class Mutant:
 
     Attributes:
         name: what is wrong, for the table.
-        definition: the qualified name, such as ``GradSync.flush_all``; with the module's last name in front of it where
+        definition: the qualified name, such as ``GradSync.flush``; with the module's last name in front of it where
             several modules have one of that name, ``grad_norm:global_grad_norm``.
         old: a part of the definition's source.
         new: what stands there instead.

@@ -13,12 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.distributed.gloo import (
-    ExchangedAllReduce,
-    ExchangedGather,
-    ExchangedReduceScatter,
-    uses_exchanges,
-)
+from lightning_seqpar.distributed.counters import ExchangeRole
+from lightning_seqpar.distributed.gloo import Exchange, end_sum, start_sum, uses_exchanges
 from lightning_seqpar.distributed.padding import pad, shard_length, with_memory
 
 
@@ -27,15 +23,16 @@ class PendingAllReduce:
 
     def __init__(self, x: Tensor, group: ProcessGroup, async_op: bool) -> None:
         x = with_memory(x.detach())
-        self._exchanged = ExchangedAllReduce(x, group, async_op) if uses_exchanges(x, group) else None
-        if self._exchanged is None:
-            self._out = x.detach().clone(memory_format=torch.contiguous_format)
+        self._shape, self._group = x.shape, group
+        self._exchange = start_sum(x, group, async_op) if uses_exchanges(x, group) else None
+        if self._exchange is None:
+            self._out = x.clone(memory_format=torch.contiguous_format)
             self._work = dist.all_reduce(self._out, group=group, async_op=async_op)
 
     def wait(self) -> Tensor:
         """Wait for the sum and return it."""
-        if self._exchanged is not None:
-            return self._exchanged.wait()
+        if self._exchange is not None:
+            return end_sum(self._exchange, self._shape, self._group)
         if self._work is not None:
             self._work.wait()
         return self._out
@@ -53,19 +50,21 @@ class PendingGather:
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, length: int | None, async_op: bool) -> None:
         self._dim, self._length = dim % x.ndim, length
         x = with_memory(x.detach())
-        self._exchanged = ExchangedGather(x, self._dim, group, async_op) if uses_exchanges(x, group) else None
-        if self._exchanged is None:
-            self._size, self._shape = group.size(), x.shape
+        self._size, self._shape = group.size(), x.shape
+        self._exchange: Exchange | None = None
+        if uses_exchanges(x, group):
+            self._exchange = Exchange([x] * self._size, group, async_op, ExchangeRole.ALL_GATHER)
+        else:
             self._out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
             # Kept until the collective is done: the backend reads it meanwhile.
-            self._input = x.detach().contiguous()
+            self._input = x.contiguous()
             self._work = dist.all_gather_single(self._out, self._input, group=group, async_op=async_op)
 
     def wait(self) -> Tensor:
         """Wait for the shards and return them as one tensor, trimmed to the true length: ``[b, s, h]``."""
         dim = self._dim
-        if self._exchanged is not None:
-            out = self._exchanged.wait()
+        if self._exchange is not None:
+            out = torch.cat(self._exchange.wait(), dim)
         else:
             if self._work is not None:
                 self._work.wait()
@@ -90,8 +89,10 @@ class PendingReduceScatter:
         size, dim = group.size(), dim % x.ndim
         chunk = shard_length(x.shape[dim], size)
         x = with_memory(pad(x.detach(), dim, chunk * size))
-        self._exchanged = ExchangedReduceScatter(x, dim, group, async_op) if uses_exchanges(x, group) else None
-        if self._exchanged is None:
+        self._exchange: Exchange | None = None
+        if uses_exchanges(x, group):
+            self._exchange = Exchange(x.chunk(size, dim), group, async_op, ExchangeRole.REDUCE_SCATTER)
+        else:
             stacked = x.unflatten(dim, (size, chunk)).movedim(dim, 0).contiguous()
             self._shape = stacked.shape[1:]
             self._input = stacked.flatten(0, 1)
@@ -100,8 +101,8 @@ class PendingReduceScatter:
 
     def wait(self) -> Tensor:
         """Wait for the sum and return this rank's shard of it, ``[b, ceil(s/tp), h]``."""
-        if self._exchanged is not None:
-            return self._exchanged.wait()
+        if self._exchange is not None:
+            return self._exchange.sum()
         if self._work is not None:
             self._work.wait()
         return self._out.view(self._shape)

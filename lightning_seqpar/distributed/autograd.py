@@ -159,9 +159,9 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-def tensor_hooks(tensor: Tensor) -> list[int]:
-    """The ids of the hooks on a tensor's gradient, first those that run before it is accumulated."""
-    return [*(tensor._backward_hooks or {}), *(getattr(tensor, "_post_accumulate_grad_hooks", None) or {})]
+def count_tensor_hooks(tensors: Iterable[Tensor]) -> list[int]:
+    """How many hooks are registered on the gradient of each tensor."""
+    return [len(x._backward_hooks or ()) + len(getattr(x, "_post_accumulate_grad_hooks", None) or ()) for x in tensors]
 
 
 def has_node_hooks(node: Any) -> bool:

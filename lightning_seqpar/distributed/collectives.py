@@ -18,8 +18,8 @@ imported from here too.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -72,119 +72,47 @@ def passes_none(backward: Callable[..., Any]) -> Callable[..., Any]:
     no gradient on one rank has none on the others.
     """
 
-    @functools.wraps(backward)
+    @wraps(backward)
     def passing(ctx: Any, grad: Tensor | None) -> Any:
         return (None,) * len(ctx.needs_input_grad) if grad is None else backward(ctx, grad)
 
     return passing
 
 
-class _Copy(torch.autograd.Function):
-    """Forward ``y_r = x``; input-grad ``dx = sum over r of dy_r``. All are ``[b, s, h]``."""
+class _Pair(torch.autograd.Function):
+    """Forward ``run``; backward ``back``, its conjugate."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_from_tensor_parallel_region(grad, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    """Forward ``y = sum over r of x_r``; input-grad ``dx_r = dy``. All are ``[b, s, h]``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.group = group
-        return all_reduce(x, group)
-
-    @staticmethod
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return copy_to_tensor_parallel_region(grad, ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    """Forward ``y_r = shard_r(x)``, ``[b, s, h]`` → ``[b, s/tp, h]``, by ``cut``; input-grad ``dx = gather_r(dy_r)``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, cut: Callable[..., Tensor]) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]
-        return cut(x, dim, group)
-
-    @staticmethod
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        whole = gather_replicated_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length)
-        return whole, None, None, None
-
-
-def _cut_by(cut: Callable[..., Tensor], x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's shard by ``cut``; differentiable where gradients are on."""
-    function: Any = _Scatter
-    result: Tensor = function.apply(x, dim, group, cut) if torch.is_grad_enabled() else cut(x, dim, group)
-    return result
-
-
-class _GatherReplicated(torch.autograd.Function):
-    """Forward ``y = gather_r(x_r)``, ``[b, s/tp, h]`` → ``[b, s, h]``; input-grad ``dx_r = shard_r(dy)``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, length: int | None) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.dim, ctx.group = dim, group
-        return all_gather(x, dim, group, length)
-
-    @staticmethod
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _cut_by(split, grad, ctx.dim, ctx.group), None, None, None
-
-
-class _Gather(torch.autograd.Function):
-    """Forward ``y = gather_r(x_r)``, ``[b, s/tp, h]`` → ``[b, s, h]``; input-grad ``dx_r = shard_r(sum over q of dy_q)``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, length: int | None) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.dim, ctx.group = dim, group
-        return all_gather(x, dim, group, length)
-
-    @staticmethod
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """Forward ``y_r = shard_r(sum over q of x_q)``, ``[b, s, h]`` → ``[b, s/tp, h]``; input-grad ``dx_r = gather_q(dy_q)``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]
-        return reduce_scatter(x, dim, group)
+        ctx.back = back
+        return run(x)
 
     @staticmethod
     @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length), None, None
+        return ctx.back(grad), None, None
 
 
-REDUCTIONS = (_Reduce, _ReduceScatter)
-"""Functions behind which every rank has the whole, or its shard, of a sum over ranks."""
+class _Reduction(_Pair):
+    """A pair behind whose forward every rank has the whole, or its shard, of a sum over ranks."""
 
 
-def _applied(function: Any, plain: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Apply an autograd function, or only its forward where gradients are off, as they are in most backwards."""
-    result: Tensor = function.apply(*args) if torch.is_grad_enabled() else plain(*args)
+REDUCTIONS = (_Reduction,)
+
+
+def _applied(
+    function: type[_Pair], x: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Apply a pair, or only its forward where gradients are off, as they are in most backwards."""
+    result: Tensor = function.apply(x, run, back) if torch.is_grad_enabled() else run(x)  # type: ignore[no-untyped-call]
     return result
+
+
+def _cut_by(cut: Callable[..., Tensor], x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's shard by ``cut``."""
+    back = partial(gather_replicated_from_sequence_parallel_region, dim=dim, group=group, length=x.shape[dim])
+    return _applied(_Pair, x, partial(cut, dim=dim, group=group), back)
 
 
 def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -194,7 +122,7 @@ def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Forward: identity, ``y_r = x``. Backward: all-reduce, ``dx = sum over r of dy_r``. Dim: none.
     """
-    return _applied(_Copy, lambda x, group: x.view_as(x), x, group)
+    return _applied(_Pair, x, lambda x: x.view_as(x), partial(reduce_from_tensor_parallel_region, group=group))
 
 
 def reduce_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -204,7 +132,8 @@ def reduce_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor
 
     Forward: all-reduce, ``y = sum over r of x_r``. Backward: identity, ``dx_r = dy``. Dim: none.
     """
-    return _applied(_Reduce, all_reduce, x, group)
+    back = partial(copy_to_tensor_parallel_region, group=group)
+    return _applied(_Reduction, x, partial(all_reduce, group=group), back)
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -227,7 +156,8 @@ def gather_replicated_from_sequence_parallel_region(
     Forward: all-gather, trimmed to ``length``, ``y = gather_r(x_r)``. Backward: slice, ``dx_r = shard_r(dy)``, whose padding
     is zero. Dim: ``dim``.
     """
-    return _applied(_GatherReplicated, all_gather, x, dim, group, length)
+    back = partial(_cut_by, split, dim=dim, group=group)
+    return _applied(_Pair, x, partial(all_gather, dim=dim, group=group, length=length), back)
 
 
 def gather_from_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
@@ -238,7 +168,8 @@ def gather_from_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGrou
     Forward: all-gather, trimmed to ``length``, ``y = gather_r(x_r)``. Backward: reduce-scatter,
     ``dx_r = shard_r(sum over q of dy_q)``. Dim: ``dim``.
     """
-    return _applied(_Gather, all_gather, x, dim, group, length)
+    back = partial(reduce_scatter_to_sequence_parallel_region, dim=dim, group=group)
+    return _applied(_Pair, x, partial(all_gather, dim=dim, group=group, length=length), back)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -249,4 +180,5 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: Proce
     Forward: reduce-scatter, zero-padded, ``y_r = shard_r(sum over q of x_q)``. Backward: all-gather, trimmed to ``s``,
     ``dx_r = gather_q(dy_q)``. Dim: ``dim``.
     """
-    return _applied(_ReduceScatter, reduce_scatter, x, dim, group)
+    back = partial(gather_from_sequence_parallel_region, dim=dim, group=group, length=x.shape[dim])
+    return _applied(_Reduction, x, partial(reduce_scatter, dim=dim, group=group), back)

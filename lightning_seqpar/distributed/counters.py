@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_seqpar.distributed.autograd import dispatch_modes, selective_checkpoint_caches, storage_id
+from lightning_seqpar.distributed.autograd import selective_checkpoint_caches, storage_id
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -98,8 +98,8 @@ class Traffic(TorchDispatchMode):
     Where a backend makes a collective of exchanges (see :mod:`lightning_seqpar.distributed.gloo`), ``calls`` and
     ``bytes`` have it under the collective's name, with the bytes that a backend's own collective would have been given:
     an exchange over ``n`` ranks that sent ``m`` bytes to each of ``n - 1`` others is an all-gather of ``m`` or a
-    reduce-scatter of ``n * m`` bytes. So a step counts alike over every backend. An exchange that announces no role,
-    or that does not give every other rank as much, counts as ``alltoall``.
+    reduce-scatter of ``n * m`` bytes. So a step counts alike over every backend. An exchange of a tensor
+    without an ``exchange_role``, or one that does not give every other rank as much, counts as ``alltoall``.
 
     Attributes:
         calls: number of collectives by name, such as ``{"all_gather": 4}``, and of tensors sent to one rank (``send``).
@@ -115,23 +115,17 @@ class Traffic(TorchDispatchMode):
         self.bytes: Counter[str] = Counter()
         self.backend_calls: Counter[str] = Counter()
         self.backend_bytes: Counter[str] = Counter()
-        self._role: ExchangeRole | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """True: torch.compile compiles under this mode, which sees the collectives of compiled code when they run."""
         return True
 
-    def announce(self, role: ExchangeRole) -> None:
-        """The next operation of a process group is an exchange in this role; any other operation ends the announcement."""
-        self._role = role
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace == "c10d":
-            role, self._role = self._role, None
-            self._count(func, args, role)
+            self._count(func, args)
         elif func.namespace == "_c10d_functional" and "wait" not in func.name() and "wrap" not in func.name():
             # As torch's DTensor calls them.
             operation, given = func.name().split("::")[-1], _nbytes(args[0])
@@ -140,13 +134,14 @@ class Traffic(TorchDispatchMode):
             self._add(self.backend_calls, self.backend_bytes, operation, given)
         return func(*args, **(kwargs or {}))
 
-    def _count(self, func: Any, args: tuple[Any, ...], role: ExchangeRole | None) -> None:
+    def _count(self, func: Any, args: tuple[Any, ...]) -> None:
         """Count an operation of a process group: what it is given as it stands, and the collective that it makes."""
         operation = func.name().split("::")[-1].strip("_")
         # (output, input, ...) where they differ, (tensors, ...) where they are one.
         given = _nbytes(args[func._schema.arguments[0].name.startswith("output")])
         self._add(self.backend_calls, self.backend_bytes, operation, 0 if operation in _GIVES_NOTHING else given)
-        if operation == "alltoall_base" and role is not None and (sent := _sent_to_each(given, args[4])) is not None:
+        role: ExchangeRole | None = getattr(args[1], "exchange_role", None) if operation == "alltoall_base" else None
+        if role is not None and (sent := _sent_to_each(given, args[4])) is not None:
             if role.collective is not None:
                 chunks = len(args[4]) if role.divides else 1  # every rank's, this rank's own among them
                 self._add(self.calls, self.bytes, role.collective, sent * chunks)
@@ -188,13 +183,6 @@ def _sent_to_each(given: int, splits: Sequence[int]) -> int | None:
         return None
     *others, own = sorted(splits, reverse=True)
     return given // len(others) if own == 0 and others[0] == others[-1] else None
-
-
-def announce_exchange(role: ExchangeRole) -> None:
-    """Let every active :class:`Traffic` of this thread know which collective the exchange that follows is made for."""
-    for mode in dispatch_modes():
-        if isinstance(mode, Traffic):
-            mode.announce(role)
 
 
 class StepMeter(Callback):

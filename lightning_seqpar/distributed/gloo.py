@@ -5,8 +5,7 @@ third of the time of gloo's own gather, reduce-scatter and all-reduce, at every 
 exchange in which every rank gives its shard to all, a reduce-scatter one in which it gives each rank that rank's chunk,
 and an all-reduce the one after the other. A sum is then made by each rank itself, in the order of the ranks.
 
-:mod:`~lightning_seqpar.distributed.async_ops` asks :func:`uses_exchanges` and then starts one of the classes of this
-module; nothing else knows of exchanges.
+:mod:`~lightning_seqpar.distributed.async_ops` asks :func:`uses_exchanges`; nothing else knows of exchanges.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.distributed.counters import ExchangeRole, announce_exchange
+from lightning_seqpar.distributed.counters import ExchangeRole
 from lightning_seqpar.distributed.padding import pad, shard_length
 
 _AT_ONCE = 2**18
@@ -30,7 +29,7 @@ def uses_exchanges(x: Tensor, group: ProcessGroup) -> bool:
     return x.is_cpu and not x.is_complex() and group._get_backend(x.device).name() == "gloo"
 
 
-class _Exchange:
+class Exchange:
     """An exchange under way: a tensor for each rank of the group, and one from each, all of one shape."""
 
     def __init__(self, given: Sequence[Tensor], group: ProcessGroup, async_op: bool, role: ExchangeRole) -> None:
@@ -43,8 +42,8 @@ class _Exchange:
         splits[self._rank] = 0  # this rank's own tensor is not sent
         sent = others[0].reshape(-1) if len(others) == 1 else torch.cat([other.reshape(-1) for other in others])
         self._sent = sent.contiguous()  # kept until the backend has sent it
+        self._sent.exchange_role = role  # type: ignore[attr-defined]  # a Traffic reads it
         self._out = self._own.new_empty(len(others) * count)
-        announce_exchange(role)
         # The group's own call: torch.distributed's wrapper of it costs host time.
         self._work = group.alltoall_base(self._out, self._sent, splits, splits, dist.AllToAllOptions())
 
@@ -73,47 +72,19 @@ class _Exchange:
         return total.to(first.dtype).contiguous()
 
 
-class ExchangedAllReduce:
-    """An all-reduce under way: one exchange of full tensors, or for large ones a reduce-scatter and an all-gather."""
-
-    def __init__(self, x: Tensor, group: ProcessGroup, async_op: bool) -> None:
-        self._group, self._shape, size = group, x.shape, group.size()
-        self._at_once = size == 2 or x.nbytes <= _AT_ONCE
-        if self._at_once:
-            self._exchange = _Exchange([x.detach()] * size, group, async_op, ExchangeRole.ALL_REDUCE)
-        else:
-            flat = x.detach().reshape(-1)
-            chunks = pad(flat, 0, shard_length(len(flat), size) * size).chunk(size)
-            self._exchange = _Exchange(chunks, group, async_op, ExchangeRole.ALL_REDUCE_SCATTER)
-
-    def wait(self) -> Tensor:
-        """Wait for the sum and return it, in a new tensor; the second exchange of two is made here."""
-        summed = self._exchange.sum()
-        if self._at_once:
-            return summed
-        copies = [summed] * self._group.size()
-        gathering = _Exchange(copies, self._group, async_op=False, role=ExchangeRole.ALL_REDUCE_GATHER)
-        return torch.cat(gathering.wait())[: self._shape.numel()].view(self._shape)
+def start_sum(x: Tensor, group: ProcessGroup, async_op: bool) -> Exchange:
+    """Start a sum of full tensors, or for large ones the exchange that leaves each rank a chunk of the sum."""
+    size = group.size()
+    if size == 2 or x.nbytes <= _AT_ONCE:
+        return Exchange([x] * size, group, async_op, ExchangeRole.ALL_REDUCE)
+    chunks = pad(x.reshape(-1), 0, shard_length(x.numel(), size) * size).chunk(size)
+    return Exchange(chunks, group, async_op, ExchangeRole.ALL_REDUCE_SCATTER)
 
 
-class ExchangedGather:
-    """An all-gather along ``dim`` under way."""
-
-    def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool) -> None:
-        self._dim = dim
-        self._exchange = _Exchange([x.detach()] * group.size(), group, async_op, ExchangeRole.ALL_GATHER)
-
-    def wait(self) -> Tensor:
-        """Wait for the shards and return them as one new tensor, padding included."""
-        return torch.cat(self._exchange.wait(), self._dim)
-
-
-class ExchangedReduceScatter:
-    """A reduce-scatter along ``dim`` under way."""
-
-    def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool) -> None:
-        self._exchange = _Exchange(x.chunk(group.size(), dim), group, async_op, ExchangeRole.REDUCE_SCATTER)
-
-    def wait(self) -> Tensor:
-        """Wait for the other ranks' chunks and return this rank's shard of the sum, ``[b, s/tp, h]``."""
-        return self._exchange.sum()
+def end_sum(exchange: Exchange, shape: torch.Size, group: ProcessGroup) -> Tensor:
+    """Wait for what :func:`start_sum` started and return the sum; the second exchange of two is made here."""
+    summed = exchange.sum()
+    if summed.shape == shape:
+        return summed
+    gathering = Exchange([summed] * group.size(), group, async_op=False, role=ExchangeRole.ALL_REDUCE_GATHER)
+    return torch.cat(gathering.wait())[: shape.numel()].view(shape)

@@ -23,7 +23,7 @@ def is_split(tensor: object) -> TypeGuard[DTensor]:
 
 def local_rows(tensor: Tensor) -> Tensor:
     """This rank's rows of a tensor that is split over the replicas, in the same memory; any other tensor as it is."""
-    if not is_split(tensor):
+    if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
         return tensor.to_local()

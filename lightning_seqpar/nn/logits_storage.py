@@ -37,7 +37,7 @@ class StoredLogits:
     ) -> None:
         self.tensors = (x, weight, bias)
         self.dtype, self.compute, self.chunk = dtype, compute or x.dtype, chunk
-        self._versions = self._read_versions()
+        self._versions = None if weight is None else self._read_versions()
 
     @property
     def is_deferred(self) -> bool:
@@ -54,7 +54,7 @@ class StoredLogits:
         Raises:
             RuntimeError: naming the remedies.
         """
-        if self.is_deferred and self._read_versions() != self._versions:
+        if self._versions is not None and self._read_versions() != self._versions:
             raise RuntimeError(
                 "logits that were not made yet (loss_chunk) are read after the head's weight or its input has changed, and would "
                 "be other logits; read them before the optimizer steps (logits.whole() keeps all, on all ranks), or leave "

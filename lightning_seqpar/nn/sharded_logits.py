@@ -32,7 +32,7 @@ from lightning_seqpar.distributed.host import require_inside
 from lightning_seqpar.distributed.meeting import Meeting
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.logits_storage import StoredLogits
-from lightning_seqpar.nn.vocab_loss import VocabParallelCrossEntropy, target_weights
+from lightning_seqpar.nn.vocab_loss import LossOptions, VocabParallelCrossEntropy, target_weights
 
 
 class ShardedLogits(Tensor):
@@ -88,7 +88,7 @@ class ShardedLogits(Tensor):
     def _wrap(part: StoredLogits, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
         if not torch.is_grad_enabled():  # made without gradients, they must not train the head when they are read later
             part = part.detached()
-        out: ShardedLogits = _Wrap.apply(*part.tensors, part, shard, group, rank)  # type: ignore[no-untyped-call]
+        out: ShardedLogits = _Wrap.apply(*part.tensors, part, (shard, group, rank))  # type: ignore[no-untyped-call]
         out._part, out._memory = part, _Memory()
         return out
 
@@ -367,17 +367,15 @@ class _Wrap(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         part: StoredLogits,
-        shard: Shard,
-        group: ProcessGroup,
-        rank: int,
+        vocab: tuple[Shard, ProcessGroup, int],
     ) -> Tensor:
         ctx.set_materialize_grads(False)
+        shard, _, rank = vocab
         ctx.start, ctx.width = shard.ranges[rank][0], part.shape[-1]
         ctx.is_product, ctx.dtype = weight is not None, x.dtype
         if ctx.is_product:
             ctx.save_for_backward(x, weight)
-        detached = part.of_tokens(lambda x: x.detach()) if weight is None else part
-        return ShardedLogits._make(detached, shard, group, rank)
+        return ShardedLogits._make(part, *vocab)
 
     @staticmethod
     @passes_none
@@ -386,13 +384,13 @@ class _Wrap(torch.autograd.Function):
         start, stop = ctx.start
         own = F.pad(grad[..., start:stop], (0, ctx.width - (stop - start)))
         if not ctx.is_product:
-            return own.to(ctx.dtype), *([None] * 6)
+            return own.to(ctx.dtype), *([None] * 4)
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         flat = own.flatten(0, -2)
         grad_x = (own @ weight.to(own.dtype)).to(x.dtype) if needs[0] else None
         grad_w = (flat.t() @ x.flatten(0, -2).to(own.dtype)).to(weight.dtype) if needs[1] else None
-        return grad_x, grad_w, flat.sum(0) if needs[2] else None, *([None] * 4)
+        return grad_x, grad_w, flat.sum(0) if needs[2] else None, None, None
 
 
 # ---- operations that keep logits sharded -----------------------------------------------------------------------
@@ -473,8 +471,9 @@ def _reshape(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: di
     """A reshape, if its last dim stays the vocabulary; a view as another type is gathered."""
     if any(isinstance(arg, torch.dtype) for arg in (*args, *kwargs.values())):
         return None
-    shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
-    if not shape or shape[-1] != logits.shape[-1]:
+    own = logits.shape
+    shape = func(torch.empty(own, device="meta"), *args, **kwargs).shape
+    if not shape or shape[-1] != own[-1]:
         return None
     return logits.with_part(logits._part.of_tokens(lambda x: x.reshape(*shape[:-1], x.shape[-1])))
 
@@ -582,19 +581,17 @@ def cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{reduction} is not a valid value for reduction; write 'mean', 'sum' or 'none'")
-    if target.shape != logits.shape[:1]:
-        raise ValueError(
-            f"Expected input batch_size ({logits.shape[0]}) to match target batch_size ({list(target.shape)})."
-        )
+    count, classes = logits.shape
+    if target.shape != (count,):
+        raise ValueError(f"Expected input batch_size ({count}) to match target batch_size ({list(target.shape)}).")
     part = logits._part
-    if torch.is_autocast_enabled(logits.device.type):
+    if torch.is_autocast_enabled(target.device.type):
         part = part.cast(torch.promote_types(part.dtype, torch.float32))
     valid = target != ignore_index
-    inside = ~valid | ((target >= 0) & (target < logits.shape[-1]))
+    inside = ~valid | ((target >= 0) & (target < classes))
     require_inside(target, inside, "Target {} is out of bounds.")
-    losses: Tensor = VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        *part.tensors, part, target, valid, weight, label_smoothing, logits._shard, logits._rank, logits._group
-    )
+    options = LossOptions(part, valid, weight, label_smoothing, logits._shard, logits._rank, logits._group)
+    losses: Tensor = VocabParallelCrossEntropy.apply(*part.tensors, target, options)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses
     if reduction == "sum":

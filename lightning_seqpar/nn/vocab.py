@@ -59,10 +59,6 @@ def unfit_forward(module: nn.Module, base: type[nn.Module]) -> str | None:
 
     A forward that leaves the product, or the lookup, to ``super().forward`` works as it is: a scale on an embedding's output.
     One that computes with the weight itself would see this rank's part.
-
-    Args:
-        module: of the class ``base`` or a subclass.
-        base: ``nn.Embedding`` or ``nn.Linear``.
     """
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
@@ -127,12 +123,9 @@ class _VocabParallel(nn.Module):
 
     @classmethod
     def adopt(cls, module: nn.Module, part: VocabPart, *, cut: bool) -> None:
-        """Turn a module into this class in place; a subclass with a forward of its own keeps it, around this one.
+        """Turn a module into this class in place, and ``cut`` the weight, unless a module that it is tied to did so.
 
-        Args:
-            module: the user's.
-            part: which part of the vocabulary this rank has.
-            cut: whether to cut the weight; False if a module that it is tied to did so.
+        A subclass with a forward of its own keeps it, around this one.
         """
         module.__class__ = _parallel_class(cls, type(module), cls._base)
         layer: Any = module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,18 @@ AT_ONCE = 2**22
 def target_weights(weight: Tensor, target: Tensor, valid: Tensor) -> Tensor:
     """The class weight of each target, ``[n]``; zero where it is ignored."""
     return weight[target.masked_fill(~valid, 0)] * valid
+
+
+class LossOptions(NamedTuple):
+    """What a cross entropy is told beside logits and targets: ``valid`` says which of these count, ``weight`` is ``[v]``."""
+
+    part: StoredLogits
+    valid: Tensor
+    weight: Tensor | None
+    smoothing: float
+    shard: Shard
+    rank: int
+    group: ProcessGroup
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -57,16 +69,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         x: Tensor,
         head: Tensor | None,
         bias: Tensor | None,
-        part: StoredLogits,
         target: Tensor,
-        valid: Tensor,
-        weight: Tensor | None,
-        smoothing: float,
-        shard: Shard,
-        rank: int,
-        group: ProcessGroup,
+        options: LossOptions,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
+        part, valid, weight, smoothing, shard, rank, group = options
         part.check()
         how = (part.dtype, part.compute, part.chunk)
         rows = _LogitChunks(x, head, bias, how, shard, rank)
@@ -107,32 +114,18 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         hard = (1 - smoothing) * own * scale
         soft = smoothing / ctx.classes * scale
         level = (hard + soft * ctx.heavy if smoothing else hard) / total
-        out = rows.collect(ctx.needs_input_grad)
+        out = _ChunkGrads(rows, ctx.needs_input_grad)
         for some in rows.chunks if stop > start else ():
             z = rows.shifted(rows.logits(some), top[some], out.room(some)).exp_().mul_(level[some].unsqueeze(-1))
             z.scatter_add_(-1, at[some].unsqueeze(-1), -(hard * mine)[some].unsqueeze(-1))
             if smoothing:
                 z -= soft[some].unsqueeze(-1) * (1.0 if weights is None else weights[start:stop])
             out.add(some, z)
-        return *out.grads, *([None] * 8)
+        return *out.grads, None, None
 
 
 class _LogitChunks:
-    """One rank's logits, some tokens at a time, in a wider type.
-
-    Args:
-        x: logits ``[n, ceil(v/tp)]``, or the head's input ``[n, h]``.
-        head: the head's weight ``[ceil(v/tp), h]``; None if ``x`` are logits.
-        bias: the head's bias ``[ceil(v/tp)]``, or None.
-        how: the logits' type, the type in which the head's product is computed, and the tokens of a chunk (0 for the default).
-        shard: how the vocabulary is split.
-        rank: this rank.
-
-    Attributes:
-        wide: the type of the arithmetic, float32 at least.
-        count: this rank's columns without padding.
-        chunks: slices of tokens.
-    """
+    """One rank's logits, or its head's inputs, some tokens (``chunks``) at a time, in float32 at least."""
 
     def __init__(
         self,
@@ -149,7 +142,7 @@ class _LogitChunks:
         self.count = stop - start
         self._x, self._head, self._bias = x, head, bias
         size = chunk or max(1, AT_ONCE // max(1, self.count))
-        self.chunks = [slice(at, at + size) for at in range(0, len(x), size)]
+        self.chunks = [slice(at, at + size) for at in range(0, x.shape[0], size)]
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._compute)
@@ -164,13 +157,7 @@ class _LogitChunks:
             return made.to(self.wide)
 
     def shifted(self, z: Tensor, by: Tensor, out: Tensor | None = None) -> Tensor:
-        """Logits of a chunk less a number for each token, in the wider type and in memory that may be written to.
-
-        Args:
-            z: what :meth:`logits` returned, ``[c, count]``; logits that were made are overwritten.
-            by: ``[c]``, in the wider type.
-            out: where to put the result of logits that were not made; None for memory of its own.
-        """
+        """What :meth:`logits` returned less ``by``, ``[c]``; overwrites logits that were made, and puts others into ``out``."""
         if self._head is None:
             return torch.sub(z, by.unsqueeze(-1), out=out)
         return z.sub_(by.unsqueeze(-1))
@@ -179,13 +166,7 @@ class _LogitChunks:
         """What the loss must know of this rank's logits ``z``, ``[3, n]``, or ``[4, n]`` with smoothing.
 
         With ``m`` the largest one of a token: ``m`` itself, ``Σ exp(z - m)``, ``z - m`` of the target (0 if another rank has
-        it), and with smoothing ``Σ w (z - m)``.
-
-        Args:
-            at: the column of each target, ``[n]``; any if another rank has it.
-            mine: whether this rank has the target, bool ``[n]``.
-            weights: of this rank's classes, ``[count]``; None for 1.
-            smoothing: whether it is more than zero.
+        it), and with smoothing ``Σ w (z - m)``. ``at`` is the column of each target, and ``mine`` whether this rank has it.
         """
         out = self._x.new_zeros(4 if smoothing else 3, len(at), dtype=self.wide)
         out[0].fill_(float("-inf"))
@@ -200,10 +181,6 @@ class _LogitChunks:
                 out[3, some] = z.sum(-1) if weights is None else z @ weights
             out[1, some] = z.exp_().sum(-1)
         return out
-
-    def collect(self, needs: tuple[bool, ...]) -> _ChunkGrads:
-        """Where the gradients of all chunks are collected; ``needs`` says which of x, head and bias have one."""
-        return _ChunkGrads(self, needs)
 
 
 class _ChunkGrads:

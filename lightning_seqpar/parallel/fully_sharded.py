@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_seqpar.context.seq_part import Place, places_of, plain_of, put_in
-from lightning_seqpar.distributed.autograd import tensor_hooks
+from lightning_seqpar.distributed.autograd import has_tensor_hooks
 from lightning_seqpar.distributed.host import send_numbers
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split
@@ -204,7 +204,7 @@ class FullySharded:
     def _check(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise ValueError for what ``fully_shard`` does not do right."""
         for name, parameter in parameters.items():
-            if tensor_hooks(parameter):
+            if has_tensor_hooks(parameter):
                 raise ValueError(
                     f"{name}: it has a gradient hook of yours, which data_parallel='fsdp' would never call (it replaces the "
                     "parameter). Change gradients in on_before_optimizer_step, or use data_parallel='ddp'"

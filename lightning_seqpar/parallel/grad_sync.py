@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.distributed.autograd import tensor_hooks
+from lightning_seqpar.distributed.autograd import count_tensor_hooks
 from lightning_seqpar.distributed.collectives import all_reduce
 from lightning_seqpar.distributed.host import any_rank_has, send_numbers
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
@@ -42,11 +41,6 @@ class _Partial:
     shared: _SharedPart | None = None  # what several ranks hold of it, if it is sharded
     holders: Tensor | None = None  # by how many ranks each index along the shard's dim is held, of this rank's rows
 
-    @property
-    def may_arrive(self) -> bool:
-        """Whether gradients may have arrived: it trains, or did when it was looked at. So it is on every rank, or on none."""
-        return self.hook is not None or self.parameter.requires_grad
-
     def unhook(self) -> None:
         """Take the hook away."""
         if self.hook is not None:
@@ -58,34 +52,32 @@ class GradSync:
     """Sums the partial gradients of a parallelised model; every rank of a replica calls :meth:`flush` at the same points."""
 
     def __init__(self, layout: ModelLayout, groups: ParallelGroups) -> None:
-        self._layout, self._groups = layout, groups
+        self._groups = groups
+        self._has_replicas = groups.size(groups.mean_axes) > 1
         self.losses = LossWatch(groups)
         self._partials = [_Partial(layout[name], layout.parameter(name)) for name in layout if layout[name].is_partial]
         # Whether no backward that the strategy knows of has begun since all was summed: so it is on every rank, or on none.
         self._all_summed = False
         self.attach()
 
-    @property
-    def names(self) -> list[str]:
-        """Parameters whose gradients are summed."""
-        return [partial.layout.name for partial in self._partials]
-
     def attach(self) -> None:
         """Hook every partial parameter that requires a gradient and has no hook yet (it may thaw later)."""
-        for partial in self._partials:
-            parameter, name = partial.parameter, partial.layout.name
+        hooks = count_tensor_hooks([partial.parameter for partial in self._partials])
+        for partial, count in zip(self._partials, hooks, strict=True):
+            parameter = partial.parameter
+            if count > (partial.hook is not None):
+                raise ValueError(
+                    f"{partial.layout.name}: it has a gradient hook of yours, which would see this rank's part of the gradient "
+                    f"({partial.layout.reason}); change gradients in on_before_optimizer_step, where they are whole"
+                )
             if partial.hook is None and parameter.requires_grad:
                 partial.hook = (
                     parameter.register_post_accumulate_grad_hook(self._arrival_of_rows(partial))
                     if is_split(parameter)
                     else parameter.register_hook(self._arrival(partial))
                 )
-            if len(tensor_hooks(parameter)) > (partial.hook is not None):
-                raise ValueError(
-                    f"{name}: it has a gradient hook of yours, which would see this rank's part of the gradient "
-                    f"({partial.layout.reason}); change gradients in on_before_optimizer_step, where they are whole"
-                )
-            self._check_unchanged(partial)
+            if partial.fired and parameter._version != partial.version:
+                self._refuse_change(partial)
 
     def begin_step(self) -> None:
         """A training step begins: what was frozen when it was summed, and still is, need not be looked at."""
@@ -97,14 +89,13 @@ class GradSync:
         self.attach()
 
     @staticmethod
-    def _check_unchanged(partial: _Partial) -> None:
-        if partial.fired and partial.parameter._version != partial.version:
-            raise RuntimeError(
-                f"{partial.layout.name}: it was updated before its gradient was summed over tp, by an optimizer that "
-                "Lightning does not know (return it from configure_optimizers, or step it through self.optimizers()), or was "
-                "changed by code of yours between the backward and the step (do that in on_before_optimizer_step, or on "
-                "batches behind whose backward the optimizer has stepped)"
-            )
+    def _refuse_change(partial: _Partial) -> None:
+        raise RuntimeError(
+            f"{partial.layout.name}: it was updated before its gradient was summed over tp, by an optimizer that "
+            "Lightning does not know (return it from configure_optimizers, or step it through self.optimizers()), or was "
+            "changed by code of yours between the backward and the step (do that in on_before_optimizer_step, or on "
+            "batches behind whose backward the optimizer has stepped)"
+        )
 
     def _arrival(self, partial: _Partial) -> Callable[[Tensor], None]:
         def hook(grad: Tensor) -> None:
@@ -141,7 +132,7 @@ class GradSync:
         The reduction adds what is kept on one replica to what is new on another. With one replica the hook does it.
         """
         self._all_summed = False
-        if self._groups.size(self._groups.mean_axes) == 1:
+        if not self._has_replicas:
             return
         for partial in self._partials:
             grad = partial.parameter.grad
@@ -176,23 +167,22 @@ class GradSync:
         for partial in self._partials:
             partial.unhook()
 
-    def flush_all(self) -> None:
-        """Sum whatever has arrived, for every parameter. Right at any time: see the gradient hook."""
-        self.flush([partial.parameter for partial in self._partials])
-
-    def flush(self, parameters: Iterable[Tensor]) -> None:
-        """Sum what has arrived for ``parameters`` (those of one optimizer) since the last flush; idempotent.
+    def flush(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Sum what has arrived for ``parameters`` (those of one optimizer; None for all) since the last flush; idempotent.
 
         Ranks agree on which hooks fired. Where no rank's hook fired, the gradient stays as it is; where only some did, the
         others contribute zeros. A rank all of whose hooks fired knows the outcome and does not wait for the agreement; one
         that lacks a gradient does, since only the others know whether it is zero or none.
         """
         self.losses.settle()
-        due_ids = {id(parameter) for parameter in parameters}
-        due = [p for p in self._partials if id(p.parameter) in due_ids and p.may_arrive]
+        # Those that train, or did when they were looked at: on every rank, or on none.
+        due = arriving = [p for p in self._partials if p.hook is not None or p.parameter.requires_grad]
+        if parameters is not None:
+            due_ids = {id(parameter) for parameter in parameters}
+            due = [p for p in arriving if id(p.parameter) in due_ids]
         if due:
             self._sum(due)
-        self._all_summed |= len(due) == sum(partial.may_arrive for partial in self._partials)
+        self._all_summed |= len(due) == len(arriving)
         for partial in due:
             partial.is_done = not partial.parameter.requires_grad
         self.losses.send()
@@ -205,7 +195,7 @@ class GradSync:
         late: Tensor | None = None  # what the ranks agree on, which only a rank that lacks a gradient waits for
         if self._all_summed:  # there may be nothing to sum
             arrived = self._fired_anywhere(due, any_rank_has(flags, holders, device))
-        elif groups.size(groups.mean_axes) > 1:  # over dp the agreement is a reduction of its own
+        elif self._has_replicas:  # over dp the agreement is a reduction of its own
             late = send_numbers(flags, torch.uint8, device)
             dist.all_reduce(late, op=dist.ReduceOp.MAX, group=holders)
             if not any(arrived):
@@ -260,7 +250,7 @@ class GradSync:
         if kept is None:
             return torch.zeros_like(partial.parameter, requires_grad=False)
         # What other replicas have is reduced here too.
-        is_new = kept is not partial.synced and self._groups.size(self._groups.mean_axes) > 1
+        is_new = self._has_replicas and kept is not partial.synced
         if not partial.fired and not is_new:  # whole on every rank since the last sum
             kept = kept.clone()
             local_rows(kept).div_(self._share(partial, kept))
@@ -278,7 +268,8 @@ class GradSync:
         for partial in due:
             grad = partial.parameter.grad
             missed = not partial.fired and grad is not None and grad is not partial.synced
-            self._check_unchanged(partial)
+            if partial.fired and partial.parameter._version != partial.version:
+                self._refuse_change(partial)
             flags += [partial.fired and grad is not None, missed]
         return flags
 
@@ -349,12 +340,12 @@ def _sum_coalesced(grads: Sequence[Tensor], group: Any, losses: LossWatch | None
     riders = [] if row is None else [row]
     if flags:
         riders.append(send_numbers(flags, wide, grads[0].device))
-    flat = _flatten_dense_tensors([*(grad.to(wide) for grad in grads), *riders])
+    flat = torch.cat([grad.to(wide).flatten() for grad in grads] + riders)
     flat = all_reduce(flat, group)
-    *totals, rest = _unflatten_dense_tensors(flat, [*grads, flat.new_empty(sum(len(rider) for rider in riders))])
+    sizes = [grad.numel() for grad in grads]
+    *totals, rest = flat.split_with_sizes([*sizes, flat.numel() - sum(sizes)])
     if losses is not None and row is not None:
-        losses.take(rest[: len(row)])
+        losses.take(rest[: row.numel()])
     for grad, total in zip(grads, totals, strict=True):
-        grad.copy_(total)
-    counts: Tensor = rest[len(rest) - len(flags) :]
-    return counts
+        grad.copy_(total.view_as(grad))
+    return rest[rest.numel() - len(flags) :]

@@ -30,7 +30,7 @@ def _limit(dtype: torch.dtype) -> float:
 
 
 def _differ(numbers: Sequence[float], limit: float) -> bool:
-    return max(numbers) - min(numbers) > limit * max(1.0, *(abs(number) for number in numbers))
+    return max(numbers) - min(numbers) > limit * max(1.0, *map(abs, numbers))
 
 
 def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
@@ -51,19 +51,19 @@ class LossWatch:
 
     Each rank has a place in a row of zeros that rides along with the sum, so that all decide alike. The row is read when the next
     step's sum is due: a step with a wrong gradient is taken, but none behind it, and nothing is saved.
+
+    Attributes:
+        rides_over_tp: whether a sum over tp reaches all ranks of the replica.
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
         self._groups = groups
+        self._size, self._rank = groups.size(groups.loss_axes), groups.rank(groups.loss_axes)
+        self.rides_over_tp = groups.size("tp") == self._size
         self._own: Tensor | None = None
         self._limit = 0.0
         # All ranks' losses, and how far they may lie apart.
         self._unread: OneStepLate[tuple[LateNumbers, float]] = OneStepLate()
-
-    @property
-    def rides_over_tp(self) -> bool:
-        """Whether a sum over tp reaches all ranks of the replica."""
-        return self._groups.size("tp") == self._groups.size(self._groups.loss_axes)
 
     def begin_step(self) -> None:
         """A step begins: losses that were taken until now can be read without a wait."""
@@ -79,8 +79,8 @@ class LossWatch:
         """What is to be summed over tp, ``[tp]``; none without a loss since the last time."""
         if self._own is None:
             return None
-        row = torch.zeros(self._groups.size(self._groups.loss_axes), dtype=dtype, device=self._own.device)
-        row[self._groups.rank(self._groups.loss_axes)] = self._own
+        row = torch.zeros(self._size, dtype=dtype, device=self._own.device)
+        row[self._rank] = self._own
         self._limit = max(self._limit, _limit(dtype))
         return row
 

@@ -35,7 +35,8 @@ class WatchSchedule:
         every: number of steps from one due step to the next; 0 for none but the first 16 and powers of two.
 
     Attributes:
-        walks_graphs: whether the current step is due, where graphs of losses and of whole modules are walked; also before any step.
+        walks_graphs: whether the current step is due, counted from the beginning of the run or of the loop, where graphs of losses
+            and of whole modules are walked; also before any step.
     """
 
     def __init__(self, every: int = 0) -> None:
@@ -64,7 +65,7 @@ class WatchSchedule:
         """Count a step of ``loop``: ``training``, ``validation``, ``test`` or ``predict``."""
         self._steps[loop] += 1
         self._since_start[loop] += 1
-        self.walks_graphs = self.is_due_in_loop(loop)
+        self.walks_graphs = self.is_due(loop) or self.is_due_at(self._since_start[loop])
 
     @contextmanager
     def as_of(self, loop: str, step: int) -> Generator[None, None, None]:
@@ -88,10 +89,6 @@ class WatchSchedule:
     def is_due(self, loop: str) -> bool:
         """Whether the current step is due, counted from the beginning of the run."""
         return self.is_due_at(self._steps[loop])
-
-    def is_due_in_loop(self, loop: str) -> bool:
-        """Whether the current step is due, counted from the beginning of the run or of the loop."""
-        return self.is_due(loop) or self.is_due_at(self._since_start[loop])
 
     def is_due_at(self, step: int) -> bool:
         """Whether step number ``step``, from 1 on, is due."""

@@ -34,11 +34,7 @@ def averages_of(callbacks: Iterable[Any]) -> list[nn.Module]:
 
 
 def refuse_on_meta(callbacks: Iterable[Any], model: nn.Module) -> None:
-    """Refuse callbacks that copy a model on the meta device, which has no weights yet.
-
-    Raises:
-        ValueError: naming the callback, and saying what to do.
-    """
+    """Refuse callbacks that copy a model on the meta device, which has no weights yet."""
     if any(parameter.is_meta for parameter in model.parameters()):
         for callback in averaging_callbacks(callbacks):
             raise ValueError(
@@ -49,15 +45,7 @@ def refuse_on_meta(callbacks: Iterable[Any], model: nn.Module) -> None:
 
 
 def shard_average(average: nn.Module, record: ShardedModel) -> None:
-    """Cut a whole copy of the model as the model is cut, in place.
-
-    Args:
-        average: the copy.
-        record: of the sharded model.
-
-    Raises:
-        ValueError: if the copy does not hold the parameters and buffers of the model, in the same order.
-    """
+    """Cut a whole copy of the model as the model is cut, in place; one that does not hold the same parameters is refused."""
     model, rank = record.model, record.groups.rank("tp")
     for kind in ("named_parameters", "named_buffers"):
         names, own = ([name for name, _ in getattr(each, kind)()] for each in (model, average))
@@ -87,12 +75,7 @@ def shard_average(average: nn.Module, record: ShardedModel) -> None:
 
 
 def save_whole(average: nn.Module, to_whole: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
-    """Let the state dict of an average hold what a checkpoint takes.
-
-    Args:
-        average: a copy of the model, cut as that.
-        to_whole: makes that of the average's own tensors, by the names of the model. Collective.
-    """
+    """Let the state dict of an average hold what ``to_whole`` makes of its own tensors. Collective."""
 
     def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

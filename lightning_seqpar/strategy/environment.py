@@ -46,12 +46,10 @@ class Environment:
         strategy: Lightning's interface to the run: devices, cluster environment, model and optimizers.
         config: the configuration.
         ending: how the run ends before its time.
-        num_nodes: the number of nodes.
     """
 
     def __init__(self, strategy: ParallelStrategy, config: ParallelConfig) -> None:
         self.strategy, self.config, self.ending = strategy, config, Ending()
-        self.num_nodes = 1
         self._groups: ParallelGroups | None = None
 
     # ---- what this rank is -------------------------------------------------------------------------------------
@@ -93,6 +91,11 @@ class Environment:
     def ddp(self) -> DistributedDataParallel | None:
         """DDP around the model; None if nothing of it is reduced over the replicas."""
         return self.strategy.model if isinstance(self.strategy.model, DistributedDataParallel) else None
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return self.strategy.num_nodes  # type: ignore[attr-defined, no-any-return]
 
     @property
     def num_processes(self) -> int:

@@ -23,13 +23,7 @@ from lightning_seqpar.verify.guards.pipeline import describe_bubble
 
 
 class Loops:
-    """Begins and ends Lightning's loops.
-
-    Args:
-        environment: the processes of the run.
-        steps: runs the loops' steps.
-        searches: lets the batch-size finder search.
-    """
+    """Begins and ends Lightning's loops."""
 
     def __init__(self, environment: Environment, steps: Steps, searches: Searches) -> None:
         self._env, self._steps, self._searches = environment, steps, searches

@@ -22,6 +22,8 @@ from lightning_seqpar.strategy.stage_logs import StageLogs
 from lightning_seqpar.verify.guards.model import check_buffers_of_stages, check_parameters_of_stages
 from lightning_seqpar.verify.guards.pipeline import refuse_hooks_of_reduced, refuse_hooks_on_shared
 
+_IDLE = nullcontext()
+
 
 class Stages:
     """Runs this rank's stage of a pipeline.
@@ -33,6 +35,7 @@ class Stages:
         before_backward: checks a loss, or what stands for it, and prepares its backward.
 
     Attributes:
+        stage: what this rank runs of a pipeline.
         reduced: parameters whose gradients DDP reduces over the replicas.
         window: the micro-batches that are put off, where stages have several chunks of blocks.
     """
@@ -48,6 +51,7 @@ class Stages:
         self._run_step, self._before_backward = run_step, before_backward
         self._micro_batches = OneForwardOneBackward(0)
         self._logs: StageLogs | None = None
+        self.stage: Stage | None = None
         self.reduced: list[Tensor] = []
         self.window: InterleavedWindow | None = None
 
@@ -62,8 +66,7 @@ class Stages:
 
         Inside of DDP, which would take the end of a stage for an error.
         """
-        stage = self.stage
-        return nullcontext() if stage is None else self._running(stage, name)
+        return _IDLE if self.stage is None else self._running(self.stage, name)
 
     @contextmanager
     def _running(self, stage: Stage, name: str) -> Generator[None, None, None]:
@@ -88,12 +91,6 @@ class Stages:
             del vars(module)[name]
             if own is not None:
                 vars(module)[name] = own
-
-    @property
-    def stage(self) -> Stage | None:
-        """What this rank runs of a pipeline."""
-        record = record_of(self._env.module)
-        return None if record is None else record.stage
 
     def run_when_due(self, loss: Tensor, backward: Callable[[], Any], stage: Stage) -> None:
         """Run the backwards that are due on a stage behind a micro-batch's forward; at the window's end all of them."""

@@ -46,6 +46,8 @@ from lightning_seqpar.verify.guards.model import (
 )
 from lightning_seqpar.verify.guards.optimizer import OptimizerGuard, refuse_fused_on_rows
 
+_IDLE = nullcontext()
+
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 """Hooks between the backward and the update, in which a user's code may change gradients."""
 
@@ -102,21 +104,23 @@ class Steps:
         self._steps: dict[int, int] = {}
         self._counts: dict[int, int] = {}  # of an optimizer's parameters
         self._comparisons: OneStepLate[Comparison] = OneStepLate()
-        self._flushed = self._others_flushed = self._has_backward = False
+        self._flushed = self._has_backward = False
         self._optimizing: Optimizer | None = None
         self._all_steps: RemovableHandle | None = None
         # Optimizers with a hook on steps that bypass the strategy.
         self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizer_guard = OptimizerGuard(environment.config.elementwise_optimizers)
         self._scales: StageScales | None = None
-        self._gradients_may_change = True
+        self._gradients_may_change = self._reads_each_backward = True
         self._weights: WeightWatch | None = None
+        self._record: ShardedModel | None = None  # of the model of this run
 
     # ---- a run -------------------------------------------------------------------------------------------------
 
     def begin(self, record: ShardedModel | None) -> None:
         """Begin a run of a model that is set up."""
-        self._sync, self._steps, self._comparisons = None, {}, OneStepLate()
+        self._record, self._sync, self._steps, self._comparisons = record, None, {}, OneStepLate()
+        self.stages.stage = None if record is None else record.stage
         if self._env.fits and record is not None:
             self._sync = GradSync(record.layout, self._env.groups)
             if record.stage is not None:
@@ -166,8 +170,7 @@ class Steps:
 
     def _step(self, loop: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step of the user's, with the checks that are due."""
-        record = record_of(self._env.module)
-        if record is None:
+        if self._record is None:
             return step(*args, **kwargs)
         if self.split is not None:
             self.split.settle()  # whoever changed a parameter since the last step has changed its rows
@@ -175,8 +178,7 @@ class Steps:
         schedule.begin_step(loop)
         if schedule.is_due(loop):
             self.share_metrics_of_run()
-        due = schedule.is_due_in_loop(loop)
-        if args and due:
+        if args and schedule.walks_graphs:
             check_batch(args[0], self._env.groups, self._env.device, loop)
             if loop == "training" and schedule.is_first(loop):
                 warn_of_equal_replicas(args[0], self._env.groups, self._env.device)
@@ -186,7 +188,7 @@ class Steps:
 
     def run_step(self, loop: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a step of the user's that is the current one, checked, and look at what it returns."""
-        record, schedule = record_of(self._env.module), self.schedule
+        record, schedule = self._record, self.schedule
         assert record is not None
         expects = schedule.expects_draws(loop)
         # On a stage the backwards of earlier micro-batches are to come, which may run parts of them again.
@@ -218,19 +220,19 @@ class Steps:
             if any(isinstance(tensor, ShardedLogits | SeqPart) for tensor in tensors_in(out)):
                 out = map_tensors(_whole, out)  # gathered here, since it may next be read on one rank alone
             self.outputs.note(out, self._env.device)
-            if schedule.is_due_in_loop(loop) or self.outputs.is_full:
+            if schedule.walks_graphs or self.outputs.is_full:
                 self.outputs.check(self._env.groups, loop)
         return out
 
     def _looking_at_weights(self, looks: bool) -> AbstractContextManager[None]:
         """A context manager for a step in which weights may be changed by hand."""
         if self._weights is None or not looks:
-            return nullcontext()
+            return _IDLE
         return self._weights.watched(decides=not self._env.module.automatic_optimization, is_step=True)
 
     def _unwatched(self) -> AbstractContextManager[None]:
         """A context manager for what the strategy runs in the midst of the user's hooks."""
-        return nullcontext() if self._weights is None else self._weights.paused()
+        return _IDLE if self._weights is None or self._weights.mode is None else self._weights.paused()
 
     def evaluate(self, loop: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the user's step of another loop: ``validation``, ``test`` or ``predict``."""
@@ -239,22 +241,25 @@ class Steps:
 
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the user's training step."""
-        module = self._env.module
-        loop, accumulate = module.trainer.fit_loop.epoch_loop, module.trainer.accumulate_grad_batches
-        begins = loop.batch_idx % accumulate == 0
         self._comparisons.begin_step()
         if self._sync is not None:
             self._sync.begin_step()
-            self._flushed = self._others_flushed = self._has_backward = False
-        if (record := record_of(module)) is not None:
-            record.check_frozen()
-            record.versions.clear()  # updates change shards from now on; a learning-rate finder begins another training then
+            self._flushed = self._has_backward = False
+        if self._record is not None:
+            self._record.check_frozen()
+            # Updates change shards from now on; a learning-rate finder begins another training then.
+            self._record.versions.clear()
         if (ddp := self._env.ddp) is not None:
-            self._follow_training_parameters(ddp, begins=begins)
-        if self.split is not None and module.automatic_optimization and begins:
+            self._follow_training_parameters(ddp)
+        if self.split is not None and self._env.module.automatic_optimization and self._begins_window():
             self.split.begin_window()
         with self._unwatched(), self.stages.running("training_step"):
             return self._step("training", step, args, kwargs)
+
+    def _begins_window(self) -> bool:
+        """Whether the current batch is the first of those whose gradients are accumulated."""
+        trainer = self._env.trainer
+        return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
     def _thawed(self) -> bool:
         """Whether a parameter of an optimizer trains whose gradient DDP does not reduce, as it was frozen when DDP was made."""
@@ -265,13 +270,13 @@ class Steps:
             for parameter in _parameters(optimizer)
         )
 
-    def _follow_training_parameters(self, ddp: DistributedDataParallel, *, begins: bool) -> None:
+    def _follow_training_parameters(self, ddp: DistributedDataParallel) -> None:
         """Make DDP anew if parameters thawed since it was made, or froze (it would wait for their gradients)."""
         thawed = self._thawed()
         frozen = [p for p in self.stages.reduced if not p.requires_grad] if self._waits(ddp) else []
         lost = any(p.grad is not None for p in frozen)
         # With find_unused_parameters, a new DDP does not know which parameters only earlier batches used.
-        if not begins and (lost or (thawed and ddp.find_unused_parameters)):
+        if (lost or (thawed and ddp.find_unused_parameters)) and not self._begins_window():
             raise RuntimeError(
                 f"a parameter {'froze' if lost else 'began to train'} between batches whose gradients are accumulated "
                 f"(accumulate_grad_batches={self._env.trainer.accumulate_grad_batches}): each replica (dp > 1) holds parts of "
@@ -302,17 +307,13 @@ class Steps:
             )
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Check, before the backward, that all ranks of a replica have one loss and that it reads no partial values.
-
-        Raises:
-            RuntimeError: with replicas, if a parameter thawed or froze within the step.
-        """
+        """Check, before the backward, that all ranks of a replica have one loss and that it reads no partial values."""
         if self.stages.window is None:  # else it is no loss yet
             self._before_backward(closure_loss, is_loss=self.stages.stage is None or self.stages.stage.is_last)
 
     def _before_backward(self, loss: Tensor, *, is_loss: bool) -> None:
         """Check a loss, or what stands for it, and prepare its backward."""
-        record = record_of(self._env.module)
+        record = self._record
         if record is not None:
             assert self._sync is not None
             self._sync.attach()  # once more, since a parameter may have thawed in the step
@@ -341,24 +342,13 @@ class Steps:
                 prepare_for_backward(ddp, loss)
 
     def backward(self, run: Callable[..., Tensor], closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a backward.
-
-        Args:
-            run: Lightning's own.
-            closure_loss: the loss.
-            args: the other arguments of ``run``.
-            kwargs: its keyword arguments.
-
-        Raises:
-            RuntimeError: in place of torch's, if it differentiates a gradient through a sharded layer.
-        """
+        """Run a backward by Lightning's ``run``; a gradient that is differentiated through a sharded layer raises RuntimeError."""
         try:
-            backward = functools.partial(run, closure_loss, *args, **kwargs)
             with self._unwatched():
                 if self.stages.stage is None:
-                    closure_loss = backward()
-                else:
-                    self.stages.run_when_due(closure_loss, backward, self.stages.stage)
+                    return run(closure_loss, *args, **kwargs)
+                backward = functools.partial(run, closure_loss, *args, **kwargs)
+                self.stages.run_when_due(closure_loss, backward, self.stages.stage)
         except RuntimeError as error:
             refuse_second_derivative(error)
             raise
@@ -369,16 +359,10 @@ class Steps:
         self._has_backward = True
         if self._sync is None:
             return
-        if self._reads_each_backward() or not self._env.module.automatic_optimization:
+        if self._reads_each_backward or not self._env.module.automatic_optimization:
             self._sum_gradients(None)
-            # Read in automatic optimization alone.
-            self._flushed = self._others_flushed = not self._env.trainer.fit_loop._should_accumulate()
-
-    def _reads_each_backward(self) -> bool:
-        """Whether the user's code may read gradients behind each backward."""
-        return is_overridden("on_after_backward", self._env.module) or any(
-            is_overridden("on_after_backward", callback, Callback) for callback in self._env.callbacks
-        )
+            automatic = self._env.module.automatic_optimization
+            self._flushed = automatic and not self._env.trainer.fit_loop._should_accumulate()
 
     def update(
         self, step: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
@@ -427,14 +411,11 @@ class Steps:
 
     @contextmanager
     def without_reduction(self, without_ddp: AbstractContextManager[None]) -> Generator[None, None, None]:
-        """A context manager for micro-batches whose gradients are not reduced over the replicas yet.
+        """A context manager for micro-batches whose gradients are not reduced over the replicas yet, around Lightning's own.
 
         Where hooks of the user's read gradients behind every backward they are reduced at once: before that, no rank has them.
-
-        Args:
-            without_ddp: Lightning's own.
         """
-        if self.split is None or self._reads_each_backward():
+        if self.split is None or self._reads_each_backward:
             with without_ddp:
                 yield
             return
@@ -457,7 +438,7 @@ class Steps:
         """Raise for an optimizer that Lightning does not know, holds shards, and mixes elements. A hook before each step."""
         if optimizer in self._guarded:
             return
-        record = record_of(self._env.module)
+        record = self._record
         if record is not None and any(
             layout.is_sharded for p in _parameters(optimizer) if (layout := record.layout.of(p)) is not None
         ):
@@ -482,13 +463,13 @@ class Steps:
 
         return ((args[0], synced, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": synced})
 
-    def sync_gradients(self, optimizer: Optimizer) -> None:
-        """Sum the partial gradients of an optimizer's parameters over tp, unless that is done already. Collective over tp."""
+    def sync_gradients(self, optimizer: Optimizer | None) -> None:
+        """Sum the partial gradients of an optimizer's parameters (None for all) over tp, unless that is done. Collective."""
+        if self._sync is None or self._flushed:
+            return  # no gradient is added between the backward and the update
         automatic = self._env.module.automatic_optimization
-        if self._sync is None or (automatic and self._flushed):
-            return  # in automatic optimization no gradient is added between the backward and the update
-        self._sum_gradients(_parameters(optimizer))
-        if self.stages.stage is not None and self._gradients_may_change:
+        self._sum_gradients(None if automatic or optimizer is None else _parameters(optimizer))
+        if optimizer is not None and self.stages.stage is not None and self._gradients_may_change:
             self._scales = StageScales(_parameters(optimizer), self._env.groups)
         # Elsewhere (a raw step, grad_norm in some hook) a backward may still be to come.
         self._flushed = automatic and self._optimizing is not None and self._has_backward
@@ -499,36 +480,14 @@ class Steps:
         if self.split is not None:
             self.split.check_reduced()
             self.split.average(parameters)
-        if parameters is None:
-            self._sync.flush_all()
-        else:
-            self._sync.flush(parameters)
+        self._sync.flush(parameters)
         if self.split is not None:
             self.split.drop_unused(parameters)
-
-    def sync_others(self) -> None:
-        """Sum the partial gradients of parameters that train and are in no optimizer, unless that is done already."""
-        automatic = self._env.module.automatic_optimization
-        if self._sync is None or (automatic and self._others_flushed):
-            return
-        in_optimizers = {
-            id(parameter) for optimizer in self._env.strategy.optimizers for parameter in _parameters(optimizer)
-        }
-        others = [p for p in self._env.module.parameters() if p.requires_grad and id(p) not in in_optimizers]
-        if others:
-            self._sum_gradients(others)
-        self._others_flushed = automatic and self._optimizing is not None and self._has_backward
 
     def settle_rows(self) -> None:
         """Let each replica hold its own rows alone, where they split parameters."""
         if self.split is not None:
             self.split.settle()
-
-    def sync_all_gradients(self) -> None:
-        """Sum the partial gradients of all parameters that train, unless that is done already. Collective over tp."""
-        for optimizer in self._env.strategy.optimizers:
-            self.sync_gradients(optimizer)
-        self.sync_others()
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Check, before an update, that gradients which must be equal on all ranks are equal. Collective.
@@ -538,26 +497,22 @@ class Steps:
         """
         optimizer = plain_optimizer(optimizer)
         step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        record = record_of(self._env.module)
+        record, parameters = self._record, _parameters(optimizer)
         self._read_comparisons()
         due = self.schedule.is_due_at(step)
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        count = len(parameters)
         if record is not None and (due or count != self._counts.get(id(optimizer))):
-            refuse_added(_parameters(optimizer), record)
+            refuse_added(parameters, record)
             self._counts[id(optimizer)] = count
         if self._gradients_may_change or due:
-            self._comparisons.add(self._check_reduced(optimizer))
+            self._comparisons.add(check_reduced(parameters, self._env.module, self._env.groups))
             if record is not None:
-                self._comparisons.add(check_replicated(_parameters(optimizer), record.layout, self._env.groups))
+                self._comparisons.add(check_replicated(parameters, record.layout, self._env.groups))
         if self._scales is not None:
             self._comparisons.add(self._scales.check())
             self._scales = None
         if due:
             self._read_comparisons(everything=True)
-
-    def _check_reduced(self, optimizer: Optimizer) -> Comparison:
-        """:func:`check_reduced` of an optimizer's gradients."""
-        return check_reduced(_parameters(optimizer), self._env.module, self._env.groups)
 
     def _read_comparisons(self, *, everything: bool = False) -> None:
         """Raise RuntimeError if the gradients of earlier steps differed, whose comparison nobody has waited for."""
@@ -565,11 +520,7 @@ class Steps:
             comparison()
 
     def settle(self) -> None:
-        """Read what the ranks found when they compared the losses and gradients of the last step, before anything is kept of it.
-
-        Raises:
-            RuntimeError: if they differed.
-        """
+        """Raise RuntimeError if losses or gradients of the last step differed over the ranks, before anything is kept of it."""
         if self._sync is not None:
             self._sync.losses.settle(everything=True)
         self._read_comparisons(everything=True)
@@ -577,6 +528,9 @@ class Steps:
     def note_hooks(self) -> None:
         """Note whether code of the user's runs between the backward and the update on any rank. Collective over the world."""
         module, callbacks = self._env.module, self._env.callbacks
+        self._reads_each_backward = is_overridden("on_after_backward", module) or any(
+            is_overridden("on_after_backward", callback, Callback) for callback in callbacks
+        )
         own = ("backward", "configure_gradient_clipping", "optimizer_step", *_BEHIND_BACKWARD)
         self._gradients_may_change = self._env.reduce_boolean_decision(
             not module.automatic_optimization

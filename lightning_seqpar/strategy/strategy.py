@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,6 @@ from lightning_seqpar.strategy.steps import Steps
 from lightning_seqpar.strategy.tuning import Searches
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks, refuse_links
 from lightning_seqpar.verify.guards.config import (
     check_backend,
@@ -66,8 +64,6 @@ from lightning_seqpar.verify.guards.config import (
 from lightning_seqpar.verify.guards.heads import refuse_uneven_heads
 from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
 
-P = ParamSpec("P")
-
 _NONE_FOR_EMPTY = ("ddp", "fsdp", "checkpoint", "compile_options", "elementwise_optimizers")
 """Fields whose keyword has None as its default, in place of an empty list or mapping."""
 
@@ -76,20 +72,6 @@ _SIZES = re.compile(
     r"|[Ee]xpected size"
 )
 """In torch's messages about sizes that do not fit."""
-
-
-def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorate a constructor so that an unknown keyword raises ValueError with the nearest known one."""
-    known = list(inspect.signature(init).parameters)[1:]
-
-    @functools.wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs:
-            if name not in known:
-                raise ValueError(f"SeqParallelStrategy has no argument {name!r}; did you mean {nearest(name, known)}?")
-        init(*args, **kwargs)
-
-    return checked
 
 
 class SeqParallelStrategy(ParallelStrategy):
@@ -157,7 +139,6 @@ class SeqParallelStrategy(ParallelStrategy):
     """
 
     @shortens_refusals
-    @_names_unknown_keywords
     def __init__(
         self,
         tp: int = 1,
@@ -211,6 +192,7 @@ class SeqParallelStrategy(ParallelStrategy):
         check_plan(merged.plan)  # here, so that wrong rules raise before any process starts
         self.config = merged
         self._is_set_up = self._failed = False
+        self.num_nodes = 1  # Lightning sets it
         self.environment = Environment(self, merged)
         self.loaders = Loaders(self.environment)
         self.steps = Steps(self.environment)
@@ -298,15 +280,6 @@ class SeqParallelStrategy(ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
-    def num_nodes(self) -> int:
-        """The number of nodes."""
-        return self.environment.num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self.environment.num_nodes = num_nodes
-
-    @property
     def num_processes(self) -> int:
         """The number of ranks on this node."""
         return self.environment.num_processes
@@ -372,19 +345,11 @@ class SeqParallelStrategy(ParallelStrategy):
 
     @shortens_refusals
     def check_before_start(self, module: LightningModule) -> None:
-        """Refuse what the model's attributes tell, before the ranks are started or meet; the launcher calls it.
-
-        Raises:
-            ValueError: for heads that do not divide by tp.
-        """
+        """Refuse heads that do not divide by tp, before the ranks are started or meet; the launcher calls it."""
         refuse_uneven_heads(module, self.config)
 
     def setup_environment(self) -> None:
-        """Connect the processes and make their groups; make a model whole that an earlier run sharded, if callbacks copy it.
-
-        Raises:
-            ValueError: if they are, and the model has no weights yet.
-        """
+        """Connect the processes and make their groups; make a model whole that an earlier run sharded, if callbacks copy it."""
         callbacks, module = self.environment.callbacks, self.environment.module
         if self.config.checkpoint.async_save:
             refuse_links(callbacks)
@@ -436,12 +401,9 @@ class SeqParallelStrategy(ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """A context manager in which the initialisation of tensors on the meta device is recorded.
+        """A context manager in which the initialisation of tensors on the meta device (all with ``empty_init``) is recorded.
 
         ``setup`` gives them their values later, of each tensor this rank's part alone.
-
-        Args:
-            empty_init: make all tensors on the meta device, as under ``with torch.device("meta")``.
         """
         with super().tensor_init_context(), self.model_setup.recording(empty=bool(empty_init)):
             yield
@@ -515,23 +477,15 @@ class SeqParallelStrategy(ParallelStrategy):
         """Call ``configure_optimizers``, which sees the classes and shapes of the model as it was written."""
         self.steps.make_optimizers(functools.partial(super().setup_optimizers, trainer))
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers of the training. Setting them checks them, also where a callback exchanges them in its course."""
-        return super().optimizers
-
-    @optimizers.setter
+    @ParallelStrategy.optimizers.setter  # type: ignore[attr-defined, untyped-decorator]
     def optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Set the optimizers of the training, checked; a callback may exchange them in its course."""
         self.steps.check_optimizers(optimizers)
         ParallelStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
-    @property
-    def precision_plugin(self) -> Precision:
-        """The user's precision plugin, which clips by the norm of the whole model's gradient."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
+    @ParallelStrategy.precision_plugin.setter  # type: ignore[attr-defined, untyped-decorator]
     def precision_plugin(self, plugin: Precision | None) -> None:
+        """Set the user's precision plugin, changed to clip by the norm of the whole model's gradient."""
         self._precision_plugin = None if plugin is None else with_global_clipping(plugin, self.steps)
 
     # ---- steps -------------------------------------------------------------------------------------------------
@@ -567,10 +521,6 @@ class SeqParallelStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the optimizer's step; the partial gradients are summed right after the user's closure."""
         return self.steps.update(super().optimizer_step, optimizer, closure, model, **kwargs)
-
-    def sync_all_gradients(self) -> None:
-        """Sum the partial gradients of all parameters that train, unless that is done already. Collective over tp."""
-        self.steps.sync_all_gradients()
 
     def global_norm(self, parameters: list[Tensor], norm_type: float = 2.0) -> Tensor:
         """The norm of the whole model's gradients of these parameters, equal on all ranks. Collective over tp."""
@@ -701,8 +651,9 @@ class SeqParallelStrategy(ParallelStrategy):
         self.model = module
         self.model_setup.undo()
         self.saver.end()
-        if module is not None and (stage := self.stages.stage) is not None:
-            stage.leave_out(torch.device("cpu"))
+        record = None if module is None else record_of(module)
+        if record is not None and record.stage is not None:
+            record.stage.leave_out(torch.device("cpu"))
         unmovable = is_split if self._failed or self.root_device.type == "cpu" else lambda parameter: False
         if module is not None and any(parameter.is_meta or unmovable(parameter) for parameter in module.parameters()):
             # It never got its weights, or a graph that the error kept alive holds its rows: Lightning would fail to move it to
@@ -742,7 +693,7 @@ def grad_norm(module: LightningModule, norm_type: float = 2.0) -> Tensor:
     strategy = module.trainer.strategy
     if not isinstance(strategy, SeqParallelStrategy):
         return torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None], norm_type)
-    strategy.sync_all_gradients()
+    strategy.steps.sync_gradients(None)
     return strategy.global_norm(list(module.parameters()), norm_type)
 
 
@@ -768,7 +719,7 @@ def summoned(module: nn.Module, *names: str) -> Generator[None, None, None]:
     strategy = record.strategy()
     if isinstance(strategy, SeqParallelStrategy):
         strategy.steps.settle_rows()
-        strategy.sync_all_gradients()
+        strategy.steps.sync_gradients(None)
     if record.versions:
         record.check_versions()
     with summon(record, names):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -112,13 +112,16 @@ class WeightWatch:
 
     Args:
         record: of the model.
+
+    Attributes:
+        mode: the watch over the code of the user's that runs now; None for none.
     """
 
     def __init__(self, record: ShardedModel) -> None:
         self.record = record
         self.marks: dict[int, tuple[StorageWeakRef, _Mark]] = {}
         self._room = 1024
-        self._mode: _Watched | None = None
+        self.mode: _Watched | None = None
         self._has_warned = False
         self._profiler: Profiler | None = None
 
@@ -131,6 +134,8 @@ class WeightWatch:
         """
         profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
         usual, known = profiler.profile, dict[str, bool]()
+        # Lightning's default enters a generator around each hook and does nothing in it.
+        idle = nullcontext() if type(profiler) is PassThroughProfiler else None
 
         @contextmanager
         def watching(action_name: str) -> Generator[Any, None, None]:
@@ -140,7 +145,7 @@ class WeightWatch:
         def profile(action_name: str) -> AbstractContextManager[Any]:
             if (has_code := known.get(action_name)) is None:
                 has_code = known[action_name] = _has_code(action_name, trainer)
-            return watching(action_name) if has_code else usual(action_name)
+            return watching(action_name) if has_code else idle or usual(action_name)
 
         self._profiler, vars(profiler)["profile"] = profiler, profile
 
@@ -161,10 +166,10 @@ class WeightWatch:
         Raises:
             ValueError: for what takes a part for the whole; behind the code for what it has put in a parameter's place.
         """
-        if self._mode is not None:
+        if self.mode is not None:
             yield
             return
-        mode = self._mode = _Watched(self, decides=decides, is_step=is_step)
+        mode = self.mode = _Watched(self, decides=decides, is_step=is_step)
         mode.__enter__()  # type: ignore[no-untyped-call]
         try:
             try:
@@ -176,23 +181,23 @@ class WeightWatch:
                 self._refuse_assigned()
                 self._warn(mode.found)
         finally:
-            self._mode = None
+            self.mode = None
 
     def paused(self) -> AbstractContextManager[None]:
         """A context manager for what the strategy itself runs in the midst of a hook: forward, backward, the optimizer's step."""
-        mode = self._mode
+        mode = self.mode
         return nullcontext() if mode is None or innermost_dispatch_mode() is not mode else self._left(mode)
 
     @contextmanager
     def _left(self, mode: _Watched) -> Generator[None, None, None]:
-        self._mode = None
+        self.mode = None
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             mode.__enter__()  # type: ignore[no-untyped-call]
             mode.look_up_again()
-            self._mode = mode
+            self.mode = mode
 
     # ---- what it knows -----------------------------------------------------------------------------------------
 

@@ -126,7 +126,7 @@ def observe_run(
     def backward(loss: Tensor) -> None:  # of a step that reads gradients, which must be whole then
         backward_at_once(loss)
         if sync is not None:
-            sync.flush_all()
+            sync.flush()
 
     noting = _noting_outputs(model, names, outputs), _noting_modules(model, ran, observer)
     with torch.enable_grad(), noting[0], noting[1], example.repeats(model) as repeats, observer:
@@ -165,7 +165,7 @@ def observe_run(
     if record is not None and sync is not None:
         if "cp" in groups.topology.axes and groups.size("cp") > 1:
             average_gradients(list(model.parameters()), groups["cp"])
-        sync.flush_all()
+        sync.flush()
         sync.remove()
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}  # another run may change them
     changed = {name for name, buffer in buffers.items() if name in before and not _equal(buffer, before[name])}

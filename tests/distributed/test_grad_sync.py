@@ -52,23 +52,23 @@ def check(tp: int) -> None:
     push(model.a, rank + 1.0)
     if rank == 0:
         push(model.b, 5.0)
-    sync.flush_all()
+    sync.flush()
     assert torch.equal(model.a.grad, full * total)  # everybody's
     assert torch.equal(model.b.grad, full * 5)  # the first rank's alone
     assert model.c.grad is None  # nobody's
     before = model.a.grad
-    sync.flush_all()
+    sync.flush()
     assert model.a.grad is before  # nothing new
     assert torch.equal(before, full * total)
     if rank == 0:  # not zeroed since: what is whole is not summed again, also where a rank has nothing to add
         push(model.a, 7.0)
-    sync.flush_all()
+    sync.flush()
     torch.testing.assert_close(model.a.grad, full * (total + 7), rtol=1e-15, atol=0)
     model.zero_grad()
     push(model.c, rank + 1.0)  # another type: another sum
     push(model.a, 1.0)
     model.a.requires_grad_(False)  # frozen meanwhile
-    sync.flush_all()
+    sync.flush()
     assert torch.equal(model.c.grad, torch.ones(SIZE) * total)
     assert torch.equal(model.a.grad, full * size)
 
@@ -99,7 +99,7 @@ def test_every_rank_has_what_some_rank_sent():
 def count(tp: int, frozen: bool) -> tuple[Any, ...]:
     model, layout, _, sync = build(tp)
     model.a.requires_grad_(not frozen)
-    sync.flush_all()  # looks at what is frozen
+    sync.flush()  # looks at what is frozen
     sync.begin_step()
     sync.begin_backward()
     push(model.b, 1.0)
@@ -108,7 +108,7 @@ def count(tp: int, frozen: bool) -> tuple[Any, ...]:
         push(model.a, 1.0)
     sync.losses.note(torch.zeros(()))
     with Traffic() as traffic:
-        sync.flush_all()
+        sync.flush()
     dp = dist.get_world_size() // tp
     return (traffic.total_calls, traffic.total_bytes), step_traffic(layout, tp, dp)
 

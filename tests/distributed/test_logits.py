@@ -533,7 +533,7 @@ def all_that_people_do() -> None:
 @sees(
     "logits made of weights that have changed",
     "StoredLogits.check",
-    "if self.is_deferred and self._read_versions() != self._versions:",
+    "if self._versions is not None and self._read_versions() != self._versions:",
     "if False:",
 )
 @sees(

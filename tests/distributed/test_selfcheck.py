@@ -82,7 +82,6 @@ SPOILED = [
     ("fused", changed("c_attn", "column", segments=1), "net.h.0.attn"),
     ("fused_per_head", changed("c_attn", "column", segments=3), "net.h.0.attn"),
     ("sequence_first", without("gather", "mlp"), "fc1"),
-    ("bert", without("gather", "attention"), "net.layer.0.attention"),
     ("bias_table", without("local_heads"), "does not run"),
     ("alibi", without("local_heads", "slopes"), "does not run"),
     ("sequence_first", without("set"), "the first wrong output is that of net.blocks.0.attn"),

@@ -30,7 +30,7 @@ ADAPTED = ("Adapted", {"family": "llama", "targets": ["q_proj", "down_proj"]})
 
 
 FAMILIES = [
-    BIASED, *(("Zoo", {"kind": kind}) for kind in ("gqa", "alibi", "parallel_residual")),
+    BIASED, *(("Zoo", {"kind": kind}) for kind in ("gqa", "alibi")),
     *(("HuggingFace", {"family": family}) for family in ("qwen3", "gpt2", "gpt_neox", "mistral", "phi3")),
 ]  # fmt: skip
 

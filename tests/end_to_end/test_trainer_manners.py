@@ -199,7 +199,7 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
 @sees(
     "habits: a step reads parts of gradients on the copy",
     "observe_run",
-    "            sync.flush_all()\n",
+    "            sync.flush()\n",
     "            pass\n",
 )
 @sees(

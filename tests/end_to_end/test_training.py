@@ -257,7 +257,7 @@ def use_by_batch(alone: bool, fields: dict[str, Any]) -> list[Trace]:
 @sees(
     "kept gradients of a replica are whole in the reduction",
     "GradSync.begin_backward",
-    "        if self._groups.size(self._groups.mean_axes) == 1:\n",
+    "        if not self._has_replicas:\n",
     "        if not any(is_split(p.parameter) for p in self._partials):\n",
     case="ddp",
 )

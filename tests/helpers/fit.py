@@ -79,6 +79,7 @@ def fit(
     clip_by: str = "norm",
     precision: str = "64-true",
     callbacks: list[Callback] | None = None,
+    accelerator: str = "cpu",
 ) -> Trace:
     """Train the ``<model>`` of these helpers for ``steps`` optimizer steps and return the trace (whole tensors)."""
     torch.manual_seed(0)
@@ -97,6 +98,7 @@ def fit(
         gradient_clip_algorithm=clip_by if clip is not None else None,
         precision=precision,
         callbacks=[recorder, *(callbacks or [])],
+        accelerator=accelerator,
     )
     loader = models.loader(global_batch // dp, length=length, count=global_batch * steps * accumulate)
     trainer.fit(module, loader)

@@ -275,13 +275,13 @@ def overfitted(place: Place) -> Yield:
     "`Trainer(limit_train_batches=2, limit_val_batches=0.5, limit_test_batches=1, limit_predict_batches=1)`",
 )
 def limited(place: Place) -> Yield:
+    module = Learner()
     limits: Any = {
         "limit_train_batches": 2,
         "limit_val_batches": 0.5,
         "limit_test_batches": 1,
         "limit_predict_batches": 1,
     }
-    module = Learner()
     out = place.train(module, **limits, max_epochs=2, val=32)
     trainer = out["trainer"]
     out["val"] = trainer.callback_metrics["val"]

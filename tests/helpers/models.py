@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
-from byte_gpt import ByteGPT
+from byte_gpt import Block, ByteGPT
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -52,6 +54,16 @@ class GPT(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (tokens,) = batch
         logits = self.model(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def loss_by(self, run: Callable[[nn.Module, Tensor], Tensor], batch: Any) -> Tensor:
+        """The loss where ``run`` calls each block."""
+        (tokens,) = batch
+        model, inputs = self.model, tokens[:, :-1]
+        x = model.tokens(inputs) + model.positions(torch.arange(inputs.shape[1]))
+        for block in model.blocks:
+            x = run(block, x)
+        logits = model.head(model.norm(x))
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -244,15 +256,7 @@ class Recomputed(GPT):
         self.reentrant = reentrant
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        from torch.utils.checkpoint import checkpoint
-
-        (tokens,) = batch
-        model, inputs = self.model, tokens[:, :-1]
-        x = model.tokens(inputs) + model.positions(torch.arange(inputs.shape[1]))
-        for block in model.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        logits = model.head(model.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        return self.loss_by(lambda block, x: checkpoint(block, x, use_reentrant=self.reentrant), batch)
 
 
 class UnderHooks(GPT):
@@ -272,26 +276,19 @@ class UnderHooks(GPT):
         return x
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        from torch.utils.checkpoint import checkpoint
-
-        (tokens,) = batch
-        model, inputs = self.model, tokens[:, :-1]
-
         def watched(block: nn.Module, x: Tensor) -> Tensor:
             with self.hooks():
                 return block(x)
 
-        with self.hooks() if self.where == "step" else nullcontext():
-            x = model.tokens(inputs) + model.positions(torch.arange(inputs.shape[1]))
-            first, *others = model.blocks
+        def run(block: nn.Module, x: Tensor) -> Tensor:
+            if block is not self.model.blocks[0]:
+                return watched(block, x) if self.where == "block" else block(x)
             if self.where == "checkpoint":
-                x = checkpoint(watched, first, x, use_reentrant=False)
-            else:
-                x = checkpoint(first, x, use_reentrant=False)
-            for block in others:
-                x = watched(block, x) if self.where == "block" else block(x)
-            logits = model.head(model.norm(x))
-            return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+                return checkpoint(watched, block, x, use_reentrant=False)
+            return checkpoint(block, x, use_reentrant=False)
+
+        with self.hooks() if self.where == "step" else nullcontext():
+            return self.loss_by(run, batch)
 
 
 class CheckpointedBlock(nn.Module):
@@ -299,15 +296,11 @@ class CheckpointedBlock(nn.Module):
 
     def __init__(self, dim: int, n_head: int, reentrant: bool) -> None:
         super().__init__()
-        from byte_gpt import Block
-
         inner = Block(dim, n_head)
         self.norm1, self.attn, self.norm2, self.mlp = inner.norm1, inner.attn, inner.norm2, inner.mlp
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        from torch.utils.checkpoint import checkpoint
-
         x = x + checkpoint(self.attn, self.norm1(x), use_reentrant=self.reentrant)
         return x + checkpoint(self.mlp, self.norm2(x), use_reentrant=self.reentrant)
 
@@ -347,8 +340,6 @@ class Direct(L.LightningModule):
 
     def __init__(self, twice: bool = True, abort: bool = True) -> None:
         super().__init__()
-        from byte_gpt import Block
-
         torch.manual_seed(0)
         self.embed = nn.Embedding(31, 16)
         self.blocks = nn.ModuleList(Block(16, 4) for _ in range(2))

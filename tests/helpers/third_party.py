@@ -10,26 +10,7 @@ from einops.layers.torch import Rearrange
 from torch import Tensor, nn
 
 from tests.helpers import zoo
-from tests.helpers.zoo import Attention, FeedForward, PreNorm
-
-
-def heads_of(x: Tensor, heads: int) -> Tensor:
-    """``[b, s, f]`` → ``[b, heads, s, f/heads]``."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention over heads, ``[b, s, f]`` again."""
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-
-class Projections(nn.Module):
-    """Queries, keys, values and the way out."""
-
-    def __init__(self, dim: int = 16, heads: int = 4, linear: Any = nn.Linear) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v, self.o = (linear(dim, dim) for _ in range(4))
+from tests.helpers.zoo import Attention, FeedForward, Net, PreNorm, Projections, attend, heads_of, usual
 
 
 class InPlace(Projections):
@@ -124,9 +105,6 @@ class Parametrized(Projections):
         super().__init__()
         self.q, self.o = (nn.utils.parametrizations.weight_norm(linear) for linear in (self.q, self.o))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o(attend(*(heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v))))
-
 
 class SpatialGate(nn.Module):
     """gMLP: half of the features gate the others, through a norm over them and a linear over positions."""
@@ -210,11 +188,7 @@ class SettingLinear(nn.Linear):
 class OwnLinears(Projections):
     def __init__(self) -> None:
         super().__init__(linear=OwnLinear)
-        self.v = SettingLinear(self.v.in_features, self.v.out_features, bias=self.v.bias is not None)
-        self.o = SettingLinear(self.o.in_features, self.o.out_features, bias=self.o.bias is not None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o(attend(*(heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v))))
+        self.v, self.o = SettingLinear(16, 16), SettingLinear(16, 16)
 
 
 class WeightOfQKV(nn.Module):
@@ -298,9 +272,6 @@ class LowRankProjections(Projections):
         for name in names:
             setattr(self, name, linear(16, 16))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o(attend(*(heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v))))
-
 
 class GroupedProjections(nn.Module):
     """Two heads of keys and values for four of queries, all with adapters: of four ranks, two share a head."""
@@ -315,12 +286,8 @@ class GroupedProjections(nn.Module):
         self.o = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            heads_of(self.q(x), self.heads),
-            heads_of(self.k(x), self.kv_heads),
-            heads_of(self.v(x), self.kv_heads),
-        )
-        return self.o(F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+        k, v = heads_of(self.k(x), self.kv_heads), heads_of(self.v(x), self.kv_heads)
+        return self.o(attend(heads_of(self.q(x), self.heads), k, v, enable_gqa=True))
 
 
 class LowRankFeedForward(FeedForward):
@@ -331,13 +298,13 @@ class LowRankFeedForward(FeedForward):
         self.fc1, self.fc2 = linear(16, 32), linear(32, 16)
 
 
-class BareFeedForward(nn.Module):
+class BareFeedForward(PreNorm):
     """A block that calls the linears of its MLP itself, so that each column gathers for itself."""
 
-    def __init__(self, linear: Any, dim: int = 16) -> None:
-        super().__init__()
-        self.ln1, self.attn, self.ln2 = nn.LayerNorm(dim), LowRankProjections(linear, "o"), nn.LayerNorm(dim)
-        self.fc1, self.fc2 = nn.Linear(dim, 32), linear(32, dim)
+    def __init__(self, linear: Any) -> None:
+        super().__init__(16, LowRankProjections(linear, "o"), nn.Identity())
+        del self.mlp
+        self.fc1, self.fc2 = nn.Linear(16, 32), linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln1(x))
@@ -446,38 +413,22 @@ class PositionedMemory(Projections):
         return self.o(attend(*(heads_of(t, self.heads) for t in (self.q(x), self.k(memory + pos), self.v(memory)))))
 
 
-class Fed(nn.Module):
-    """A block whose attention is given more than the activation."""
-
-    def __init__(self, attention: nn.Module, dim: int = 16) -> None:
-        super().__init__()
-        self.ln1, self.attn, self.ln2, self.mlp = nn.LayerNorm(dim), attention, nn.LayerNorm(dim), FeedForward(dim, 32)
-
-    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        x = x + self.attn(self.ln1(x), *more)
-        return x + self.mlp(self.ln2(x))
-
-
-class WithInputs(nn.Module):
-    """Blocks that are given positions, a memory, or both."""
+class WithInputs(Net):
+    """Blocks whose attention is given positions, a memory, or both."""
 
     def __init__(self, attention: Any, given: str) -> None:
-        super().__init__()
+        super().__init__(*(PreNorm(16, attention(), FeedForward(16, 32)) for _ in range(2)))
         self.given = given.split()
-        self.embed, self.pos = nn.Embedding(31, 16), nn.Parameter(torch.zeros(1, 16, 16))
-        self.memory = nn.Linear(16, 16)
-        self.blocks = nn.ModuleList(Fed(attention()) for _ in range(2))
-        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+        self.pos, self.memory = nn.Parameter(torch.zeros(1, 16, 16)), nn.Linear(16, 16)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+    def run(self, x: Tensor) -> Tensor:
         x = x + self.pos[:, : x.shape[1]]  # no parameter is idle, whatever the blocks are given
         memory = self.memory(x.flip(1)[:, :7])
         x = x + memory.mean(1, keepdim=True)
         have = {"pos": self.pos[:, : x.shape[1]], "memory": memory, "memory_pos": self.pos[:, 1:8]}
         for block in self.blocks:
             x = block(x, *(have[name] for name in self.given))
-        return self.out(self.norm(x))
+        return x
 
 
 # ---- positions in two dims ---------------------------------------------------------------------------------------
@@ -489,8 +440,7 @@ class Windows(Projections):
     def forward(self, x: Tensor) -> Tensor:
         b, h, w, c = x.shape
         windows = x.view(b, h // 2, 2, w // 2, 2, c).transpose(2, 3).reshape(-1, 4, c)
-        out = self.o(attend(*(heads_of(linear(windows), self.heads) for linear in (self.q, self.k, self.v))))
-        return out.view(b, h // 2, w // 2, 2, 2, c).transpose(2, 3).reshape(b, h, w, c)
+        return super().forward(windows).view(b, h // 2, w // 2, 2, 2, c).transpose(2, 3).reshape(b, h, w, c)
 
 
 class ShiftedWindows(PreNorm):
@@ -562,13 +512,11 @@ class Image(nn.Module):
 # ---- more than one activation ------------------------------------------------------------------------------------
 
 
-class JointAttention(nn.Module):
+class JointAttention(Projections):
     """SD3, Flux: a picture and a text, each projected by linears of its own, attend to each other."""
 
-    def __init__(self, last: bool, dim: int = 16, heads: int = 4) -> None:
+    def __init__(self, last: bool, dim: int = 16) -> None:
         super().__init__()
-        self.heads, self.last = heads, last
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
         self.add_q, self.add_k, self.add_v = (nn.Linear(dim, dim) for _ in range(3))
         self.add_o = None if last else nn.Linear(dim, dim)
 
@@ -600,19 +548,16 @@ class JointBlock(nn.Module):
         return text + self.mlp_text(text), x
 
 
-class Joint(nn.Module):
+class Joint(Net):
     def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.text = nn.Embedding(31, 16), nn.Linear(16, 16)
-        self.blocks = nn.ModuleList(JointBlock(last) for last in (False, False, True))
-        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+        super().__init__(*(JointBlock(last) for last in (False, False, True)))
+        self.text = nn.Linear(16, 16)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+    def run(self, x: Tensor) -> Tensor:
         text = self.text(x.flip(1)[:, :7])
         for block in self.blocks:
             text, x = block(x, text)
-        return self.out(self.norm(x))
+        return x
 
 
 class OneWayOut(nn.Module):
@@ -628,13 +573,12 @@ class OneWayOut(nn.Module):
         return x + self.out(torch.cat((self.attn(y), F.gelu(self.up(y))), -1))
 
 
-class Attending(nn.Module):
+class Attending(Projections):
     """An attention without a way out."""
 
-    def __init__(self, dim: int = 16, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__(dim)
+        del self.o
 
     def forward(self, x: Tensor) -> Tensor:
         return attend(*(heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v)))
@@ -657,8 +601,7 @@ class SharedQueries(Projections):
 
     def forward(self, x: Tensor, pos: Tensor) -> Tensor:
         q, k, v, p = (heads_of(t, self.heads) for t in (self.q(x), self.k(x), self.v(x), self.q(pos)))
-        bias = q @ p.transpose(-1, -2)
-        return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+        return self.o(attend(q, k, v, attn_mask=q @ p.transpose(-1, -2)))
 
 
 class HandsOnValues(nn.Module):
@@ -675,21 +618,18 @@ class HandsOnValues(nn.Module):
         return self.o(attend(q, k, v)), v
 
 
-class ValueResidual(nn.Module):
+class ValueResidual(Net):
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(31, 16)
-        self.layers = nn.ModuleList(nn.ModuleList([HandsOnValues(), FeedForward(16, 32)]) for _ in range(2))
-        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+        super().__init__(*(nn.ModuleList([HandsOnValues(), FeedForward(16, 32)]) for _ in range(2)))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x, values = self.embed(ids), None
-        for attn, mlp in self.layers:
+    def run(self, x: Tensor) -> Tensor:
+        values = None
+        for attn, mlp in self.blocks:
             made, new = attn(x, values)
             values = new if values is None else values
             x = x + made
             x = x + mlp(x)
-        return self.out(self.norm(x))
+        return x
 
 
 class NumbersInForward(nn.Module):
@@ -704,42 +644,27 @@ class NumbersInForward(nn.Module):
         return x + self.o(attend(q, k, v) * q.shape[1] / 4)
 
 
-class FirstDiffers(nn.Module):
+class FirstDiffers(Net):
     """Blocks in one list, of which the first is of a kind that can't be split."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(31, 16)
-        rest = (PreNorm(16, Attention(16, 4), FeedForward(16, 32)) for _ in range(2))
-        self.blocks = nn.ModuleList([NumbersInForward(), *rest])
-        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.out(self.norm(x))
+        super().__init__(NumbersInForward(), usual(), usual())
 
 
 # ---- a shipped plan for a part -----------------------------------------------------------------------------------
 
 
-class Described(nn.Module):
+class Described(Net):
     """LLaVA-like: torch's encoder, which has a shipped plan, feeds blocks that have none."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(31, 16)
+        super().__init__(usual(), usual())
         layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
         self.tower = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.blocks = nn.ModuleList(PreNorm(16, Attention(16, 4), FeedForward(16, 32)) for _ in range(2))
-        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.tower(self.embed(ids.flip(1)))
-        for block in self.blocks:
-            x = block(x)
-        return self.out(self.norm(x))
+        return self.out(self.norm(self.run(x)))
 
 
 zoo.EXTRA |= {
@@ -767,7 +692,7 @@ zoo.EXTRA |= {
     "one_way_out": OneWayOut,
     "twice_out": TwiceOut,
 }
-MODELS: dict[str, Any] = {
+zoo.MODELS |= {
     "reads_width": lambda: WithInputs(ReadsWidth, "memory"),
     "positioned": lambda: WithInputs(Positioned, "pos"),
     "positioned_memory": lambda: WithInputs(PositionedMemory, "memory memory_pos"),
@@ -782,24 +707,20 @@ MODELS: dict[str, Any] = {
 }
 
 
-def build(kind: str) -> nn.Module:
-    """A model of one of these kinds."""
-    return MODELS[kind]() if kind in MODELS else zoo.Decoder(kind)
-
-
 class ThirdParty(zoo.Zoo):
-    """A model of one of these kinds with a next-token loss."""
-
-    def build(self, kind: str) -> nn.Module:
-        return build(kind)
+    """A model of one of these kinds, or of the zoo's, with a next-token loss."""
 
 
-KINDS = [
-    "in_place", "conformer", "einops_heads", "own_linears", "weight_of_qkv", "low_rank_linear", "matrix_linear",
-    "low_rank_row", "matrix_row", "biased_row", "bent_row", "two_counts", "mix_ffn", "re_attention", "parallel_scaling",
-    "reads_width", "positioned", "positioned_memory", "windows", "channels_first", "described",
-    "shifted_inside", "two_activations", "value_residual", "one_way_out", "twice_out", "shared_queries",
-    "batch_normed", "shared_scale", "listed", "spatial_gate", "parametrized", "grouped_adapters",
-    "first_differs",
-]  # fmt: skip
+SHARDED = {
+    "in_place": 22, "conformer": 22, "einops_heads": 22, "own_linears": 22, "weight_of_qkv": 16,
+    "low_rank_linear": 26, "matrix_linear": 26, "low_rank_row": 30, "matrix_row": 30, "biased_row": 30, "bent_row": 8,
+    "two_counts": 22, "mix_ffn": 26, "re_attention": 8, "parallel_scaling": 42, "reads_width": 23, "positioned": 23,
+    "positioned_memory": 23, "windows": 43, "channels_first": 15, "described": 35, "shifted_inside": 27,
+    "two_activations": 59, "value_residual": 11, "one_way_out": 20, "twice_out": 22, "shared_queries": 23,
+    "batch_normed": 20, "shared_scale": 16, "listed": 22, "spatial_gate": 8, "parametrized": 8,
+    "grouped_adapters": 26, "first_differs": 23,
+}  # fmt: skip
+"""How many tensors of each kind are sharded: in a value residual the first attention is whole, in re-attention and
+of parametrized weights each one."""
+KINDS = list(SHARDED)
 BATCH_NORMS = ("conformer", "batch_normed")

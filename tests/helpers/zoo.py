@@ -33,13 +33,64 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-b, a], -1) * sin
 
 
-class FeedForward(nn.Module):
-    def __init__(self, dim: int, hidden: int, act: Any = F.gelu) -> None:
+def heads_of(x: Tensor, heads: int) -> Tensor:
+    """``[b, s, f]`` → ``[b, heads, s, f/heads]``."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Attention over heads, ``[b, s, f]`` again."""
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2)
+
+
+class Projections(nn.Module):
+    """Attention with queries, keys, values and the way out."""
+
+    def __init__(self, dim: int = 16, heads: int = 4, linear: Any = nn.Linear) -> None:
         super().__init__()
-        self.fc1, self.fc2, self.act = nn.Linear(dim, hidden), nn.Linear(hidden, dim), act
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (linear(dim, dim) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.act(self.fc1(x)))
+        return self.o(attend(*(heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v))))
+
+
+class Fused(nn.Module):
+    """One projection for queries, keys and values, and the way out."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.n_head = heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def heads(self, x: Tensor) -> list[Tensor]:
+        return [heads_of(part, self.n_head) for part in self.qkv(x).chunk(3, -1)]
+
+
+class Net(nn.Module):
+    """An embedding, blocks, a final norm and a head."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(31, 16), nn.ModuleList(blocks)
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.norm(self.run(self.embed(ids))))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
 
 
 class SwiGLU(nn.Module):
@@ -98,73 +149,19 @@ class Attention(nn.Module):
 
 
 class PreNorm(nn.Module):
+    """A block; what its attention is given beside the activation comes behind that."""
+
     def __init__(self, dim: int, attn: nn.Module, mlp: nn.Module, norm: Any = nn.LayerNorm) -> None:
         super().__init__()
         self.ln1, self.attn, self.ln2, self.mlp = norm(dim), attn, norm(dim), mlp
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln1(x))
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        x = x + self.attn(self.ln1(x), *more)
         return x + self.mlp(self.ln2(x))
 
 
-class ParallelResidual(PreNorm):
-    def __init__(self, dim: int, attn: nn.Module, mlp: nn.Module) -> None:
-        super().__init__(dim, attn, mlp)
-        del self.ln2
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.ln1(x)
-        return x + self.attn(h) + self.mlp(h)
-
-
-class Sandwich(PreNorm):
-    def __init__(self, dim: int, attn: nn.Module, mlp: nn.Module) -> None:
-        super().__init__(dim, attn, mlp, RMSNorm)
-        self.post1, self.post2 = RMSNorm(dim), RMSNorm(dim)
-        self.scale = nn.Parameter(torch.full((dim,), 1e-3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.post1(self.attn(self.ln1(x)))
-        return x + self.scale * self.post2(self.mlp(self.ln2(x)))
-
-
-class SelfOutput(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.dense, self.norm = nn.Linear(hidden, dim), nn.LayerNorm(dim)
-
-    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        return self.norm(self.dense(hidden) + residual)
-
-
-class SelfAttention(nn.Module):
-    """As BERT's: no output projection in it."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.num_attention_heads, self.attention_head_size = heads, dim // heads
-        self.all_head_size = dim
-        self.query, self.key, self.value = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], self.num_attention_heads, self.attention_head_size).permute(0, 2, 1, 3)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
-        scores = q @ k.transpose(-1, -2) / math.sqrt(self.attention_head_size) + mask
-        y = (scores.softmax(-1) @ v).permute(0, 2, 1, 3).contiguous()
-        return y.view(*y.shape[:-2], self.all_head_size)
-
-
-class BertBlock(nn.Module):
-    def __init__(self, dim: int = 16, heads: int = 4) -> None:
-        super().__init__()
-        self.attention, self.out1 = SelfAttention(dim, heads), SelfOutput(dim, dim)
-        self.intermediate, self.out2 = nn.Linear(dim, 32), SelfOutput(dim, 32)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = self.out1(self.attention(x, mask), x)
-        return self.out2(F.gelu(self.intermediate(x)), x)
+def usual() -> PreNorm:
+    return PreNorm(16, Attention(16, 4), FeedForward(16, 32))
 
 
 class FusedQKV(nn.Module):
@@ -210,13 +207,11 @@ class EinsumAttention(nn.Module):
         return self.to_out(out.reshape(b, n, -1))
 
 
-class AlibiAttention(nn.Module):
+class AlibiAttention(Fused):
     """A slope per head as a buffer, and a learned scale per head."""
 
     def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.n_head = heads
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        super().__init__(dim, heads)
         self.register_buffer("slopes", 2.0 ** -torch.arange(1, heads + 1).float())
         self.temperature = nn.Parameter(torch.ones(heads, 1, 1))
 
@@ -230,35 +225,19 @@ class AlibiAttention(nn.Module):
         return self.proj(y.transpose(1, 2).reshape(b, s, -1))
 
 
-class BiasTableAttention(nn.Module):
+class BiasTableAttention(Projections):
     """A learned bias per distance and head: a table ``[distances, heads]``."""
 
     def __init__(self, dim: int, heads: int, far: int = 8) -> None:
-        super().__init__()
-        self.n_heads, self.far = heads, far
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
-        self.table = nn.Embedding(2 * far + 1, heads)
+        super().__init__(dim, heads)
+        self.far, self.table = far, nn.Embedding(2 * far + 1, heads)
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        q, k, v = (p(x).view(b, s, self.n_heads, -1).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = (p(x).view(b, s, self.heads, -1).transpose(1, 2) for p in (self.q, self.k, self.v))
         at = torch.arange(s)
         bias = self.table((at[:, None] - at[None]).clamp(-self.far, self.far) + self.far).permute(2, 0, 1)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None].expand(b, -1, -1, -1))
-        return self.o(y.transpose(1, 2).reshape(b, s, -1))
-
-
-class InlineMLP(nn.Module):
-    """No module for the MLP: its linears stand in the block."""
-
-    def __init__(self, dim: int = 16, heads: int = 4) -> None:
-        super().__init__()
-        self.n1, self.n2, self.attn = nn.LayerNorm(dim), nn.LayerNorm(dim), Attention(dim, heads)
-        self.up, self.down = nn.Linear(dim, 40), nn.Linear(40, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.n1(x))
-        return x + self.down(F.relu(self.up(self.n2(x))))
+        return self.o(attend(q, k, v, attn_mask=bias[None].expand(b, -1, -1, -1)))
 
 
 class NormInside(nn.Module):
@@ -288,8 +267,7 @@ class AllInline(nn.Module):
         b, s, _ = x.shape
         h = self.n1(x)
         q, k, v = (p(h).view(b, s, self.heads, -1).transpose(1, 2) for p in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, -1)
-        x = x + self.o(y)
+        x = x + self.o(attend(q, k, v))
         return x + self.down(F.gelu(self.up(self.n2(x))))
 
 
@@ -323,44 +301,21 @@ class NanoAttention(nn.Module):
         return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
 
 
-class HeadList(nn.Module):
+class HeadList(Fused):
     """A norm for each head in a ModuleList, zipped with the heads."""
 
     def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.n_head = heads
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        super().__init__(dim, heads)
         self.norms = nn.ModuleList(nn.LayerNorm(dim // heads) for _ in range(heads))
 
     def forward(self, x: Tensor) -> Tensor:
-        b, s, _ = x.shape
-        q, k, v = (t.view(b, s, self.n_head, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        q, k, v = self.heads(x)
         k = torch.stack([norm(head) for norm, head in zip(self.norms, k.unbind(1), strict=False)], 1)
-        y = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(y.transpose(1, 2).reshape(b, s, -1))
-
-
-class LowRank(nn.Module):
-    """k and v through a narrow latent with a norm, as in multi-head latent attention."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = heads, dim // heads
-        self.q_proj = nn.Linear(dim, dim, bias=False)
-        self.kv_down, self.kv_norm = nn.Linear(dim, 6, bias=False), RMSNorm(6)
-        self.kv_up, self.o_proj = nn.Linear(6, 2 * dim, bias=False), nn.Linear(dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, s, _ = x.shape
-        q = self.q_proj(x).view(b, s, self.num_heads, self.head_dim).transpose(1, 2)
-        kv = self.kv_up(self.kv_norm(self.kv_down(x))).view(b, s, self.num_heads, 2 * self.head_dim).transpose(1, 2)
-        k, v = kv.split(self.head_dim, -1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(y.transpose(1, 2).reshape(b, s, -1))
+        return self.proj(attend(q, k, v))
 
 
 class Latent(nn.Module):
-    """As :class:`LowRank`, and a part of the narrow projection is one key for all heads."""
+    """k and v through a narrow latent with a norm, as in DeepSeek; a part of the narrow projection is one key for all heads."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -376,21 +331,7 @@ class Latent(nn.Module):
         kv = self.kv_up(self.kv_norm(latent)).view(b, s, self.num_heads, 2 * self.head_dim).transpose(1, 2)
         k, v = kv.split(self.head_dim, -1)
         k = torch.cat([k, shared[:, None].expand(b, self.num_heads, s, 2)], -1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(y.transpose(1, 2).reshape(b, s, -1))
-
-
-class SequenceFirst(nn.Module):
-    """``[s, b, h]`` all along."""
-
-    def __init__(self, dim: int = 16, heads: int = 4) -> None:
-        super().__init__()
-        self.n1, self.n2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.attn, self.mlp = SequenceFirstAttention(dim, heads), FeedForward(dim, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.n1(x))
-        return x + self.mlp(self.n2(x))
+        return self.o_proj(attend(q, k, v, is_causal=True))
 
 
 class SequenceFirstAttention(nn.Module):
@@ -406,29 +347,13 @@ class SequenceFirstAttention(nn.Module):
         return self.out_proj(y.transpose(0, 1).reshape(s, b, -1))
 
 
-class FlatAttention(nn.Module):
+class FlatAttention(Fused):
     """Tokens of all sequences in one dim: ``[t, h]``; a mask keeps the sequences apart."""
 
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (t.view(x.shape[0], self.heads, -1).transpose(0, 1) for t in self.qkv(x).chunk(3, -1))
+        q, k, v = (t.view(x.shape[0], self.n_head, -1).transpose(0, 1) for t in self.qkv(x).chunk(3, -1))
         y = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
         return self.proj(y.transpose(0, 1).reshape(x.shape[0], -1))
-
-
-class FlatBlock(nn.Module):
-    def __init__(self, dim: int = 16, heads: int = 4) -> None:
-        super().__init__()
-        self.n1, self.n2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.attn, self.mlp = FlatAttention(dim, heads), FeedForward(dim, 32)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = x + self.attn(self.n1(x), mask)
-        return x + self.mlp(self.n2(x))
 
 
 class Conv1D(nn.Module):
@@ -464,20 +389,16 @@ class ConfiguredAttention(nn.Module):
         return self.c_proj(y.transpose(1, 2).reshape(b, s, -1))
 
 
-class Configured(nn.Module):
+class Configured(Net):
     def __init__(self) -> None:
-        super().__init__()
         config = Settings(16, 4)
-        self.config, self.embed = config, nn.Embedding(31, 16)
-        self.h = nn.ModuleList(PreNorm(16, ConfiguredAttention(config), FeedForward(16, 32)) for _ in range(2))
-        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+        super().__init__(*(PreNorm(16, ConfiguredAttention(config), FeedForward(16, 32)) for _ in range(2)))
+        self.config = config
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.h:
-            x = block(x)
+        out = super().forward(ids)
         assert self.config.n_head == 4  # shared with everybody else
-        return self.out(self.norm(x))
+        return out
 
 
 class TorchDecoder(nn.Module):
@@ -605,8 +526,6 @@ class DenseMoE(nn.Module):
 
 
 BLOCKS: dict[str, Any] = {
-    "parallel_residual": lambda: ParallelResidual(16, Attention(16, 4), FeedForward(16, 32)),
-    "sandwich": lambda: Sandwich(16, Attention(16, 4), SwiGLU(16, 24)),
     "gqa": lambda: PreNorm(32, Attention(32, 8, 4, rope=True), SwiGLU(32, 24), RMSNorm),
     "gqa_shared": lambda: PreNorm(32, Attention(32, 8, 2, rope=True), SwiGLU(32, 24), RMSNorm),
     "mqa": lambda: PreNorm(16, Attention(16, 4, 1), FeedForward(16, 32)),
@@ -620,19 +539,16 @@ BLOCKS: dict[str, Any] = {
     "einsum": lambda: PreNorm(16, EinsumAttention(16, 4), FeedForward(16, 32)),
     "alibi": lambda: PreNorm(16, AlibiAttention(16, 4), FeedForward(16, 32)),
     "bias_table": lambda: PreNorm(16, BiasTableAttention(16, 4), FeedForward(16, 32)),
-    "inline_mlp": lambda: InlineMLP(),
     "norm_inside": lambda: NormInside(),
     "all_inline": lambda: AllInline(),
     "hard_coded": lambda: PreNorm(16, HardCodedHeads(), FeedForward(16, 32)),
     "nano": lambda: PreNorm(16, NanoAttention(16, 4), FeedForward(16, 32)),
     "head_list": lambda: PreNorm(16, HeadList(16, 4), FeedForward(16, 32)),
     "latent": lambda: PreNorm(16, Latent(16, 4), FeedForward(16, 32)),
-    "low_rank": lambda: PreNorm(16, LowRank(16, 4), FeedForward(16, 32)),
     "raw_attention": lambda: PreNorm(16, RawAttention(16, 4), FeedForward(16, 32)),
     "routed_moe": lambda: PreNorm(16, Attention(16, 4), RoutedMoE(16, 24)),
     "list_moe": lambda: PreNorm(16, Attention(16, 4), ListMoE(16, 24)),
     "dense_moe": lambda: PreNorm(16, Attention(16, 4), DenseMoE(16, 24)),
-    "squared_relu": lambda: PreNorm(16, Attention(16, 4), FeedForward(16, 32, lambda x: F.relu(x).square())),
 }
 
 
@@ -683,33 +599,16 @@ class Decoder(nn.Module):
         return self.lm_head(self.ln_f(x))
 
 
-class Bert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layer = nn.Embedding(31, 16), nn.ModuleList(BertBlock() for _ in range(2))
-        self.decoder = nn.Linear(16, 31)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        mask = (ids == 0)[:, None, None, :] * -1e9
-        x = self.embed(ids)
-        for layer in self.layer:
-            x = layer(x, mask)
-        return self.decoder(x)
-
-
-class Reused(nn.Module):
+class Reused(Net):
     """One block's weights in every layer."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.block = nn.Embedding(31, 16), PreNorm(16, Attention(16, 4), FeedForward(16, 32))
-        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+        super().__init__(usual())
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+    def run(self, x: Tensor) -> Tensor:
         for _ in range(3):
-            x = self.block(x)
-        return self.out(self.norm(x))
+            x = self.blocks[0](x)
+        return x
 
 
 class Named(nn.Module):
@@ -717,32 +616,25 @@ class Named(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(31, 16)
-        self.first = PreNorm(16, Attention(16, 4), FeedForward(16, 32))
-        self.second = PreNorm(16, Attention(16, 4), FeedForward(16, 32))
-        self.out = nn.Linear(16, 31)
+        self.embed, self.first, self.second, self.out = nn.Embedding(31, 16), usual(), usual(), nn.Linear(16, 31)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.out(self.second(self.first(self.embed(ids))))
 
 
-class Sequence(nn.Module):
+class Sequence(Net):
     """``[s, b, h]`` from the embedding to the head."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(31, 16), nn.Sequential(*(SequenceFirst() for _ in range(2)))
-        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+        super().__init__(*(PreNorm(16, SequenceFirstAttention(16, 4), FeedForward(16, 32)) for _ in range(2)))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.out(self.norm(self.blocks(self.embed(ids.t())))).transpose(0, 1)
+        return super().forward(ids.t()).transpose(0, 1)
 
 
-class Flat(nn.Module):
+class Flat(Net):
     def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(31, 16), nn.ModuleList(FlatBlock() for _ in range(2))
-        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+        super().__init__(*(PreNorm(16, FlatAttention(16, 4), FeedForward(16, 32)) for _ in range(2)))
 
     def forward(self, ids: Tensor) -> Tensor:
         b, s = ids.shape
@@ -754,21 +646,19 @@ class Flat(nn.Module):
         return self.out(self.norm(x)).view(b, s, -1)
 
 
-class Vision(nn.Module):
+class Vision(Net):
     """Patches by a convolution, a CLS token, learned positions, odd lengths; the head reads the CLS token."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.patch = nn.Conv2d(1, 16, 1)
+        super().__init__(NormInside(), NormInside())
+        self.embed = nn.Conv2d(1, 16, 1)
         self.cls, self.pos = nn.Parameter(torch.zeros(1, 1, 16)), nn.Parameter(torch.zeros(1, 64, 16))
-        self.blocks = nn.Sequential(*(NormInside() for _ in range(2)))
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 31)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.patch((ids.to(self.pos.dtype) / 31)[:, None, :, None]).flatten(2).transpose(1, 2)
+        x = self.embed((ids.to(self.pos.dtype) / 31)[:, None, :, None]).flatten(2).transpose(1, 2)
         x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1)
-        x = self.norm(self.blocks(x + self.pos[:, : x.shape[1]]))
-        return self.head(x[:, 0])[:, None].expand(-1, ids.shape[1], -1)
+        x = self.norm(self.run(x + self.pos[:, : x.shape[1]]))
+        return self.out(x[:, 0])[:, None].expand(-1, ids.shape[1], -1)
 
 
 class CrossBlock(nn.Module):
@@ -790,12 +680,7 @@ class CrossAttention(nn.Module):
         self.q, self.kv, self.o = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        def heads(t: Tensor) -> Tensor:
-            return t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-        k, v = self.kv(memory).chunk(2, -1)
-        y = F.scaled_dot_product_attention(heads(self.q(x)), heads(k), heads(v))
-        return self.o(y.transpose(1, 2).flatten(2))
+        return self.o(attend(*(heads_of(t, self.heads) for t in (self.q(x), *self.kv(memory).chunk(2, -1)))))
 
 
 class EncoderDecoder(nn.Module):
@@ -834,7 +719,6 @@ class Distilled(nn.Module):
 
 
 MODELS: dict[str, Any] = {
-    "bert": Bert,
     "reused": Reused,
     "named": Named,
     "sequence_first": Sequence,
@@ -848,6 +732,10 @@ MODELS: dict[str, Any] = {
 }
 
 
+def build(kind: str) -> nn.Module:
+    return MODELS[kind]() if kind in MODELS else Decoder(kind)
+
+
 class Zoo(L.LightningModule):
     """A model of the zoo with a next-token loss."""
 
@@ -859,7 +747,7 @@ class Zoo(L.LightningModule):
         self.optimizer = optimizer
 
     def build(self, kind: str) -> nn.Module:
-        return MODELS[kind]() if kind in MODELS else Decoder(kind)
+        return build(kind)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (ids,) = batch

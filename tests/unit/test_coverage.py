@@ -262,9 +262,9 @@ class Own(nn.Module):
             Own,
             "layers.*: the attention of o stands in the block's own forward, which would read the length of its shard",
         ),
-        (lambda: third_party.build("windows"), "stages.*.*: its activation [2, 4, 4, 16] has positions in 2 dims"),
+        (lambda: zoo.build("windows"), "stages.*.*: its activation [2, 4, 4, 16] has positions in 2 dims"),
         (
-            lambda: third_party.build("conformer"),
+            lambda: zoo.build("conformer"),
             "h.*: both the first and the second dim of its activation [2, 8, 16] mix (a batch norm?)",
         ),
     ],

@@ -19,6 +19,7 @@ from lightning_seqpar.cli.report import human, render
 from tests.helpers.families import HuggingFace, build
 from tests.helpers.models import GPT, loader
 from tests.helpers.slices import rest
+from tests.helpers.third_party import ThirdParty
 from tests.helpers.zoo import Zoo
 from tests.mutants import sees
 
@@ -428,8 +429,8 @@ def test_a_rank_that_is_alone_sends_nothing():
 
 def test_an_attention_whose_row_stands_beside_it_is_found():
     example = torch.zeros(2, 8, dtype=torch.long)
-    said = describe(Zoo("bert").net, ParallelConfig(tp=2, recompute="selective"), example=example)
-    assert "recompute selective: layer.*.attention (2 modules) run again in the backward" in said.notes
+    said = describe(ThirdParty("one_way_out").net, ParallelConfig(tp=2, recompute="selective"), example=example)
+    assert "recompute selective: h.*.attn (2 modules) run again in the backward" in said.notes
     with pytest.raises(ValueError, match=r"in the blocks \(h\.\*\) no module is the attention"):
         describe(Zoo("all_inline").net, ParallelConfig(tp=2, recompute="selective"), example=example)
 

@@ -208,7 +208,7 @@ def test_a_mutant_that_fits_no_more_says_why():
     for definition, old, says in (
         ("GradSync.rush", "x", "there is no definition GradSync.rush"),
         ("_try", "x", "is several definitions; name one of linear_kind:_try, norm_recompute:_try"),
-        ("GradSync.flush_all", "no such text", "its text stands 0 times in GradSync.flush_all"),
+        ("GradSync.flush", "no such text", "its text stands 0 times in GradSync.flush"),
     ):
         with pytest.raises(ValueError, match=re.escape(says)):
             place_of(Mutant("a fault", definition, old, ""), known)

@@ -76,9 +76,9 @@ SAYS = {
         "{pattern: 'blocks.{0,1}.attn.add_o', style: row, units: heads}",
     ],
     "value_residual": [
-        "{pattern: layers.0.1, style: blocks, sp: false}",
-        "{pattern: layers.0.1.fc2, style: row}",
-        "{pattern: layers.1.0, style: local_heads, dim: 1, args: [1]}",
+        "{pattern: blocks.0.1, style: blocks, sp: false}",
+        "{pattern: blocks.0.1.fc2, style: row}",
+        "{pattern: blocks.1.0, style: local_heads, dim: 1, args: [1]}",
     ],
     "first_differs": [
         "{pattern: 'blocks.{1,2}', style: blocks, sp: false}",
@@ -92,7 +92,7 @@ SAYS = {
 
 def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    return third_party.build(kind)
+    return zoo.build(kind)
 
 
 @sees(

@@ -166,13 +166,13 @@ def test_loops_are_counted_apart_and_from_their_beginning():
     for _ in range(20):
         schedule.begin_step("training")
     assert not schedule.is_due("training")
-    assert not schedule.is_due_in_loop("training")
+    assert not schedule.walks_graphs
     schedule.begin_step("validation")
     assert schedule.is_first("validation")
     assert schedule.is_due("validation")
     schedule.begin_loop("training")  # an epoch
     schedule.begin_step("training")
-    assert schedule.is_due_in_loop("training")
+    assert schedule.walks_graphs
     assert not schedule.is_due("training")
     schedule.begin_run()
     schedule.begin_step("training")

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_seqpar.distributed.autograd import tensor_hooks
+from lightning_seqpar.distributed.autograd import count_tensor_hooks
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 
 
@@ -74,7 +74,7 @@ def refuse_hooks_of_reduced(record: ShardedModel | None, parameters: Iterable[Te
 def _hooks_of_user(record: ShardedModel, parameter: Tensor) -> bool:
     layout = record.layout.of(parameter)
     ours = layout is not None and layout.is_partial and parameter.requires_grad
-    return len(tensor_hooks(parameter)) > ours
+    return count_tensor_hooks([parameter])[0] > ours
 
 
 def bubble(micro_batches: int, pp: int, virtual_pp: int = 1) -> float:
