@@ -613,22 +613,6 @@ def test_pruning_is_refused():
         refuse_callbacks([callback], 2)
 
 
-@sees(
-    "heads that do not divide are found when the ranks have met",
-    "SeqParallelLauncher.launch",
-    "            trainer.strategy.check_before_start(trainer.lightning_module)\n",
-    "            pass\n",
-)
-def test_a_head_count_that_does_not_divide_names_the_tp_that_works():
-    with pytest.raises(RankFailedError, match=r"tp=4: the 2 heads of model.blocks.0.attn \(n_head\) .*; use tp=2\."):
-        run_distributed(two_heads, 4)
-
-
-def two_heads() -> None:
-    trainer = quiet_trainer(devices=4, strategy=SeqParallelStrategy(tp=4), max_steps=1)
-    trainer.fit(models.GPT(n_head=2), models.loader(4))
-
-
 def start_apart() -> tuple[bool, bool]:
     """Every rank builds the model from a seed of its own."""
     torch.manual_seed(dist.get_rank())
