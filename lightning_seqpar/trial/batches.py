@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.inference.reduction import IDS
+from lightning_seqpar.verify.traced_step import draw_tokens
 
 DEFAULT_LENGTH = 32
 """Positions of a sample that is made up."""
@@ -91,23 +92,16 @@ def make_batch(model: nn.Module, samples: int, length: int | None) -> Any:
     Raises:
         TrialError: if the module does not say what it takes.
     """
-    config = getattr(model, "config", None)
-    takes = inspect.signature(model.forward).parameters
-    generator = torch.Generator().manual_seed(1234)
-    vocab = getattr(config, "vocab_size", None)
-    if "input_ids" in takes and isinstance(vocab, int):
-        limits = [getattr(config, key, None) for key in ("max_position_embeddings", "n_positions")]
-        length = length or min([DEFAULT_LENGTH, *(n for n in limits if isinstance(n, int) and n > 0)])
-        ids = torch.randint(0, vocab, (samples, length), generator=generator)
-        heads = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "DoubleHeads")
-        if "labels" in takes and any(word in type(model).__name__ for word in heads):
-            return {"input_ids": ids, "labels": ids.clone()}
-        return {"input_ids": ids, **({"decoder_input_ids": ids.clone()} if "decoder_input_ids" in takes else {})}
+    if tokens := draw_tokens(model, samples, length, DEFAULT_LENGTH):
+        return tokens
+    config, takes = getattr(model, "config", None), inspect.signature(model.forward).parameters
     size = getattr(config, "image_size", None)
     if "pixel_values" in takes and size is not None:
         height, width = (size, size) if isinstance(size, int) else size
         channels = getattr(config, "num_channels", 3)
-        return {"pixel_values": torch.randn(samples, channels, height, width, generator=generator)}
+        return {
+            "pixel_values": torch.randn(samples, channels, height, width, generator=torch.Generator().manual_seed(1234))
+        }
     example = getattr(model, "example_input_array", None)
     if example is None:
         raise TrialError(

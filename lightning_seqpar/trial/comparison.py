@@ -64,7 +64,6 @@ class Sides:
     def compare(self) -> Comparison:
         """Compare all quantities, in the order in which they were computed."""
         rows, losses = self._found.rows, self.whole.losses
-        rows.append(self._beginning())
         for step, length in enumerate(self.whole.lengths[:2], start=1):
             of = f" (length {length})" if length is not None else ""
             at = slice(step - 1, step)
@@ -81,21 +80,6 @@ class Sides:
         if not self._narrow:
             rows.append(self._weights("resumed", 1, "weight after step 3, resumed"))
         return self._found
-
-    def _beginning(self) -> Row:
-        """The row of the weights before the first step."""
-        right, got = self.whole.initial_digests, self._first.initial_digests
-        worst, where = 0.0, "-"
-        for name in sorted(set(right) & set(got)):  # another reference may have others
-            scale = max(1.0, *map(abs, right[name]))
-            error = max(spread(values) for values in zip(right[name], got[name], strict=True)) / scale
-            if error > worst:
-                worst, where = error, name
-            if error > self._limit:
-                hint = "it is another one before anything was trained: initialised on the ranks, or changed as it was sharded?"
-                kind = self.whole.kinds.get(name, "")
-                self._found.wrong.append(Wrong(name, kind, "weight before step 1", error, error, hint))
-        return Row("the weights before step 1 (by two sums)", worst, self._limit, where)
 
     def _gradients(self, step: int) -> list[Row]:
         """The rows of a step's gradients and of their norm."""
@@ -123,8 +107,7 @@ class Sides:
         for name, error, own_error, _ in found.wrong:
             if name not in known:
                 hint = self._hint(name, quantity, right.get(name), got.get(name), step)
-                kind = self.whole.kinds.get(name, "")
-                self._found.wrong.append(Wrong(name, kind, quantity, error, own_error, hint))
+                self._found.wrong.append(Wrong(name, quantity, error, own_error, hint))
 
     def _hint(self, name: str, quantity: str, right: Tensor | None, got: Tensor | None, step: int) -> str:
         """What a wrong tensor looks like."""

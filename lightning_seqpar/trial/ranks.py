@@ -28,9 +28,6 @@ from lightning_seqpar.distributed.rendezvous import loopback_only
 
 _WAITED = "waited for the failed rank"
 
-_CALLS_ITSELF = 97
-"""Exit status of a process that comes to the call that started it, while it imports its script."""
-
 
 class RankFailure(NamedTuple):
     """How one process ended.
@@ -176,8 +173,6 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwar
 
 def _run(call: _Call) -> list[Any]:
     """Let as many processes as a call asks for make it, and return their results, in rank order."""
-    if getattr(mp.current_process(), "_inheriting", False):  # set while a started process imports the script
-        os._exit(_CALLS_ITSELF)  # multiprocessing turns other ends into status 1
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_seqpar.strategy"])
     procs, receivers = [], []
@@ -208,11 +203,6 @@ def _run(call: _Call) -> list[Any]:
 
 def _how_it_died(status: int | None) -> str:
     """What the exit status of a process says that ended without a word."""
-    if status == _CALLS_ITSELF:
-        return (
-            "the processes that are started import the script, and came to this very call; put what the script runs below "
-            'if __name__ == "__main__":'
-        )
     if status is None or status >= 0:
         return f"the process ended with {status}; what it said stands above"
     return f"the process died: {signal.Signals(-status).name}"

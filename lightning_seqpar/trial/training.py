@@ -56,13 +56,7 @@ AT_ONCE = "at-once"
 
 
 class PlainModule(L.LightningModule):
-    """A plain module as it is trained in a trial: by its own loss, or by a fixed projection of what it returns.
-
-    Attributes:
-        projects: whether it has returned no loss.
-    """
-
-    projects = False
+    """A plain module as it is trained in a trial: by its own loss, or by a fixed projection of what it returns."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -77,7 +71,6 @@ class PlainModule(L.LightningModule):
         loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss.sum()
-        self.projects = True
         return torch.stack([project(leaf) for leaf in tensors_in(out) if leaf.requires_grad]).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -134,17 +127,14 @@ class Outcome:
     norms: list[float] = field(default_factory=list)
     # of each step, the digest of every whole gradient on this rank
     digests: list[dict[str, Digest]] = field(default_factory=list)
-    initial_digests: dict[str, Digest] = field(default_factory=dict)  # of the weights before the first
     weight_digests: dict[str, Digest] = field(default_factory=dict)  # of the weights after two steps
     replicas: int = 1  # how many replicas read batches of their own
     replica: int = 0  # the one of this rank
     lengths: list[int | None] = field(default_factory=list)  # of the batches, if they are sequences
-    kinds: dict[str, str] = field(default_factory=dict)  # of each parameter, the class of the module that holds it
     is_complete: bool = False  # whether the training came to the end of its second epoch
     casts: int = 0  # how many casts to narrower types were turned down
     draws: bool = False  # whether a step drew random numbers
     failed_length: str = ""  # why the shorter batch could not be trained on; empty if it could
-    projects: bool = False  # whether the loss is a projection that the trial chose
     parts: int = 1  # into how many micro-batches one process split a batch
 
 
@@ -161,15 +151,10 @@ class TrialRecorder(ParityRecorder):
         self._written = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note the replicas, and which modules hold the parameters."""
+        """Note the replicas."""
         # What configure_model made has its dropout still.
         switch_off_dropout(pl_module)
         self.outcome.replicas, self.outcome.replica = replica_of(trainer.strategy)
-        modules = dict(pl_module.named_modules())
-        self.outcome.initial_digests = {name: Digest.of(name, weight) for name, weight in each_weight(pl_module)}
-        self.outcome.kinds = {
-            name: type(modules[name.rpartition(".")[0]]).__name__ for name, _ in pl_module.named_parameters()
-        }
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -351,7 +336,6 @@ def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALON
                 raise
             outcome.failed_length = f"{type(error).__name__}: {error}"
         outcome.casts = getattr(mode, "casts", 0)
-        outcome.projects = getattr(module, "projects", False)
         outcome.lengths = [length_of(batch) for batch in batches]
     return outcome
 

@@ -25,7 +25,7 @@ from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.strategy.strategy import SeqParallelStrategy
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.trial.batches import TrialError
-from lightning_seqpar.trial.comparison import Comparison, Sides
+from lightning_seqpar.trial.comparison import Sides
 from lightning_seqpar.trial.hints import Group, Wrong, group_first_wrong
 from lightning_seqpar.trial.ranks import RankFailedError, RankFailure, run_alone, run_distributed
 from lightning_seqpar.trial.training import AT_ONCE, Outcome, Trial, train_alone, train_on_ranks
@@ -202,12 +202,16 @@ def verify_parity(
         if parallel is None:
             sizes = {"model-parallel": world_size // first.replicas, **sizes}
         found = Sides(trial, whole, ranks, sizes).compare()
-        if first.replicas > 1 and whole.parts > 1:
+        if not found.ok and first.replicas > 1 and whole.parts > 1:
+            # Losses that ranks make from what they gather, or divide by numbers of the whole batch, are those of the whole batch.
             together = _train_at_once(given, first.replicas, same_length, timeout)
-            if together is not None:
-                other = Sides(trial, together, ranks, sizes, AT_ONCE).compare()
-                found = _choose(found, other, notes, tells=not (together.draws or together.projects))
-        groups = group_first_wrong(found.wrong, whole.kinds)
+            if together is not None and (other := Sides(trial, together, ranks, sizes, AT_ONCE).compare()).ok:
+                found = other
+                notes.append(
+                    "replicas train as one process does that reads their parts together; it would do otherwise if it read them "
+                    "as micro-batches (a loss that the ranks make from what they gather, or divide by a number of the whole batch)"
+                )
+        groups = group_first_wrong(found.wrong)
         return Verification("right" if found.ok else "wrong", setting, found.rows, found.wrong, groups, notes=notes)
 
 
@@ -367,29 +371,6 @@ def _train_at_once(given: bytes, replicas: int, same_length: bool, timeout: floa
     except RankFailedError:  # it takes no batch of that size
         return None
     return together if together.is_complete and not together.failed_length else None
-
-
-def _choose(found: Comparison, other: Comparison, notes: list[str], *, tells: bool) -> Comparison:
-    """Of two comparisons of replicas the one that holds, if only one does.
-
-    Losses that ranks make from what they gather, or divide by numbers of the whole batch, are those of the whole batch. Others
-    are averaged, which is another thing where a loss is no mean over samples: that is noted, for the user to judge.
-    """
-    if other.ok and not found.ok:
-        notes.append(
-            "replicas train as one process does that reads their parts together; it would do otherwise if it read them as "
-            "micro-batches (a loss that the ranks make from what they gather, or divide by a number of the whole batch)"
-        )
-        return other
-    if found.ok and not other.ok and tells:
-        differs = next(row for row in other.rows if not row.ok)
-        notes.append(
-            "replicas average their losses, and so does one process that accumulates their parts. One that reads the parts "
-            f"together has another result ({differs.quantity}: {differs.where}). If that is not meant: does the loss divide by a "
-            "number that differs between replicas (of tokens that are not padding), does it sum over samples, or do samples see "
-            "each other (pairs, statistics of a batch)?"
-        )
-    return found
 
 
 def _refuse_empty(whole: Outcome) -> None:

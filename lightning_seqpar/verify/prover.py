@@ -463,7 +463,7 @@ class Prover:
         )
 
     def _check(self, out: Proved) -> bool:
-        """Whether the self-check proves the plans of ``out``; False of shipped ones without an example. Collective over the world."""
+        """Whether the self-check proves the plans of ``out``; False of shipped ones without an example. Collective."""
         example, _, failures, evaluation = self._example()
         sources = ", ".join(dict.fromkeys(plan.source for plan in out.plans))
         if example is None:
