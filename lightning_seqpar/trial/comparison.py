@@ -124,15 +124,10 @@ class Sides:
         return hint
 
     def _agreement(self) -> Row:
-        """The row of what ranks must hold alike: losses within a replica, whole gradients and weights on all."""
+        """The row of what ranks must hold alike: whole gradients and weights."""
         worst, where = 0.0, "-"
         firsts = [first for first, _ in self.ranks]
-        # Of stages the last alone has the loss.
-        for replica in {first.replica for first in firsts} if self.sizes.get("pp", 1) == 1 else ():
-            losses = [first.own_losses for first in firsts if first.replica == replica]
-            for step, values in enumerate(zip(*losses, strict=False), start=1):
-                if (error := spread(values) / max(1.0, *map(abs, values))) > worst:
-                    worst, where = error, f"the loss of step {step} within replica {replica}"
+
         held = [("weight", [first.weight_digests for first in firsts])]
         for at in range(max(len(first.digests) for first in firsts)):
             # A rank that took fewer steps holds no gradient of this one.

@@ -45,7 +45,7 @@ from lightning_seqpar.trial.batches import (
 )
 from lightning_seqpar.trial.determinism import KeepFloat64, switch_off_dropout
 from lightning_seqpar.verify.comparison import norm_of
-from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight, own_whole
+from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight
 
 SEED = 20_260_101
 
@@ -122,7 +122,6 @@ class Outcome:
     """What one process of a trial did; tensors are in files of the trial's folder, written by the first rank."""
 
     losses: list[float] = field(default_factory=list)  # of each step, averaged over replicas and micro-batches
-    own_losses: list[float] = field(default_factory=list)  # of each step, as this rank's replica saw it
     # the global gradient norm of each step, as the strategy computes it
     norms: list[float] = field(default_factory=list)
     # of each step, the digest of every whole gradient on this rank
@@ -147,7 +146,6 @@ class TrialRecorder(ParityRecorder):
         self._trial, self._side, self._parts, self._stops = trial, side, parts, stops
         self._of: dict[int, int] = {}  # steps that each optimizer has taken
         self._grads: dict[str, Tensor | None] = {}
-        self._own: list[float] = []
         self._written = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -199,7 +197,6 @@ class TrialRecorder(ParityRecorder):
         loss = outputs if isinstance(outputs, Tensor) else (outputs or {}).get("loss")
         if loss is None:  # of a step that optimizes by itself, or skips
             return
-        self._own.append(float(own_whole(loss)) * trainer.accumulate_grad_batches)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -218,8 +215,8 @@ class TrialRecorder(ParityRecorder):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Sum the losses of micro-batches up to steps."""
-        self.outcome.losses = _means(self.trace.losses, self._parts)
-        self.outcome.own_losses = _means(self._own, self._parts)
+        losses, each = self.trace.losses, self._parts
+        self.outcome.losses = [sum(losses[at : at + each]) / each for at in range(0, len(losses), each)]
 
     def _write_gradients(self, trainer: L.Trainer) -> None:
         """Leave the gradients of the last step in a file."""
@@ -229,11 +226,6 @@ class TrialRecorder(ParityRecorder):
         if trainer.is_global_zero:
             torch.save(self._grads, self._trial.path(self._side, f"gradients-{self._written}"))
         self._grads = {}
-
-
-def _means(values: list[float], each: int) -> list[float]:
-    """The mean of every ``each`` numbers."""
-    return [sum(values[at : at + each]) / each for at in range(0, len(values), each)]
 
 
 def read_trial(given: bytes) -> Trial:

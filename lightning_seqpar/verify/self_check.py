@@ -279,7 +279,7 @@ def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups
     verdict.draws = any(draws for *_, draws in answers)
     for wrong, raised, _ in answers:
         if raised is not None:
-            wrong = [f"it does not run: {raised}{_hint(raised)}"]
+            wrong = [f"it does not run: {raised}"]
         if wrong:
             verdict.wrong = wrong
             break
@@ -304,21 +304,11 @@ def _await_others(failure: str | None, group: dist.ProcessGroup) -> None:
     except RuntimeError:
         waiting = [dist.get_global_rank(group, one) for one, key in enumerate(keys) if not store.check([key])]
         raise FailedAloneError(
-            f"self_check: the sharded model does not run on rank {dist.get_rank()}, which raised {failure}{_hint(failure)}, while "
+            f"self_check: the sharded model does not run on rank {dist.get_rank()}, which raised {failure}, while "
             f"other ranks ({', '.join(map(str, waiting))}) go on and wait for it. Ranks must run the same layers in the same "
             "order: a rule is wrong or missing, or a module decides by what it sees in its part of the sequence. What "
             "may help, untried: that module whole ({pattern: ..., style: whole}), or sp=False"
         ) from None
-
-
-def _hint(failure: str) -> str:
-    """Likely causes of one of torch's own errors about shapes, in parentheses; empty for other errors."""
-    if "RuntimeError: shape" in failure or "shapes cannot be multiplied" in failure or "must match" in failure:
-        return (
-            " (a head count or a feature count that is still the whole model's, a parameter with a head dim that is not sliced, "
-            "or a length that is read from this rank's part of the sequence?)"
-        )
-    return ""
 
 
 def rules_by_name(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, str]:

@@ -240,14 +240,3 @@ def _made_anew(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]
     ]
     made: Optimizer = type(optimizer)(groups, **given)
     return made
-
-
-def refuse_fused_on_rows(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse fused kernels that torch does not have for parameters that the replicas split (``data_parallel='fsdp'``)."""
-    for optimizer in optimizers:
-        is_fused = any(group.get("fused") for group in optimizer.param_groups)
-        if is_fused and isinstance(optimizer, optim.SGD | optim.Adagrad):
-            raise ValueError(
-                f"{type(optimizer).__name__}(fused=True) with data_parallel='fsdp': torch has no such kernel for parameters "
-                "that are split over the replicas; use foreach=True (Adam and AdamW have fused ones)"
-            )
