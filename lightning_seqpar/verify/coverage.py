@@ -95,7 +95,6 @@ class Coverage:
         sharded_numel: how many numbers they hold.
         could_be_numel: how many numbers those hold that could be.
         whole: those that could be and are not, by reason, the largest first.
-        outside: linears outside of all repeated blocks, which no plan shards and ``could_be`` does not count.
         no_sp: blocks without sequence parallelism though ``sp`` is set, by reason.
         sp: whether any block has sequence parallelism.
     """
@@ -105,7 +104,6 @@ class Coverage:
     sharded_numel: int
     could_be_numel: int
     whole: tuple[WholeTensors, ...] = ()
-    outside: WholeTensors | None = None
     no_sp: tuple[WholeSequences, ...] = ()
     sp: bool = False
 
@@ -116,9 +114,8 @@ class Coverage:
     @property
     def reasons(self) -> list[str]:
         """Why the rest is whole, a few lines."""
-        told = [*self.whole, *([self.outside] if self.outside is not None else [])]
-        lines = [f"whole: {one}" for one in told[:_MOST_LINES]]
-        return [*lines, *([f"whole: and {len(told) - _MOST_LINES} more"] if len(told) > _MOST_LINES else [])]
+        lines, more = [f"whole: {one}" for one in self.whole[:_MOST_LINES]], len(self.whole) - _MOST_LINES
+        return [*lines, *([f"whole: and {more} more"] if more > 0 else [])]
 
     @property
     def sp_off(self) -> str:
@@ -166,19 +163,16 @@ def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanatio
     """
     look = _Look(record, plans, known)
     groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
-    outside, sharded = [], []
+    sharded = []
     for name, layout in record.layout.items():
         if layout.is_sharded:
             sharded.append(name)
         elif look.could_be(name):
             groups[look.why_whole(name)].append(name)
-        elif look.is_linear_outside(name):
-            outside.append(name)
-
-    def tensors(names: Sequence[str], why: str, as_asked: bool) -> WholeTensors:
-        return WholeTensors(look.patterns(names), len(names), look.numel(names), why, as_asked)
-
-    whole = [tensors(names, why, as_asked) for (why, as_asked), names in groups.items()]
+    whole = [
+        WholeTensors(look.patterns(names), len(names), look.numel(names), why, as_asked)
+        for (why, as_asked), names in groups.items()
+    ]
     no_sp = look.no_sp() if sp else {}
     numel = look.numel(sharded)
     return Coverage(
@@ -187,8 +181,10 @@ def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanatio
         numel,
         numel + sum(one.numel for one in whole),
         tuple(sorted(whole, key=lambda one: -one.numel)),
-        tensors(outside, "not in a repeated block", False) if outside else None,
-        tuple(WholeSequences(_unique(map(_starred, names)), why, asked) for (why, asked), names in no_sp.items()),
+        tuple(
+            WholeSequences(tuple(dict.fromkeys(map(_starred, names))), why, asked)
+            for (why, asked), names in no_sp.items()
+        ),
         any(region.sp for region in record.regions),
     )
 
@@ -225,11 +221,6 @@ class _Look:
         if self._vocabulary(name) is not None:
             return len(self._record.layout[name].global_shape) == 2
         return self._is_matrix(name) and bool(self._block_of(name))
-
-    def is_linear_outside(self, name: str) -> bool:
-        """Whether it is the matrix of a linear that stands in no repeated block."""
-        holder = self._modules[name.rpartition(".")[0]]
-        return isinstance(holder, nn.Linear | nn.MultiheadAttention) and self._is_matrix(name)
 
     def _is_matrix(self, name: str) -> bool:
         """Whether it is a matrix of a linear, or of something that multiplies by it."""
@@ -368,11 +359,6 @@ def _joined(block: str, parts: Sequence[str]) -> list[str]:
         return list(parts)
     inner = [part.removeprefix(f"{block}.") for part in parts]
     return [f"{block}.{{{','.join(inner[:_MOST_NAMES])}{',...' if len(inner) > _MOST_NAMES else ''}}}"]
-
-
-def _unique(names: Iterable[str]) -> tuple[str, ...]:
-    """Names without repetitions, in order."""
-    return tuple(dict.fromkeys(names))
 
 
 def _listed(names: Sequence[str]) -> str:
