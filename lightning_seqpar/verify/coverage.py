@@ -151,12 +151,10 @@ class Coverage:
 def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanations, *, sp: bool) -> Coverage:
     """Count what is sharded, of what could be, and tell why the rest is whole.
 
-    A tensor could be sharded if it is; or if it is a matrix of a linear in a repeated block, or the weight of an embedding or
-    a head over a vocabulary. A matrix of a linear is a parameter with two dims or more that are longer than 1, of any module
-    but embeddings, convolutions, norms and recurrent layers: of ``nn.Linear`` and what computes like it,
-    ``nn.MultiheadAttention``, experts and projections that a module multiplies itself. The half of an adapter that meets whole
-    features is none. Repeated blocks are those of the plans, and modules in a list or beside others of their class that hold
-    two matrices or more.
+    A tensor could be sharded if it is; or if it is a matrix of an ``nn.Linear`` or ``nn.MultiheadAttention``, of what computes
+    like one in the blocks of the plans, or the weight of an embedding or a head over a vocabulary. A matrix has two dims or more
+    that are longer than 1; those of embeddings, convolutions, norms and recurrent layers are none, nor is the half of an adapter
+    that meets whole features.
 
     Vectors that are whole are not counted: norms can't be sharded, nor can the bias of a row; the bias of a column is sharded with
     its weight, and of a linear that is whole nobody knows which of both it would be.
@@ -201,14 +199,6 @@ class _Look:
         for name, parameter in record.model.named_parameters(remove_duplicate=False):
             self._holders[id(parameter)].append(name.rpartition(".")[0])
         self._blocks = {block for region in record.regions for block in region.blocks}
-        planned = set(self._blocks)
-        self._blocks |= {
-            name
-            for name in self._modules
-            if _reason(known.whole, name) is not None and not any(around in planned for around in _around(name))
-        }
-        owners = {around for block in self._blocks for around in _around(block)}
-        self._blocks |= set(_repeated(record.model)) - owners
 
     def numel(self, names: Iterable[str]) -> int:
         """How many numbers these tensors hold, when they are whole."""
@@ -220,13 +210,12 @@ class _Look:
         """Whether a tensor that is whole could be sharded, as :func:`cover` defines it."""
         if self._vocabulary(name) is not None:
             return len(self._record.layout[name].global_shape) == 2
-        return self._is_matrix(name) and bool(self._block_of(name))
-
-    def _is_matrix(self, name: str) -> bool:
-        """Whether it is a matrix of a linear, or of something that multiplies by it."""
         holder, shape = name.rpartition(".")[0], self._record.layout[name].global_shape
         if sum(length > 1 for length in shape) < 2 or isinstance(self._modules[holder], _NO_LINEARS):
             return False
+        linear = isinstance(self._modules[holder], nn.Linear | nn.MultiheadAttention)
+        if not linear and not any(around in self._blocks for around in _around(holder)):
+            return False  # a table of positions
         adapters = [holder.rpartition(f".{half}.")[0] for half in (DOWN, UP) if f".{half}." in holder]
         return not any(is_adapted(self._modules[adapter]) for adapter in adapters)
 
@@ -234,10 +223,6 @@ class _Look:
         """Why a tensor of a module over a vocabulary is whole; None if no module that holds it is one."""
         holders = self._holders[id(self._record.layout.parameter(name))]
         return next((self._known.vocabulary[one] for one in holders if one in self._known.vocabulary), None)
-
-    def _block_of(self, name: str) -> str:
-        """The outermost repeated block around a tensor; empty if there is none."""
-        return next((around for around in _around(name.rpartition(".")[0]) if around in self._blocks), "")
 
     # ---- why -----------------------------------------------------------------------------------------------------
 
@@ -288,21 +273,17 @@ class _Look:
     # ---- how it is called ----------------------------------------------------------------------------------------
 
     def patterns(self, tensors: Sequence[str]) -> tuple[str, ...]:
-        """Patterns for what these tensors are in: the outermost modules of blocks, or blocks, that hold none of the others."""
+        """Patterns for the outermost modules around these tensors that hold none of the others."""
         given = set(tensors)
-        others = [name for name, layout in self._record.layout.items() if name not in given]
         taken = {
             _starred(around)
-            for name in others
-            if self._record.layout[name].is_sharded or self.could_be(name)
+            for name, layout in self._record.layout.items()
+            if name not in given and (layout.is_sharded or self.could_be(name))
             for around in _around(name.rpartition(".")[0])
         }
-        inner: dict[str, dict[str, None]] = defaultdict(dict)
-        for name in tensors:
-            block, holder = _starred(self._block_of(name)), _starred(name.rpartition(".")[0])
-            free = (around for around in _around(holder) if block and inside(around, block) and around not in taken)
-            inner[block][next(free, _starred(name) if block else holder)] = None
-        return tuple(text for block, parts in inner.items() for text in _joined(block, list(parts)))
+        starred = dict.fromkeys(map(_starred, tensors))
+        free = [(name, [one for one in _around(name.rpartition(".")[0]) if one not in taken]) for name in starred]
+        return tuple(dict.fromkeys(around[0] if around else name for name, around in free))
 
 
 def _reason(reasons: Mapping[str, str], name: str) -> str | None:
@@ -310,7 +291,6 @@ def _reason(reasons: Mapping[str, str], name: str) -> str | None:
     return next((why for pattern, why in reasons.items() if match_pattern(pattern, name)), None)
 
 
-_LISTS = (nn.ModuleList, nn.ModuleDict)
 _NO_LINEARS = (
     nn.Embedding,
     nn.EmbeddingBag,
@@ -321,24 +301,8 @@ _NO_LINEARS = (
     nn.RMSNorm,
 )
 """Modules whose matrices are no linears'."""
-_NO_STACK = "no stack of blocks was found there, or the example does not run it"
+_NO_STACK = "it is in no stack of blocks that was found and that the example runs"
 """The reason for what no plan speaks of."""
-
-
-def _repeated(model: nn.Module) -> Iterator[str]:
-    """Names of modules that stand beside others of their class, or in a list, and hold two matrices or more."""
-    for parent, module in model.named_modules():
-        kinds = [type(child) for child in module.children()]
-        for leaf, child in module.named_children():
-            is_list, is_listed = isinstance(child, _LISTS), isinstance(module, _LISTS)
-            # A module outside of lists that holds a list owns blocks: an encoder and a decoder may be of one class.
-            owns = not isinstance(module, (*_LISTS, nn.Sequential)) and any(
-                isinstance(m, _LISTS) for m in child.modules()
-            )
-            repeated = is_listed or (kinds.count(type(child)) > 1 and not owns)
-            has_parts = not is_list and any(True for _ in child.children())
-            if repeated and has_parts and sum(parameter.ndim >= 2 for parameter in child.parameters()) >= 2:
-                yield f"{parent}.{leaf}" if parent else leaf
 
 
 def _around(name: str) -> Iterator[str]:
@@ -351,14 +315,6 @@ def _around(name: str) -> Iterator[str]:
 def _starred(name: str) -> str:
     """A name with ``*`` for each index."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-
-
-def _joined(block: str, parts: Sequence[str]) -> list[str]:
-    """Patterns for parts of a block: one with alternatives, if they are several."""
-    if not block or len(parts) < 2:
-        return list(parts)
-    inner = [part.removeprefix(f"{block}.") for part in parts]
-    return [f"{block}.{{{','.join(inner[:_MOST_NAMES])}{',...' if len(inner) > _MOST_NAMES else ''}}}"]
 
 
 def _listed(names: Sequence[str]) -> str:
