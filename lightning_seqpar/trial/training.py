@@ -257,18 +257,14 @@ def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> L.LightningModul
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """While open, neither Lightning's lines nor warnings appear."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning_seqpar")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    """While open, neither log lines nor warnings appear."""
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 def _trainer(trial: Trial, strategy: Any, devices: int, recorder: Callback, accumulate: int) -> L.Trainer:

@@ -30,7 +30,7 @@ from lightning_seqpar.trial.hints import Group, Wrong, group_first_wrong
 from lightning_seqpar.trial.ranks import RankFailedError, RankFailure, run_alone, run_distributed
 from lightning_seqpar.trial.training import AT_ONCE, Outcome, Trial, train_alone, train_on_ranks
 from lightning_seqpar.user_input import nearest
-from lightning_seqpar.verify.comparison import Row, worst_row
+from lightning_seqpar.verify.comparison import ParityReport, Row
 
 DType = Literal["float64", "float32"]
 
@@ -71,8 +71,8 @@ class Verification:
             return f"REFUSED: {self.setting}: {self.message}"
         if self.status == "failed":
             return f"FAILED: {self.setting}: {self.message}"
-        worst = worst_row(self.rows)
         if self.status == "right":
+            worst = ParityReport(tuple(self.rows)).worst
             return (
                 f"RIGHT: {self.setting} trains as one process does (largest error {worst.error:.1e} of {worst.quantity}, "
                 f"limit {worst.limit:.0e})"
@@ -99,12 +99,7 @@ class Verification:
     def __str__(self) -> str:
         lines = [self.verdict]
         if self.rows:
-            lines += ["", f"{'compared':<44} {'largest error':>13} {'limit':>8}"]
-            lines += [
-                f"{row.quantity:<44} {row.error:>13.1e} {row.limit:>8.0e}  {'ok' if row.ok else 'DIFFERS'}"
-                + (f"  {row.where}" if row.where != "-" and not row.ok else "")
-                for row in self.rows
-            ]
+            lines += ["", str(ParityReport(tuple(self.rows)))]
         if self.groups:
             if any(row.quantity.startswith("the loss of step 1") and not row.ok for row in self.rows):
                 lines += ["", "the loss of step 1 differs already: look at the forward first"]
@@ -201,18 +196,18 @@ def verify_parity(
         sizes |= {"dp": first.replicas}
         if parallel is None:
             sizes = {"model-parallel": world_size // first.replicas, **sizes}
-        found = Sides(trial, whole, ranks, sizes).compare()
+        found, wrong = Sides(trial, whole, ranks, sizes).compare()
         if not found.ok and first.replicas > 1 and whole.parts > 1:
             # Losses that ranks make from what they gather, or divide by numbers of the whole batch, are those of the whole batch.
             together = _train_at_once(given, first.replicas, same_length, timeout)
-            if together is not None and (other := Sides(trial, together, ranks, sizes, AT_ONCE).compare()).ok:
-                found = other
+            if together is not None and (other := Sides(trial, together, ranks, sizes, AT_ONCE).compare()[0]).ok:
+                found, wrong = other, []
                 notes.append(
                     "replicas train as one process does that reads their parts together; it would do otherwise if it read them "
                     "as micro-batches (a loss that the ranks make from what they gather, or divide by a number of the whole batch)"
                 )
-        groups = group_first_wrong(found.wrong)
-        return Verification("right" if found.ok else "wrong", setting, found.rows, found.wrong, groups, notes=notes)
+        status: Literal["right", "wrong"] = "right" if found.ok else "wrong"
+        return Verification(status, setting, list(found.rows), wrong, group_first_wrong(wrong), notes=notes)
 
 
 def assert_parity(
@@ -415,12 +410,17 @@ def _in_words(parallel: ParallelConfig | None, config: Any, world_size: int) -> 
         return f"{made if isinstance(made, str) else type(made).__name__} on {world_size} ranks"
     topology = ProcessTopology.from_config(parallel, world_size)
     axes = [f"{axis} {size}" for axis in ("tp", "cp", "pp", "dp") if (size := topology.get_dim(axis)) > 1]
-    told = {"tp", "cp", "pp", "dp", "order", "self_check", "check_every", "timeout"}
-    told |= {"sp"} if parallel.tp == 1 else set()
-    default = ParallelConfig()
-    fields = [
-        f"{name}={value if isinstance(value := getattr(parallel, name), str | int | float) else '...'}"
-        for name in type(parallel).model_fields
-        if name not in told and getattr(parallel, name) != getattr(default, name)
-    ]
+    told = {
+        "tp",
+        "cp",
+        "pp",
+        "dp",
+        "order",
+        "self_check",
+        "check_every",
+        "timeout",
+        *(["sp"] if parallel.tp == 1 else []),
+    }
+    others = parallel.model_dump(exclude_defaults=True, exclude=told).items()
+    fields = [f"{name}={value if isinstance(value, str | int | float) else '...'}" for name, value in others]
     return f"{', '.join([' × '.join(axes) or 'one rank', *fields])} on {world_size} ranks"

@@ -96,7 +96,7 @@ class ParityReport:
     @property
     def worst(self) -> Row:
         """The row that lies highest against its limit."""
-        return worst_row(self.rows)
+        return max(self.rows, key=lambda row: math.inf if math.isnan(row.error) else row.error / row.limit)
 
     def raise_if_failed(self) -> None:
         """Raise ``AssertionError`` with the table if anything is out of its limit."""
@@ -104,9 +104,10 @@ class ParityReport:
             raise AssertionError(f"the runs differ\n{self}")
 
     def __str__(self) -> str:
-        lines = [f"{'quantity':<34} {'largest error':>13} {'limit':>8}  {'':<4}  where"]
+        width = max(34, *(len(row.quantity) for row in self.rows))
+        lines = [f"{'quantity':<{width}} {'largest error':>13} {'limit':>8}  {'':<4}  where"]
         lines += [
-            f"{row.quantity:<34} {row.error:>13.2e} {row.limit:>8.0e}  {'ok' if row.ok else 'FAIL':<4}  {row.where}"
+            f"{row.quantity:<{width}} {row.error:>13.2e} {row.limit:>8.0e}  {'ok' if row.ok else 'FAIL':<4}  {row.where}"
             for row in self.rows
         ]
         return "\n".join(lines)
@@ -126,11 +127,6 @@ class Compared(NamedTuple):
 
     row: Row
     wrong: list[WrongTensor]
-
-
-def worst_row(rows: Iterable[Row]) -> Row:
-    """The row that lies highest against its limit."""
-    return max(rows, key=lambda row: math.inf if math.isnan(row.error) else row.error / row.limit)
 
 
 def compare_losses(quantity: str, right: Sequence[float], got: Sequence[float], limits: Limits) -> Row:
