@@ -31,11 +31,7 @@ def count_samples(batch: Any) -> int:
 
 
 def split_samples(batch: Any, count: int) -> list[Any]:
-    """``count`` equal parts of a batch, each with as many of its samples.
-
-    Raises:
-        TrialError: if its samples can't be dealt out evenly.
-    """
+    """``count`` equal parts of a batch, each with as many of its samples; raises TrialError if they can't be dealt out evenly."""
     if count == 1:
         return [batch]
     samples = count_samples(batch)
@@ -87,11 +83,7 @@ def shorten(batch: Any, unit: int | None = None) -> Any:
 
 
 def make_batch(model: nn.Module, samples: int, length: int | None) -> Any:
-    """A batch for a plain module: random tokens or pixels for one of Hugging Face's, else its ``example_input_array``.
-
-    Raises:
-        TrialError: if the module does not say what it takes.
-    """
+    """A batch for a plain module: tokens or pixels for one of Hugging Face's, else its ``example_input_array``."""
     if tokens := draw_tokens(model, samples, length, DEFAULT_LENGTH):
         return tokens
     config, takes = getattr(model, "config", None), inspect.signature(model.forward).parameters
@@ -112,11 +104,7 @@ def make_batch(model: nn.Module, samples: int, length: int | None) -> Any:
 
 
 class Feed(LightningDataModule):
-    """Gives every replica its parts of the batches of an epoch.
-
-    The parts of a batch are numbered replica by replica: replica ``r`` reads ``micro_batches`` of them, from
-    ``r * micro_batches`` on, and one process reads all.
-    """
+    """Gives replica ``r`` its parts of the batches of an epoch, ``micro_batches`` of them from ``r * micro_batches`` on."""
 
     def __init__(self, batches: Callable[[int], Sequence[Any]], micro_batches: int) -> None:
         super().__init__()

@@ -14,10 +14,7 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class KeepFloat64(TorchDispatchMode):
-    """A mode in which float64 activations stay float64 where the model's code casts them to a narrower type.
-
-    Norms and softmaxes of Hugging Face's compute in float32 whatever the model's type is. Rounding there would hide errors
-    below 1e-7.
+    """A mode in which float64 activations stay so where the model's code casts them: norms and softmaxes of Hugging Face's.
 
     Attributes:
         casts: how many casts were turned down.
@@ -43,11 +40,7 @@ class KeepFloat64(TorchDispatchMode):
 
 
 def switch_off_dropout(model: nn.Module) -> int:
-    """Set what drops activations, heads, paths or layers at random to zero, in place: how many settings that were.
-
-    A sharded run drops other elements than one process does. Found are dropout modules, and numbers whose names speak of
-    dropping, on modules and on the configurations that they hold.
-    """
+    """Set numbers of modules, and of configurations that they hold, whose names speak of dropping, to zero: how many they were."""
     changed = 0
     seen: set[int] = set()
     for holder in _holders(model):

@@ -111,16 +111,13 @@ def describe_ranks(digests: Sequence[Digest], right: Digest, replicas: int) -> s
         scale = max(*map(abs, (*a, *b)), 1e-300)
         return all(abs(x - y) <= _EXACT * scale for x, y in zip(a, b, strict=True))
 
-    total = Digest(*(sum(values) for values in zip(*digests, strict=True)))
-    count = len(digests)
-    mean = Digest(*(value / count for value in total))
-    summed = Digest(*(value / replicas for value in total))
-    if close(mean, right) and count == replicas:
-        return "each replica holds its own, and their mean is the right one: they are not averaged"
-    if close(summed, right):
+    count, total = len(digests), [sum(values) for values in zip(*digests, strict=True)]
+    mean, summed = Digest(*(value / count for value in total)), Digest(*(value / replicas for value in total))
+    if close(summed, right) and not (close(mean, right) and count == replicas):
         return "each rank holds a part of it, and the parts add up to the right one: the sum over the ranks is missing"
     if close(mean, right):
-        return "each rank holds its own, and their mean is the right one: they are not averaged"
+        holder = "replica" if count == replicas else "rank"
+        return f"each {holder} holds its own, and their mean is the right one: they are not averaged"
     return "the ranks hold different ones: which of them is kept is chance"
 
 

@@ -241,10 +241,7 @@ def read_trial(given: bytes) -> Trial:
 
 
 def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> L.LightningModule:
-    """Make the module of a trial as a LightningModule without dropout.
-
-    It gets ``dtype`` at once: Lightning would load weights, also a checkpoint's, before it converts a module.
-    """
+    """Make the module of a trial without dropout, in ``dtype`` at once: Lightning loads weights before it converts."""
     L.seed_everything(SEED, verbose=False)
     module = make()
     if not isinstance(module, nn.Module):
@@ -294,11 +291,7 @@ def _trainer(trial: Trial, strategy: Any, devices: int, recorder: Callback, accu
 
 
 def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALONE) -> Outcome:
-    """Train the module in this process, which reads the parts of all replicas.
-
-    Raises:
-        Exception: what the module raises; not for a shorter batch, of which the outcome tells.
-    """
+    """Train the module in this process, which reads the parts of all replicas; the outcome tells of a shorter batch that fails."""
     trial = read_trial(given)
     with quiet(), default_dtype(trial.dtype):
         module = build(trial.reference or trial.make, trial.dtype)
@@ -329,11 +322,7 @@ def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALON
 
 
 def train_on_ranks(given: bytes, same_length: bool, wide: bool) -> tuple[Outcome, Outcome]:
-    """Train the module on this rank for two steps, save a checkpoint, and resume from it with a fresh one for a third.
-
-    Returns:
-        what the two steps did, and what the third did.
-    """
+    """What the module does in two steps on this rank, and a fresh one that resumes from a checkpoint, in a third."""
     trial = read_trial(given)
     checkpoint = Path(trial.folder, "trial.ckpt")
     outcomes = []

@@ -158,7 +158,9 @@ def verify_parity(
         TrialError: for arguments that make no trial, or a module that one process can't train.
     """
     strategy, alone, parallel = _strategies(config)
-    world_size = _default_world(parallel) if world_size is None else world_size
+    if world_size is None:
+        dp = parallel.dp if parallel is not None and isinstance(parallel.dp, int) else 1
+        world_size = 2 if parallel is None else parallel.tp * parallel.cp * parallel.pp * dp
     if world_size < 2:
         raise TrialError(f"world_size={world_size}: there is nothing to compare one process with; give 2 or more")
     replicas = 1
@@ -286,14 +288,6 @@ def _refuse_elsewhere(kind: type, strategy: Any) -> None:
 
 def _itself(value: Any) -> Any:
     return value
-
-
-def _default_world(parallel: ParallelConfig | None) -> int:
-    """The smallest world of a configuration; 2 for other strategies."""
-    if parallel is None:
-        return 2
-    dp = parallel.dp if isinstance(parallel.dp, int) else 1
-    return parallel.tp * parallel.cp * parallel.pp * dp
 
 
 def _maker(module_or_factory: Any, name: str) -> Callable[[], nn.Module]:

@@ -153,17 +153,10 @@ def compare_gradients(
     limits: Limits,
     part: Callable[[str, Tensor], Tensor] | None = None,
 ) -> Compared:
-    """Compare gradients relative to the global norm; a small one also by its own size.
+    """Compare gradients relative to the global norm of the right ones; a small one also by its own size.
 
-    Some are zero analytically (a key bias before a softmax), so that their own relative error has no meaning.
-
-    Args:
-        quantity: for the row.
-        right: whole gradients by parameter name.
-        got: names and gradients of the other run, one by one: only one of them need be in memory.
-        norm: the global norm of the right ones.
-        limits: the largest errors that count as equal.
-        part: makes of a right gradient the part of it that the other run has; None if that has whole ones.
+    Some are zero analytically (a key bias before a softmax), so that their own relative error has no meaning. Those of ``got`` are
+    read one by one: only one of them need be in memory. ``part`` makes of a right one the part of it that the other run has.
     """
     return _compare(quantity, right, got, limits.tensors, max(norm, 1e-30), limits, part)
 
@@ -237,8 +230,7 @@ def largest_number(x: Tensor) -> float:
 def largest_gap(one: Tensor | None, other: Tensor | None) -> float:
     """The largest difference of two tensors' numbers; infinite if it is not a number, if shapes differ, or one is missing.
 
-    They are compared piece by piece: a tensor of all differences of a vocabulary's gradients would be as large as they are, and new
-    memory costs more than numbers. A NaN would be lost among comparisons with other errors, each of which is false.
+    They are compared piece by piece: new memory for all differences costs more than numbers.
     """
     if one is None or other is None or one.shape != other.shape:
         return 0.0 if one is other else math.inf

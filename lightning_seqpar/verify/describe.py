@@ -349,10 +349,7 @@ def _cut(
 
 
 def without_numbers(model: nn.Module) -> nn.Module:
-    """A copy whose tensors have shapes but no memory (fake tensors on the CPU); modules and ties are those of ``model``.
-
-    It is called inside of torch's mode for such tensors.
-    """
+    """A copy whose tensors have shapes but no memory (fake tensors on the CPU), made inside of torch's mode for such tensors."""
     memo = left_out_of_copies(model)
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         empty: Tensor = torch.empty_like(tensor, device="cpu")

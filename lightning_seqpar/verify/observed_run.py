@@ -110,10 +110,7 @@ def _noting(
 def observe_run(
     model: nn.Module, record: ShardedModel | None, example: Example, names: Sequence[str], groups: ParallelGroups
 ) -> ObservedRun:
-    """Run the example forward and backward; collective over tp if the model is sharded.
-
-    Random streams are seeded first, so that two runs draw alike.
-    """
+    """Run the example forward and backward, with random streams seeded anew; collective over tp if the model is sharded."""
     outputs: list[tuple[str, Tensor]] = []
     ran: set[str] = set()
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}

@@ -59,9 +59,7 @@ class Trace:
 def gather_grads(model: nn.Module, only: Collection[int] | None = None) -> dict[str, Tensor | None]:
     """Whole gradients by parameter name, on the CPU, of a parallelised model (collective over tp) or a plain one.
 
-    Args:
-        model: the model.
-        only: ids of the parameters to gather; None for all. Gradients of the others may not be summed over tp yet.
+    With ``only``, of the parameters with these ids alone: gradients of the others may not be summed over tp yet.
     """
     return dict(each_gradient(model, only))
 

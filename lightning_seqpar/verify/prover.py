@@ -70,8 +70,7 @@ class Proved:
 class Prover:
     """Finds and proves the plans of one model; collective over the world.
 
-    A proof is a run of the self-check: a copy of the model, whole against sharded, on an example input. What needs one
-    process only (the search for an example, inference) is done by the world's first rank for all.
+    The search for an example, and inference, are done by the world's first rank for all.
     """
 
     def __init__(
@@ -115,9 +114,7 @@ class Prover:
             raise
 
     def find_unsharded(self) -> list[ShardingPlan]:
-        """Plans that name the blocks of a model of which nothing is sharded (tp 1), so that they can be recomputed.
-
-        Nothing else is read of them, and so nothing is proved. Collective over the world.
+        """Plans that name the blocks of a model of which nothing is sharded (tp 1); nothing is proved. Collective over the world.
 
         Raises:
             ValueError: if no plan is found; the message says what to write.
@@ -150,11 +147,11 @@ class Prover:
                     plans = [infer()]  # a shipped plan knows one stack of a model that has several
                 return plans
             except ValueError as error:
-                fields, default = ("cp", "pp", "tile_mlp", "loss_chunk", "recompute"), ParallelConfig()
-                given = {name: getattr(self._config, name) for name in fields}
-                wanted = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
-                instead = "leave them out" if len(wanted) > 1 else f"leave {wanted[0].partition('=')[0]} out"
-                if wanted == [f"recompute={self._config.recompute!r}"]:
+                fields = {"cp", "pp", "tile_mlp", "loss_chunk", "recompute"}
+                given = self._config.model_dump(include=fields, exclude_defaults=True)
+                wanted = [f"{name}={value!r}" for name, value in given.items()]
+                instead = f"leave {'them' if len(given) > 1 else next(iter(given))} out"
+                if given.keys() == {"recompute"}:
                     instead += " (activation checkpointing inside the model works)"
                 pattern = (likely_blocks(self._module) or ["model.layers.*"])[0]
                 raise ValueError(
@@ -181,11 +178,7 @@ class Prover:
         return found
 
     def check_stages(self, plans: Sequence[ShardingPlan], cut: Cut) -> list[str]:
-        """Prove that the model computes in stages what it computes whole. Collective over the world.
-
-        Raises:
-            SelfCheckError: if it does not.
-        """
+        """Prove that the model computes in stages what it computes whole, or raise SelfCheckError. Collective over the world."""
         config, started = self._config, time.monotonic()
         if not config.self_check:
             return []

@@ -73,11 +73,7 @@ class Sharding(NamedTuple):
     def shard(
         self, copied: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, tiles: MLPTiles | None
     ) -> ShardedModel:
-        """Shard a copy as the model will be, its MLPs in ``tiles``.
-
-        Raises:
-            ValueError: if the plans can't be carried out on it.
-        """
+        """Shard a copy as the model will be, its MLPs in ``tiles``; raises ValueError if the plans can't be carried out on it."""
         if groups.size("tp") == 1:
             change_unsharded(copied, plans, groups, tiles=tiles, loss_chunk=self.loss_chunk)
             context = has_context(groups)
@@ -121,11 +117,8 @@ def self_check(
     """Run a copy of ``model`` whole and another one sharded, and compare them; collective over the replica.
 
     Both run forward and backward as in training, forward once more if a module keeps a tensor of that, and forward as in
-    evaluation, where a model may do something else. What does not run whole is not compared. ``model`` itself is not touched.
-    Every rank must hold the same ``model`` and examples.
-
-    Returns:
-        The verdict, the same on every rank of the replica.
+    evaluation. What does not run whole is not compared. Every rank must hold the same ``model`` and examples; the verdict is the
+    same on every rank of the replica.
 
     Raises:
         ValueError: if the plan can't be carried out on the model.
@@ -213,13 +206,7 @@ def self_check(
 def compare_on_copies(
     compare: Callable[[], Verdict], groups: ParallelGroups, device: torch.device, dtype: torch.dtype | None
 ) -> Verdict:
-    """The verdict of a comparison that makes copies and lets go of them as it returns, shared by the ranks of the replica.
-
-    Raises:
-        ValueError: if the plan can't be carried out on the model.
-        FailedAloneError: on a rank whose copy raises while others wait for it.
-        CalledApartError: if a step calls sharded modules on some ranks alone.
-    """
+    """The verdict of a comparison that makes copies and lets go of them, shared by the replica; raises as :func:`self_check`."""
     failure: str | None = None
     verdict = Verdict()
     with kept_streams(device), default_dtype(dtype):

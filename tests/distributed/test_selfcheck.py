@@ -105,20 +105,6 @@ def test_a_spoiled_plan_is_refused():
         assert says in said, kind
 
 
-def test_a_module_for_each_head_is_not_cut_short():
-    """zip ends in silence when there are fewer heads than modules: rank 1 would use rank 0's."""
-    rules = changed("c_attn", "column", pattern="net.h.*.attn.qkv")(rules_of("fused"))
-    rules = [
-        {**rule, "pattern": rule["pattern"].replace("c_proj", "proj").replace("gate_up", "fc1").replace("down", "fc2")}
-        for rule in rules
-    ]
-    rules = [{**r, "divide": ["n_head"]} if r["style"] == "set" else r for r in rules]
-    rules = [{k: v for k, v in r.items() if k != "segments"} if "fc1" in r["pattern"] else r for r in rules]
-    (said,), _ = run_distributed(verdicts, 2, [("head_list", rules)])
-    assert "the first wrong output is that of net.h.0.attn" in said
-    assert "times as large as it should be" in said
-
-
 class Mean(torch.autograd.Function):
     """A product with a gain whose gradient is a mean over positions: over fewer of them where a rank has a part."""
 

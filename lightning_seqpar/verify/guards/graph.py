@@ -14,11 +14,7 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel
 
 
 def check_readers(loss: Tensor, record: ShardedModel) -> None:
-    """Refuse a loss that reads a sharded parameter, or one with a partial gradient, where it must not.
-
-    Only the parallel layers may read a sharded parameter. A parameter whose gradient is a term of a sum over tp may be read
-    only between the region's first and last block. A loss that reads them elsewhere (an L2 term) would see a part of the
-    parameter, or its gradient would be counted tp times.
+    """Refuse a loss that reads a sharded parameter, or one with a partial gradient, outside of what may (an L2 term).
 
     Raises:
         RuntimeError: naming the parameter and the operation that reads it.
