@@ -162,16 +162,15 @@ class ParityRecorder(Callback):
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not self._seen:
-            self.trace.grad_norm = float(self._norm(pl_module, parameters))
+            record = record_of(pl_module)
+            norm = (
+                torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+                if record is None
+                else global_grad_norm(parameters, record.layout, record.groups)
+            )
+            self.trace.grad_norm = float(norm)
         self._seen.add(id(optimizer))
         self.trace.grads.update(gather_grads(pl_module, {id(parameter) for parameter in parameters}))
-
-    @staticmethod
-    def _norm(pl_module: LightningModule, parameters: list[Tensor]) -> Tensor:
-        record = record_of(pl_module)
-        if record is not None:
-            return global_grad_norm(parameters, record.layout, record.groups)
-        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
