@@ -125,27 +125,23 @@ class Coverage:
     @property
     def warnings(self) -> list[str]:
         """Warnings of what is off or whole though the user's own rules and switches do not say so."""
-        return [*self._warn_of_sp(), *self._warn_of_little()]
-
-    def _warn_of_sp(self) -> Iterator[str]:
-        told = [one for one in self.no_sp if not one.as_asked]
-        if told:
-            where = "in every block" if not self.sp and len(told) == len(self.no_sp) else "in some blocks"
-            why = "; ".join(f"{_listed(one.names)}: {one.why}" for one in told)
-            yield (
+        told = []
+        if off := [one for one in self.no_sp if not one.as_asked]:
+            where = "in every block" if not self.sp and len(off) == len(self.no_sp) else "in some blocks"
+            why = "; ".join(f"{_listed(one.names)}: {one.why}" for one in off)
+            told.append(
                 f"lightning_seqpar: sequence parallelism is off {where}: {why}. Tensor parallelism is on. plan={{'rules': [...]}} "
                 "can say more: what mixes positions outside attention may be computed whole ({pattern: ..., style: whole}); "
                 "sp=False says that it is meant so"
             )
-
-    def _warn_of_little(self) -> Iterator[str]:
         missed = [one for one in self.whole if not one.as_asked]
         if sum(one.numel for one in missed) > (1 - _ENOUGH) * self.could_be_numel:
-            yield (
+            told.append(
                 f"lightning_seqpar: {self}. {'; '.join(self.reasons)}. Every rank holds and computes the whole of these. seqpar "
                 "plan shows each module; plan={'rules': [...]} can say how to shard them (columns and rows), or that they are "
                 f"meant to be whole ({{pattern: {missed[0].names[0]}, style: whole}})"
             )
+        return told
 
 
 def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanations, *, sp: bool) -> Coverage:

@@ -66,24 +66,6 @@ class Around(Optimizer):
         return self.base.step(closure)
 
 
-class Sharp(Around):
-    """As SAM: a step up, by the norm of all, where the closure runs again."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            closure()
-        given = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.stack([p.grad.norm() for p in given]).norm()
-        ups = [p.grad * (0.05 / norm) for p in given]
-        torch._foreach_add_(given, ups)
-        with torch.enable_grad():
-            loss = closure()
-        torch._foreach_sub_(given, ups)
-        self.base.step()
-        return loss
-
-
 class Renamed(optim.AdamW):
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.01)
@@ -128,7 +110,6 @@ RIGHT = {
 MIXES = {
     "by row": lambda: ByRow(params()),
     "by the norm of all": lambda: ByNormOfAll(params()),
-    "SAM": lambda: Sharp(optim.SGD(params(), 0.1)),
 }
 
 
