@@ -503,9 +503,6 @@ class Prover:
         verdict = check(groups, device=device, dtype=dtype, prepare=self._prepare)
         if groups is not self._groups:
             groups.destroy()
-        if self._on_any(bool(verdict.wrong)) and not verdict.wrong:
-            verdict.wrong = ["another replica found it wrong"]
-        verdict.draws = self._on_any(verdict.draws)
         return verdict
 
     def _on_any(self, flag: bool) -> bool:

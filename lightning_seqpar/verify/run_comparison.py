@@ -36,6 +36,7 @@ class Verdict:
     draws: bool = False
     # planned modules that the example did not run: nothing is proved of them
     idle: list[str] = field(default_factory=list)
+    failure: str | None = None  # what the sharded copy raised in evaluation
     not_evaluated: str = ""  # why evaluation was not compared, in words; empty if it was
 
 

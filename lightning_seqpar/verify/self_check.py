@@ -37,10 +37,6 @@ class PlanError(Exception):
     """The plan can't be carried out on the model."""
 
 
-class EvaluationError(Exception):
-    """The sharded copy raised in evaluation."""
-
-
 class SelfCheckError(ValueError):
     """The sharded model does not compute what the whole one does."""
 
@@ -135,7 +131,7 @@ def self_check(
         prepare(whole)
         if nudged:
             nudge_weights(whole)
-        names = _planned_modules(whole, plans)
+        names = [name for name, _ in whole.named_modules() if name in rules]
         dense = observe_run(whole, None, example, names, groups)
         evaluated: list[ObservedEvaluation | str] = []
         for one in again:
@@ -190,7 +186,8 @@ def self_check(
             try:
                 parts = observe_evaluation(copied, record, one.example, names, training=one.training)
             except Exception as error:
-                raise EvaluationError(f"{one.name}: {describe_failure(error)}") from error
+                verdict.failure = f"{one.name}: {describe_failure(error)}"
+                break
             wrong = compare_evaluations(whole, parts, record, groups)
             if wrong.texts and isinstance(moved := run_whole(nudged=True)[1][at], ObservedEvaluation):
                 wrong = without_unstable(wrong, whole, moved)
@@ -216,11 +213,9 @@ def compare_on_copies(
             raise  # on every rank alike, too
         except PlanError as error:
             raise ValueError(str(error.__cause__)) from None  # raised on every rank alike, before anything was run
-        except EvaluationError as error:
-            failure = str(error)
         except Exception as error:  # every rank hears of it below
             failure = describe_failure(error)
-    return _share_verdict(verdict, failure, groups)
+    return _share_verdict(verdict, failure or verdict.failure, groups)
 
 
 def _refuse_apart(called: Mapping[str, Sequence[str]], groups: ParallelGroups) -> None:
@@ -257,12 +252,11 @@ _SLACK = 512 * 1024**2
 
 
 def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups) -> Verdict:
-    """The verdict of the first rank of the replica that failed or saw a difference; collective over it."""
-    axes = groups.replica_axes
-    answers: list[Any] = [None] * groups.size(axes)
-    # Of all replicas, since gradients are agreed on over dp too.
-    _await_others(failure, groups[tuple(sorted(groups.topology.axes))])
-    dist.all_gather_object(answers, (verdict.wrong, failure, verdict.draws), group=groups[axes])
+    """The verdict of the first rank that failed or saw a difference; collective over the world."""
+    world = groups[tuple(sorted(groups.topology.axes))]  # all replicas, since gradients are agreed on over dp too
+    answers: list[Any] = [None] * world.size()
+    _await_others(failure, world)
+    dist.all_gather_object(answers, (verdict.wrong, failure, verdict.draws), group=world)
     verdict.draws = any(draws for *_, draws in answers)
     for wrong, raised, _ in answers:
         if raised is not None:
@@ -306,9 +300,3 @@ def rules_by_name(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, 
             repr(sorted(match.rule.model_dump(exclude={"pattern"}).items(), key=str))
         )
     return {name: "; ".join(rules) for name, rules in found.items()}
-
-
-def _planned_modules(model: nn.Module, plans: Sequence[ShardingPlan]) -> list[str]:
-    """Names of the modules that the rules of a plan match, each once."""
-    modules = {name for name, _ in model.named_modules() if name}
-    return [name for name in dict.fromkeys(m.name for plan in plans for m in plan.match(model)) if name in modules]

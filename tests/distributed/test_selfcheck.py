@@ -567,7 +567,7 @@ def test_a_replica_that_fails_alone_does_not_meet_the_others_in_another_collecti
 @sees(
     "a rank that fails alone in the self-check waits for ever",
     "_share_verdict",
-    "    _await_others(failure, groups[tuple(sorted(groups.topology.axes))])\n",
+    "    _await_others(failure, world)\n",
     "",
 )
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
