@@ -39,20 +39,13 @@ class KeepFloat64(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def switch_off_dropout(model: nn.Module) -> int:
-    """Set numbers of modules, and of configurations that they hold, whose names speak of dropping, to zero: how many they were."""
-    changed = 0
-    seen: set[int] = set()
-    for holder in _holders(model):
-        if id(holder) in seen:
-            continue
-        seen.add(id(holder))
+def switch_off_dropout(model: nn.Module) -> None:
+    """Set numbers of modules, and of configurations that they hold, whose names speak of dropping, to zero."""
+    for holder in {id(one): one for one in _holders(model)}.values():
         for name, value in list(vars(holder).items()):
             drops = "drop" in name or (name == "p" and isinstance(holder, _DropoutNd))
             if drops and isinstance(value, float) and 0 < value < 1:
                 setattr(holder, name, 0.0)
-                changed += 1
-    return changed
 
 
 def _holders(model: nn.Module) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_seqpar import ParallelConfig, describe
 from lightning_seqpar.cli.report import render
-from lightning_seqpar.verify.coverage import Coverage, WholeTensors
+from lightning_seqpar.verify.coverage import Coverage
 from tests.helpers import third_party, zoo
 from tests.helpers.adapted import Adapted
 from tests.helpers.families import build
@@ -208,14 +208,6 @@ def test_what_a_shipped_plan_leaves_whole():
     mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**moe, **heads))
     (line,) = coverage(mixtral, example=None).reasons
     assert line == "whole: model.layers.*.mlp.gate (1 tensor, 32 parameters): the shipped plan leaves it whole"
-
-
-def test_no_more_than_five_lines_of_reasons():
-    whole = tuple(WholeTensors((f"part{n}",), 1, 10, "no reason", False) for n in range(7))
-    found = Coverage(1, 8, 1, 71, whole)
-    assert found.reasons[4:] == ["whole: part4 (1 tensor, 10 parameters): no reason", "whole: and 2 more"]
-    names = WholeTensors(tuple("abcde"), 5, 10, "no reason", False)
-    assert str(names) == "a, b, c and 2 more (5 tensors, 10 parameters): no reason"
 
 
 # ---- sequence parallelism --------------------------------------------------------------------------------------
