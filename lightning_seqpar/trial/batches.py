@@ -118,14 +118,10 @@ class Feed(LightningDataModule):
         batches = self._batches(replicas)
         batches = batches[2:] if self.trainer.current_epoch else batches[:2]
         parts = [part for batch in batches for part in split_samples(batch, replicas * self._micro_batches)[mine]]
-        return DataLoader(parts, batch_size=None, collate_fn=_as_it_is)  # type: ignore[arg-type]
+        return DataLoader(parts, batch_size=None, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
 
 
 def replica_of(strategy: Any) -> tuple[int, int]:
     """How many replicas read batches of their own under a strategy, and which of them this rank is in."""
     told = getattr(strategy, "distributed_sampler_kwargs", None)
     return (told["num_replicas"], told["rank"]) if told else (1, 0)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

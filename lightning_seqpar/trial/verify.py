@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -201,9 +202,12 @@ def verify_parity(
         found, wrong = Sides(trial, whole, ranks, sizes).compare()
         if not found.ok and first.replicas > 1 and whole.parts > 1:
             # Losses that ranks make from what they gather, or divide by numbers of the whole batch, are those of the whole batch.
-            together = _train_at_once(given, first.replicas, same_length, timeout)
-            if together is not None and (other := Sides(trial, together, ranks, sizes, AT_ONCE).compare()[0]).ok:
-                found, wrong = other, []
+            with contextlib.suppress(RankFailedError):  # it takes no batch of that size
+                together = run_alone(train_alone, given, first.replicas, same_length, AT_ONCE, timeout=timeout)
+                if together.is_complete and not together.failed_length:
+                    other, others = Sides(trial, together, ranks, sizes, AT_ONCE).compare()
+                    found, wrong = (other, others) if other.ok else (found, wrong)
+            if found.ok:
                 notes.append(
                     "replicas train as one process does that reads their parts together; it would do otherwise if it read them "
                     "as micro-batches (a loss that the ranks make from what they gather, or divide by a number of the whole batch)"
@@ -351,15 +355,6 @@ def _train_alone(given: bytes, replicas: int, timeout: float) -> tuple[Outcome, 
         )
     _refuse_empty(whole)
     return whole, same_length, notes
-
-
-def _train_at_once(given: bytes, replicas: int, same_length: bool, timeout: float) -> Outcome | None:
-    """Train in one process that reads the parts of all replicas together: what it did; None if it can't."""
-    try:
-        together: Outcome = run_alone(train_alone, given, replicas, same_length, AT_ONCE, timeout=timeout)
-    except RankFailedError:  # it takes no batch of that size
-        return None
-    return together if together.is_complete and not together.failed_length else None
 
 
 def _refuse_empty(whole: Outcome) -> None:

@@ -62,27 +62,18 @@ class Origin(Enum):
 
 
 @dataclass(frozen=True)
-class WholeTensors:
-    """Tensors that could be sharded and are whole for one reason."""
+class Whole:
+    """Tensors that could be sharded, or blocks with sequences that could be, which are whole for one reason."""
 
-    names: tuple[str, ...]  # what they are in, as patterns
-    count: int  # how many they are
-    numel: int  # how many numbers they hold
+    names: tuple[str, ...]  # the blocks, or what the tensors are in, as patterns
     why: str  # the reason
     as_asked: bool  # whether the user's own rules or switches say so
+    count: int = 0  # how many tensors they are
+    numel: int = 0  # how many numbers they hold
 
     def __str__(self) -> str:
         tensors = f"{self.count} tensor{'s' * (self.count > 1)}"
         return f"{_listed(self.names)} ({tensors}, {self.numel:,} parameters): {self.why}"
-
-
-@dataclass(frozen=True)
-class WholeSequences:
-    """Blocks between which activations are whole along the sequence, though ``sp`` is set, for one reason."""
-
-    names: tuple[str, ...]  # the blocks, as patterns
-    why: str  # the reason
-    as_asked: bool  # whether the user's own rules say so
 
 
 @dataclass(frozen=True)
@@ -103,8 +94,8 @@ class Coverage:
     could_be: int
     sharded_numel: int
     could_be_numel: int
-    whole: tuple[WholeTensors, ...] = ()
-    no_sp: tuple[WholeSequences, ...] = ()
+    whole: tuple[Whole, ...] = ()
+    no_sp: tuple[Whole, ...] = ()
     sp: bool = False
 
     def __str__(self) -> str:
@@ -164,7 +155,7 @@ def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanatio
         elif look.could_be(name):
             groups[look.why_whole(name)].append(name)
     whole = [
-        WholeTensors(look.patterns(names), len(names), look.numel(names), why, as_asked)
+        Whole(look.patterns(names), why, as_asked, len(names), look.numel(names))
         for (why, as_asked), names in groups.items()
     ]
     no_sp = look.no_sp() if sp else {}
@@ -175,10 +166,7 @@ def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanatio
         numel,
         numel + sum(one.numel for one in whole),
         tuple(sorted(whole, key=lambda one: -one.numel)),
-        tuple(
-            WholeSequences(tuple(dict.fromkeys(map(_starred, names))), why, asked)
-            for (why, asked), names in no_sp.items()
-        ),
+        tuple(Whole(tuple(dict.fromkeys(map(_starred, names))), why, asked) for (why, asked), names in no_sp.items()),
         any(region.sp for region in record.regions),
     )
 
@@ -189,8 +177,8 @@ class _Look:
     def __init__(self, record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanations) -> None:
         self._record, self._known = record, known
         self._modules = dict(record.model.named_modules(remove_duplicate=False))
-        self._families = [plan for plan in plans if Origin.of(plan.source) is Origin.FAMILY]
-        self._origins = [Origin.of(plan.source) for plan in plans if plan.source != SOURCE]
+        origins = {Origin.of(plan.source) for plan in plans if plan.source != SOURCE}
+        self._rest = Origin.USER if origins == {Origin.USER} else None  # who leaves out what stands in no blocks
         self._holders: dict[int, list[str]] = defaultdict(list)
         for name, parameter in record.model.named_parameters(remove_duplicate=False):
             self._holders[id(parameter)].append(name.rpartition(".")[0])
@@ -234,7 +222,7 @@ class _Look:
         around = (_reason(self._known.whole, one) for one in reversed(list(_around(name))))
         if (why := next((one for one in around if one is not None), None)) is not None:
             return _short(why), False
-        origin = self._origin_of_blocks(holder) or self._origin_of_rest(holder)
+        origin = self._origin_of_blocks(holder) or self._rest
         if origin is None:
             return _short(self._known.rest) or _NO_STACK, False
         return origin.value, origin is Origin.USER
@@ -244,13 +232,6 @@ class _Look:
         matches = [match for match in self._record.matches if isinstance(match.rule, BlocksRule)]
         found = [Origin.of(match.source) for match in matches if inside(name, match.name)]
         return found[-1] if found else None
-
-    def _origin_of_rest(self, name: str) -> Origin | None:
-        """Whose plan leaves out a module that stands in no blocks; None if inference found nothing for it."""
-        if any(inside(name, plan.prefix) for plan in self._families):
-            return Origin.FAMILY
-        inferred = Origin.INFERRED in self._origins or self._known.rest
-        return None if inferred or Origin.USER not in self._origins else Origin.USER
 
     def no_sp(self) -> dict[tuple[str, bool], list[str]]:
         """The blocks without sequence parallelism, by the reason and whether the user said so."""
