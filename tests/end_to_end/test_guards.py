@@ -684,19 +684,14 @@ class Pooling(models.GPT):
 class Raw(models.GPT):
     """Manual optimization past ``manual_backward``."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization, self.how = False, how
+        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
         optimizer.zero_grad()
-        if self.how == "backward":
-            loss.backward()
-        else:
-            parameters = list(self.parameters())
-            for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                parameter.grad = grad
+        loss.backward()
         optimizer.step()
         return loss
 
@@ -711,10 +706,11 @@ class ThawsInside(models.GPT):
         return super().training_step(batch, batch_idx)
 
 
-APART = "differs between the replicas: it came past the reduction over dp. Call self.manual_backward"
 REPLICAS = {  # what is trained on two replicas, and what is told
-    "backward": (lambda: Raw("backward"), APART),
-    "grad": (lambda: Raw("grad"), APART),
+    "backward": (
+        Raw,
+        "differs between the replicas: it came past the reduction over dp. Call self.manual_backward",
+    ),
     "thaw": (
         ThawsInside,
         "a parameter began to train within a step, where the reduction over replicas (dp > 1) does not",
