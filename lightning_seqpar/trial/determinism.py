@@ -14,15 +14,11 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class KeepFloat64(TorchDispatchMode):
-    """A mode in which float64 activations stay so where the model's code casts them: norms and softmaxes of Hugging Face's.
-
-    Attributes:
-        casts: how many casts were turned down.
-    """
+    """A mode in which float64 activations stay so where the model's code casts them: norms and softmaxes of Hugging Face's."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.casts = 0
+        self.casts = 0  # how many were turned down
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,7 +1,6 @@
 """One side of a trial: a module that trains for three steps, alone or on ranks, and what it did, in files.
 
-Two steps in a first epoch, with batches of two lengths; then a third, which on ranks is taken by a fresh module that resumes
-from a checkpoint.
+Two steps in a first epoch, with batches of two lengths; then a third, on ranks by a fresh module that resumes from a checkpoint.
 """
 
 from __future__ import annotations

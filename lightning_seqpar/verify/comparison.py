@@ -25,21 +25,13 @@ _PIECE = 2**20
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest errors that count as equal.
+    """The largest errors that count as equal."""
 
-    Attributes:
-        losses: of a loss, relative to itself, or to ``least_loss`` where it is below that.
-        tensors: of a gradient, relative to the global gradient norm; of a weight, absolute.
-        noise: errors of a gradient up to this, relative to the global norm, are rounding, however small the gradient is.
-        least_loss: the loss from which on errors are relative.
-        none_is_zero: whether a gradient that is missing is one of zeros.
-    """
-
-    losses: float
-    tensors: float
-    noise: float
-    least_loss: float = 1.0
-    none_is_zero: bool = False
+    losses: float  # of a loss, relative to itself, or to ``least_loss`` where it is below that
+    tensors: float  # of a gradient, relative to the global gradient norm; of a weight, absolute
+    noise: float  # of a gradient, relative to the global norm, up to which it is rounding however small the gradient is
+    least_loss: float = 1.0  # the loss from which on errors are relative
+    none_is_zero: bool = False  # whether a gradient that is missing is one of zeros
 
     @classmethod
     def up_to(cls, limit: float) -> Limits:

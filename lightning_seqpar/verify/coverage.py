@@ -1,7 +1,6 @@
-"""How much of a model a plan shards of what could be, why the rest is whole, and why sequence parallelism is off where it is.
+"""How much of a model a plan shards of what could be, and why the rest is whole: for the summary, its warnings and ``seqpar plan``.
 
-The start-up summary, its warnings and ``seqpar plan`` say this, from one function: :func:`cover`. It reads the record of a
-sharded model and what those who found its plans know; no model is run.
+:func:`cover` reads the record of a sharded model and what those who found its plans know; no model is run.
 """
 
 from __future__ import annotations
@@ -78,25 +77,15 @@ class Whole:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of a model is sharded, of what could be.
+    """How much of a model is sharded, of what could be (:func:`cover` defines it)."""
 
-    Attributes:
-        sharded: number of tensors that are sharded.
-        could_be: number of tensors that could be, these included (:func:`cover` defines it).
-        sharded_numel: how many numbers they hold.
-        could_be_numel: how many numbers those hold that could be.
-        whole: those that could be and are not, by reason, the largest first.
-        no_sp: blocks without sequence parallelism though ``sp`` is set, by reason.
-        sp: whether any block has sequence parallelism.
-    """
-
-    sharded: int
-    could_be: int
-    sharded_numel: int
-    could_be_numel: int
-    whole: tuple[Whole, ...] = ()
-    no_sp: tuple[Whole, ...] = ()
-    sp: bool = False
+    sharded: int  # number of tensors that are sharded
+    could_be: int  # number of tensors that could be, these included
+    sharded_numel: int  # how many numbers they hold
+    could_be_numel: int  # how many numbers those hold that could be
+    whole: tuple[Whole, ...] = ()  # those that could be and are not, by reason, the largest first
+    no_sp: tuple[Whole, ...] = ()  # blocks without sequence parallelism though ``sp`` is set, by reason
+    sp: bool = False  # whether any block has sequence parallelism
 
     def __str__(self) -> str:
         share = 100 * self.sharded_numel // max(1, self.could_be_numel)

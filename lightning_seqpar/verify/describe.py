@@ -239,12 +239,15 @@ def _describe(
         planned = without_numbers(model)
         record, plans, whole, known = None, [], [], Explanations()
         if config.tp > 1:
-            plans = resolve_plans(
-                config.plan,
-                planned,
-                lambda: _infer(model, step, config, known),
-                lambda beside: _infer_rest(model, step, config, known, beside),
-            )
+
+            def infer_rest(beside: Sequence[ShardingPlan]) -> ShardingPlan | None:
+                try:
+                    return _infer(model, step, config, known, beside)
+                except ValueError as error:
+                    known.rest = str(error)
+                    return None
+
+            plans = resolve_plans(config.plan, planned, lambda: _infer(model, step, config, known), infer_rest)
             if config.vocab:
                 choice = with_vocabulary(
                     plans, config.plan, planned, config.tp, config.sp, certain=not config.self_check
@@ -393,17 +396,6 @@ def _configured(model: nn.Module) -> nn.Module:
     with torch.device("meta"):
         copied.configure_model()
     return copied
-
-
-def _infer_rest(
-    model: nn.Module, step: TracedStep, config: ParallelConfig, known: Explanations, beside: Sequence[ShardingPlan]
-) -> ShardingPlan | None:
-    """A plan for what shipped plans leave whole, or None if it stays so, with the reason in ``known``."""
-    try:
-        return _infer(model, step, config, known, beside)
-    except ValueError as error:
-        known.rest = str(error)
-        return None
 
 
 @unset_fake_temporarily()

@@ -109,15 +109,9 @@ def own_whole(tensor: Tensor) -> Tensor:
 
 
 def compare(reference: Trace, candidate: Trace, limit: float = FLOAT64_TOLERANCE) -> ParityReport:
-    """Compare a parallel run with a run of one process.
+    """Compare a parallel run with the reference, a run of one process; ``limit`` is the largest error that counts as equal.
 
-    Gradients are relative to the *global* norm: some are zero analytically (a key bias before a softmax), and their
-    own relative error has no meaning. In float64 a small one must be right by its own size too. Weights are absolute.
-
-    Args:
-        reference: the run of one process.
-        candidate: the parallel run.
-        limit: the largest error that counts as equal; 1e-9 is for float64.
+    Gradients are relative to the *global* norm; in float64 a small one must be right by its own size too. Weights are absolute.
 
     Raises:
         ValueError: if neither trace holds anything.

@@ -15,12 +15,11 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel
 def refuse_callbacks(callbacks: Sequence[Any], shards: int) -> None:
     """Refuse callbacks that choose among all elements of a weight (pruning), recognised by the names of their classes."""
     for callback in callbacks:
-        for kind in type(callback).__mro__:
-            if shards > 1 and kind.__name__ == "ModelPruning":
-                raise ValueError(
-                    f"{type(callback).__name__} with parameters in {shards} parts: it copies the model before it is sharded, and "
-                    "each rank would choose by its own part of a weight what to prune; prune before or after the training"
-                )
+        if shards > 1 and any(kind.__name__ == "ModelPruning" for kind in type(callback).__mro__):
+            raise ValueError(
+                f"{type(callback).__name__} with parameters in {shards} parts: it copies the model before it is sharded, and each "
+                "rank would choose by its own part of a weight what to prune; prune before or after the training"
+            )
 
 
 def refuse_links(callbacks: Sequence[Any]) -> None:
