@@ -38,13 +38,6 @@ class QuietL2(models.GPT):
         return super().training_step(batch, batch_idx) + (weight - weight.detach()).sum()
 
 
-class ReplacesParameter(models.GPT):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            norm = self.model.blocks[0].norm1
-            norm.weight = nn.Parameter(norm.weight.detach().clone())
-
-
 class WritesGradient(models.GPT):
     """From the second step on a gain's gradient is written beside autograd, as some fused kernels do."""
 
@@ -167,11 +160,6 @@ class LateRows(models.GPT):
 
     def configure_callbacks(self) -> list[L.Callback]:
         return [RowsByCallback()]
-
-
-class LateDraws(models.GPT):
-    def on_fit_start(self) -> None:
-        nn.init.normal_(self.model.blocks[0].mlp.up.weight)
 
 
 class HiddenOptimizer(models.GPT):
@@ -326,7 +314,6 @@ CASES = {
         {},
         r"c_attn.weight: it is sharded, and \w+ reads it outside the sequence region, where it sees a part",
     ),
-    "parameter replaced": ("ReplacesParameter", {}, r"norm1.weight: the model holds another parameter than the one"),
     "gradient written by hand": (
         "WritesGradient",
         {},
@@ -365,7 +352,6 @@ CASES = {
         {"check_every": 9},
         r"norm1.weight: AbsBackward0 reads it outside the sequence region",
     ),
-    "weights drawn late": ("LateDraws", {}, r"mlp.up.weight: .*on_fit_start. takes 'normal' of this rank's part"),
     "an unknown optimizer steps": (
         "HiddenOptimizer",
         {},

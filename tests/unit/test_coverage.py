@@ -255,10 +255,6 @@ class Own(nn.Module):
             "layers.*: the attention of o stands in the block's own forward, which would read the length of its shard",
         ),
         (lambda: third_party.build("windows"), "stages.*.*: its activation [2, 4, 4, 16] has positions in 2 dims"),
-        (
-            lambda: third_party.build("conformer"),
-            "h.*: both the first and the second dim of its activation [2, 8, 16] mix (a batch norm?)",
-        ),
     ],
 )
 def test_sequence_parallelism_that_is_off_in_every_block_is_told_with_the_reason(model, why):

@@ -44,9 +44,6 @@ RIGHT = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manua
 )
 def test_a_wrong_tensor_is_described_by_what_it_looks_like(got, says):
     assert describe_difference(RIGHT, got, SIZES).startswith(says)
-
-
-def test_a_gradient_where_one_process_has_none():
     assert describe_difference(None, RIGHT, SIZES).startswith("there is one, and one process has none")
 
 
