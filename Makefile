@@ -10,7 +10,7 @@ DATA ?=
 ARGS ?=
 IGNORE ?=
 
-.PHONY: faults help install demo unit test more test-all parity matrix crash check audit lint format types mutants detectors fuzz convergence bench gpu scale startup zoo clean
+.PHONY: faults help install demo unit test more test-all parity matrix crash check audit lint format types mutants fuzz convergence bench gpu scale startup zoo clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -63,9 +63,6 @@ audit: $(STAMP)  ## known vulnerabilities of what is installed, as far as a data
 
 mutants: $(STAMP)  ## break the source on purpose; show which test sees it
 	$(BIN)/python tests/mutants.py $(ARGS)
-
-detectors: $(STAMP)  ## which detectors see each fault of the engine (hours)
-	$(BIN)/python -m tests.detectors $(ARGS)
 
 fuzz: $(STAMP)  ## 100,000 random configurations, plans and topologies: taken, or refused by a sentence that helps
 	SEQPAR_FUZZ=20000 $(BIN)/python -m pytest --numprocesses 2 --dist load --timeout 0 tests/unit/test_fuzz.py $(ARGS)

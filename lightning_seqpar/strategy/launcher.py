@@ -89,8 +89,6 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         Returns:
             What ``function`` returns.
         """
-        if trainer is not None and trainer.lightning_module is not None:
-            trainer.strategy.check_before_start(trainer.lightning_module)
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self._is_child = REPORTS in os.environ

@@ -43,7 +43,6 @@ from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.config import (
     syncs_batch_norms,
 )
-from lightning_seqpar.verify.guards.heads import context_method
 from lightning_seqpar.verify.guards.model import refuse_overlaps
 from lightning_seqpar.verify.plan_file import write_plan
 from lightning_seqpar.verify.prover import Proved, Prover
@@ -365,8 +364,6 @@ class ModelSetup:
             return
         self._summarized = True
         config = self._env.config
-        if config.cp > 1:
-            config = config.model_copy(update={"cp_method": context_method(self._env.module, config)})
         about = (self._env.groups.topology, config, self._env.num_processes, VERSION, plan, coverage)
         if is_verbose():
             rank_zero_info(summarize(*about))

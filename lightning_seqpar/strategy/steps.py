@@ -44,7 +44,7 @@ from lightning_seqpar.verify.guards.model import (
     check_parameters,
     refuse_added,
 )
-from lightning_seqpar.verify.guards.optimizer import OptimizerGuard, refuse_fused_on_rows
+from lightning_seqpar.verify.guards.optimizer import OptimizerGuard
 
 _IDLE = nullcontext()
 
@@ -395,8 +395,6 @@ class Steps:
         plain = [plain_optimizer(optimizer) for optimizer in optimizers]
         self._optimizer_guard.refuse_mixing(plain, self.shards if plain else 1)
         self._optimizer_guard.refuse_in_stages(plain, self._env.config.pp)
-        if self.split is not None:
-            refuse_fused_on_rows(plain)
         for optimizer in plain:
             # Gradients must be synced too if it is stepped without the strategy. One around another may not call
             # Optimizer.__init__.

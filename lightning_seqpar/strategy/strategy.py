@@ -61,7 +61,6 @@ from lightning_seqpar.verify.guards.config import (
     refuse_sweep,
     refuse_unsupported,
 )
-from lightning_seqpar.verify.guards.heads import refuse_uneven_heads
 from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
 
 _NONE_FOR_EMPTY = ("ddp", "fsdp", "checkpoint", "compile_options", "elementwise_optimizers")
@@ -342,11 +341,6 @@ class SeqParallelStrategy(ParallelStrategy):
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         vars(rank_zero_only)["rank"] = self.global_rank
-
-    @shortens_refusals
-    def check_before_start(self, module: LightningModule) -> None:
-        """Refuse heads that do not divide by tp, before the ranks are started or meet; the launcher calls it."""
-        refuse_uneven_heads(module, self.config)
 
     def setup_environment(self) -> None:
         """Connect the processes and make their groups; make a model whole that an earlier run sharded, if callbacks copy it."""

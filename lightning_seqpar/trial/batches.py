@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.inference.reduction import IDS
+from lightning_seqpar.verify.traced_step import draw_tokens
 
 DEFAULT_LENGTH = 32
 """Positions of a sample that is made up."""
@@ -30,11 +31,7 @@ def count_samples(batch: Any) -> int:
 
 
 def split_samples(batch: Any, count: int) -> list[Any]:
-    """``count`` equal parts of a batch, each with as many of its samples.
-
-    Raises:
-        TrialError: if its samples can't be dealt out evenly.
-    """
+    """``count`` equal parts of a batch, each with as many of its samples; raises TrialError if they can't be dealt out evenly."""
     if count == 1:
         return [batch]
     samples = count_samples(batch)
@@ -86,28 +83,17 @@ def shorten(batch: Any, unit: int | None = None) -> Any:
 
 
 def make_batch(model: nn.Module, samples: int, length: int | None) -> Any:
-    """A batch for a plain module: random tokens or pixels for one of Hugging Face's, else its ``example_input_array``.
-
-    Raises:
-        TrialError: if the module does not say what it takes.
-    """
-    config = getattr(model, "config", None)
-    takes = inspect.signature(model.forward).parameters
-    generator = torch.Generator().manual_seed(1234)
-    vocab = getattr(config, "vocab_size", None)
-    if "input_ids" in takes and isinstance(vocab, int):
-        limits = [getattr(config, key, None) for key in ("max_position_embeddings", "n_positions")]
-        length = length or min([DEFAULT_LENGTH, *(n for n in limits if isinstance(n, int) and n > 0)])
-        ids = torch.randint(0, vocab, (samples, length), generator=generator)
-        heads = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "DoubleHeads")
-        if "labels" in takes and any(word in type(model).__name__ for word in heads):
-            return {"input_ids": ids, "labels": ids.clone()}
-        return {"input_ids": ids, **({"decoder_input_ids": ids.clone()} if "decoder_input_ids" in takes else {})}
+    """A batch for a plain module: tokens or pixels for one of Hugging Face's, else its ``example_input_array``."""
+    if tokens := draw_tokens(model, samples, length, DEFAULT_LENGTH):
+        return tokens
+    config, takes = getattr(model, "config", None), inspect.signature(model.forward).parameters
     size = getattr(config, "image_size", None)
     if "pixel_values" in takes and size is not None:
         height, width = (size, size) if isinstance(size, int) else size
         channels = getattr(config, "num_channels", 3)
-        return {"pixel_values": torch.randn(samples, channels, height, width, generator=generator)}
+        return {
+            "pixel_values": torch.randn(samples, channels, height, width, generator=torch.Generator().manual_seed(1234))
+        }
     example = getattr(model, "example_input_array", None)
     if example is None:
         raise TrialError(
@@ -118,11 +104,7 @@ def make_batch(model: nn.Module, samples: int, length: int | None) -> Any:
 
 
 class Feed(LightningDataModule):
-    """Gives every replica its parts of the batches of an epoch.
-
-    The parts of a batch are numbered replica by replica: replica ``r`` reads ``micro_batches`` of them, from
-    ``r * micro_batches`` on, and one process reads all.
-    """
+    """Gives replica ``r`` its parts of the batches of an epoch, ``micro_batches`` of them from ``r * micro_batches`` on."""
 
     def __init__(self, batches: Callable[[int], Sequence[Any]], micro_batches: int) -> None:
         super().__init__()
@@ -136,14 +118,10 @@ class Feed(LightningDataModule):
         batches = self._batches(replicas)
         batches = batches[2:] if self.trainer.current_epoch else batches[:2]
         parts = [part for batch in batches for part in split_samples(batch, replicas * self._micro_batches)[mine]]
-        return DataLoader(parts, batch_size=None, collate_fn=_as_it_is)  # type: ignore[arg-type]
+        return DataLoader(parts, batch_size=None, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
 
 
 def replica_of(strategy: Any) -> tuple[int, int]:
     """How many replicas read batches of their own under a strategy, and which of them this rank is in."""
     told = getattr(strategy, "distributed_sampler_kwargs", None)
     return (told["num_replicas"], told["rank"]) if told else (1, 0)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +15,7 @@ from lightning_seqpar.trial.training import ALONE, Outcome, Trial
 from lightning_seqpar.verify.comparison import (
     RUNS,
     Compared,
+    ParityReport,
     Row,
     compare_gradients,
     compare_losses,
@@ -28,20 +29,6 @@ _Tensors: TypeAlias = Mapping[str, Any]
 
 _EXACT_RANKS = 1e-9
 """Relative difference of two ranks' digests from which on they hold different tensors."""
-
-
-@dataclass
-class Comparison:
-    """What was compared, and what differs."""
-
-    rows: list[Row] = field(default_factory=list)  # each quantity with its largest error
-    # the tensors that differ, in the order in which they were computed
-    wrong: list[Wrong] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing differs."""
-        return all(row.ok for row in self.rows)
 
 
 @dataclass
@@ -59,12 +46,11 @@ class Sides:
         self._narrow = self.trial.dtype is torch.float32
         self._limits = RUNS[self._narrow]
         self._limit = self._limits.tensors
-        self._found = Comparison()
+        self._wrong: list[Wrong] = []
 
-    def compare(self) -> Comparison:
-        """Compare all quantities, in the order in which they were computed."""
-        rows, losses = self._found.rows, self.whole.losses
-        rows.append(self._beginning())
+    def compare(self) -> tuple[ParityReport, list[Wrong]]:
+        """Compare all quantities: the rows, and the tensors that differ, in the order in which they were computed."""
+        rows, losses = list[Row](), self.whole.losses
         for step, length in enumerate(self.whole.lengths[:2], start=1):
             of = f" (length {length})" if length is not None else ""
             at = slice(step - 1, step)
@@ -80,22 +66,7 @@ class Sides:
         rows.append(compare_losses(what, losses[2:], self._resumed.losses, self._limits))
         if not self._narrow:
             rows.append(self._weights("resumed", 1, "weight after step 3, resumed"))
-        return self._found
-
-    def _beginning(self) -> Row:
-        """The row of the weights before the first step."""
-        right, got = self.whole.initial_digests, self._first.initial_digests
-        worst, where = 0.0, "-"
-        for name in sorted(set(right) & set(got)):  # another reference may have others
-            scale = max(1.0, *map(abs, right[name]))
-            error = max(spread(values) for values in zip(right[name], got[name], strict=True)) / scale
-            if error > worst:
-                worst, where = error, name
-            if error > self._limit:
-                hint = "it is another one before anything was trained: initialised on the ranks, or changed as it was sharded?"
-                kind = self.whole.kinds.get(name, "")
-                self._found.wrong.append(Wrong(name, kind, "weight before step 1", error, error, hint))
-        return Row("the weights before step 1 (by two sums)", worst, self._limit, where)
+        return ParityReport(tuple(rows)), self._wrong
 
     def _gradients(self, step: int) -> list[Row]:
         """The rows of a step's gradients and of their norm."""
@@ -119,17 +90,16 @@ class Sides:
 
     def _note(self, found: Compared, quantity: str, right: _Tensors, got: _Tensors, step: int = 0) -> None:
         """Note what is wrong, with what it looks like; of gradients, also beside those of the other ranks."""
-        known = () if step else {one.name for one in self._found.wrong}
+        known = () if step else {one.name for one in self._wrong}
         for name, error, own_error, _ in found.wrong:
             if name not in known:
                 hint = self._hint(name, quantity, right.get(name), got.get(name), step)
-                kind = self.whole.kinds.get(name, "")
-                self._found.wrong.append(Wrong(name, kind, quantity, error, own_error, hint))
+                self._wrong.append(Wrong(name, quantity, error, own_error, hint))
 
     def _hint(self, name: str, quantity: str, right: Tensor | None, got: Tensor | None, step: int) -> str:
         """What a wrong tensor looks like."""
         hint = describe_difference(right, got, self.sizes)
-        if not self._found.wrong or self._found.wrong[0].quantity == quantity:
+        if not self._wrong or self._wrong[0].quantity == quantity:
             hint = describe_late(hint, quantity)
         if step and right is not None:
             digests = [rank.digests[step - 1].get(name) for rank, _ in self.ranks]
@@ -141,15 +111,10 @@ class Sides:
         return hint
 
     def _agreement(self) -> Row:
-        """The row of what ranks must hold alike: losses within a replica, whole gradients and weights on all."""
+        """The row of what ranks must hold alike: whole gradients and weights."""
         worst, where = 0.0, "-"
         firsts = [first for first, _ in self.ranks]
-        # Of stages the last alone has the loss.
-        for replica in {first.replica for first in firsts} if self.sizes.get("pp", 1) == 1 else ():
-            losses = [first.own_losses for first in firsts if first.replica == replica]
-            for step, values in enumerate(zip(*losses, strict=False), start=1):
-                if (error := spread(values) / max(1.0, *map(abs, values))) > worst:
-                    worst, where = error, f"the loss of step {step} within replica {replica}"
+
         held = [("weight", [first.weight_digests for first in firsts])]
         for at in range(max(len(first.digests) for first in firsts)):
             # A rank that took fewer steps holds no gradient of this one.

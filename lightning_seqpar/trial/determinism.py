@@ -14,18 +14,11 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class KeepFloat64(TorchDispatchMode):
-    """A mode in which float64 activations stay float64 where the model's code casts them to a narrower type.
-
-    Norms and softmaxes of Hugging Face's compute in float32 whatever the model's type is. Rounding there would hide errors
-    below 1e-7.
-
-    Attributes:
-        casts: how many casts were turned down.
-    """
+    """A mode in which float64 activations stay so where the model's code casts them: norms and softmaxes of Hugging Face's."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.casts = 0
+        self.casts = 0  # how many were turned down
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -42,24 +35,13 @@ class KeepFloat64(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def switch_off_dropout(model: nn.Module) -> int:
-    """Set what drops activations, heads, paths or layers at random to zero, in place: how many settings that were.
-
-    A sharded run drops other elements than one process does. Found are dropout modules, and numbers whose names speak of
-    dropping, on modules and on the configurations that they hold.
-    """
-    changed = 0
-    seen: set[int] = set()
-    for holder in _holders(model):
-        if id(holder) in seen:
-            continue
-        seen.add(id(holder))
+def switch_off_dropout(model: nn.Module) -> None:
+    """Set numbers of modules, and of configurations that they hold, whose names speak of dropping, to zero."""
+    for holder in {id(one): one for one in _holders(model)}.values():
         for name, value in list(vars(holder).items()):
             drops = "drop" in name or (name == "p" and isinstance(holder, _DropoutNd))
             if drops and isinstance(value, float) and 0 < value < 1:
                 setattr(holder, name, 0.0)
-                changed += 1
-    return changed
 
 
 def _holders(model: nn.Module) -> Iterator[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,7 +25,6 @@ class Wrong:
     """A tensor that is not what one process has."""
 
     name: str  # the parameter's
-    kind: str  # the class of the module that holds it
     quantity: str  # what of it is wrong: ``gradient of step 1``, ``weight after 2 steps``,
     error: float  # its largest error, of gradients relative to the global norm
     own_error: float  # the same relative to its own largest element
@@ -37,7 +35,7 @@ class Wrong:
 class Group:
     """Wrong tensors that look alike."""
 
-    what: str  # their names, with ``*`` for indices, or all of a kind
+    what: str  # their names, with ``*`` for indices
     count: int  # how many there are
     worst: Wrong  # the one with the largest error
 
@@ -60,27 +58,19 @@ def describe_difference(right: Tensor | None, got: Tensor | None, sizes: Mapping
         torch.allclose(right.flatten().sort()[0], got.flatten().sort()[0], rtol=1e-6, atol=0)
     ):
         return "the same numbers in other places: are rows, heads or parts of a fused weight in another order?"
-    for parts in dict.fromkeys((*sorted(size for size in sizes.values() if size > 1), 2, 3, 4)):
-        for dim, length in enumerate(right.shape):
-            if length % parts == 0 and length > parts and (text := _in_parts(right, got, dim, parts, sizes)):
-                return text
     similar = float((right * got).sum() / (right.norm() * got.norm()).clamp_min(1e-300))
     return f"{_NO_MULTIPLE} (cosine {similar:.4f}): is something left out of a sum, or counted twice in it?"
 
 
 def describe_late(hint: str, quantity: str) -> str:
     """What a hint says of a quantity that differs first, if others were right before it."""
-    if not hint.startswith((_NO_MULTIPLE, _ROUNDED)) or quantity in ("gradient of step 1", "weight before step 1"):
+    if not hint.startswith((_NO_MULTIPLE, _ROUNDED)) or quantity == "gradient of step 1":
         return hint
     what = hint.partition(": is")[0]
-    if quantity == "gradient of step 2":
-        return (
-            f"{what}, and all gradients of step 1 are right: is the update another one (rate, clipping, decay, a hook in front), "
-            "or is it the other length?"
-        )
     if "resumed" in quantity:
         return f"{what}, and all was right before: does the checkpoint lose something (moments, the rate's schedule)?"
-    return f"{what}, and the gradients are right: is the update another one (rate, clipping, decay, a hook in front)?"
+    update = f"{what}, and the gradients before are right: is the update another one (rate, clipping, decay, a hook in front)"
+    return f"{update}, or is it the other length?" if quantity == "gradient of step 2" else f"{update}?"
 
 
 def _multiple(right: Tensor, got: Tensor) -> float | None:
@@ -114,23 +104,6 @@ def _of_multiple(factor: float, sizes: Mapping[str, int]) -> str:
     return f"exactly {fraction} of the right one"
 
 
-def _in_parts(right: Tensor, got: Tensor, dim: int, parts: int, sizes: Mapping[str, int]) -> str:
-    """What is wrong of each part of a dim, if every part is a multiple of the right one; empty otherwise."""
-    factors = [_multiple(a, b) for a, b in zip(right.chunk(parts, dim), got.chunk(parts, dim), strict=True)]
-    if all(factor is None for factor in factors):
-        return ""
-    right_parts = [str(at + 1) for at, factor in enumerate(factors) if factor is not None and abs(factor - 1) < 1e-6]
-    where = f"of {parts} along dim {dim}"
-    if None in factors:
-        if not right_parts:
-            return ""
-        return f"right in part {', '.join(right_parts)} {where}, wrong in the others: do the others lie on another rank, or move?"
-    odd = [(at, factor) for at, factor in enumerate(factors) if factor is not None and abs(factor - 1) >= 1e-6]
-    at, factor = odd[0]
-    rest = f"right in part {', '.join(right_parts)}, but " if right_parts else "another factor in each part; "
-    return f"{rest}part {at + 1} {where} is {_of_multiple(factor, sizes)}"
-
-
 def describe_ranks(digests: Sequence[Digest], right: Digest, replicas: int) -> str:
     """What it says that ranks hold different gradients of a parameter that they should hold alike."""
 
@@ -138,47 +111,25 @@ def describe_ranks(digests: Sequence[Digest], right: Digest, replicas: int) -> s
         scale = max(*map(abs, (*a, *b)), 1e-300)
         return all(abs(x - y) <= _EXACT * scale for x, y in zip(a, b, strict=True))
 
-    total = Digest(*(sum(values) for values in zip(*digests, strict=True)))
-    count = len(digests)
-    mean = Digest(*(value / count for value in total))
-    summed = Digest(*(value / replicas for value in total))
-    if close(mean, right) and count == replicas:
-        return "each replica holds its own, and their mean is the right one: they are not averaged"
-    if close(summed, right):
+    count, total = len(digests), [sum(values) for values in zip(*digests, strict=True)]
+    mean, summed = Digest(*(value / count for value in total)), Digest(*(value / replicas for value in total))
+    if close(summed, right) and not (close(mean, right) and count == replicas):
         return "each rank holds a part of it, and the parts add up to the right one: the sum over the ranks is missing"
     if close(mean, right):
-        return "each rank holds its own, and their mean is the right one: they are not averaged"
+        holder = "replica" if count == replicas else "rank"
+        return f"each {holder} holds its own, and their mean is the right one: they are not averaged"
     return "the ranks hold different ones: which of them is kept is chance"
 
 
-def group_first_wrong(wrong: Sequence[Wrong], kinds: Mapping[str, str]) -> list[Group]:
-    """The wrong tensors that were computed first, by what they look like: what is wrong later follows from them."""
-    return group_alike([one for one in wrong if one.quantity == wrong[0].quantity], kinds)
-
-
-def group_alike(wrong: Sequence[Wrong], kinds: Mapping[str, str]) -> list[Group]:
-    """Wrong tensors by what they look like, the worst group first."""
-    groups: dict[tuple[str, str], list[Wrong]] = {}
+def group_first_wrong(wrong: Sequence[Wrong]) -> list[Group]:
+    """The wrong tensors that were computed first (others follow from them), by what they look like, the worst first."""
+    groups: dict[str, list[Wrong]] = {}
     for one in wrong:
-        groups.setdefault((re.sub(r"cosine [-\d.]+", "", one.hint), one.quantity), []).append(one)
+        if one.quantity == wrong[0].quantity:
+            groups.setdefault(re.sub(r"cosine [-\d.]+", "", one.hint), []).append(one)
     out = []
     for members in groups.values():
-        worst = max(members, key=lambda one: one.error)
-        out.append(Group(_named(members, kinds), len(members), worst))
-    return sorted(out, key=lambda group: (group.worst.quantity, -group.worst.error))
-
-
-def _named(members: Sequence[Wrong], kinds: Mapping[str, str]) -> str:
-    """Names of tensors, short: all of a kind by the kind, others with ``*`` for indices."""
-    names = {one.name for one in members}
-    if len(names) == 1:
-        return next(iter(names))
-    if len(names) == len(kinds):
-        return "every parameter"
-    found = {kinds.get(name, "") for name in names}
-    of_these = {name for name, kind in kinds.items() if kind in found}
-    if of_these == names and len(found) <= 2:
-        return f"every {' and '.join(sorted(found))}"
-    starred = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", one) for one in sorted(names))
-    shown = list(starred)[:3]
-    return ", ".join(shown) + (f" and {len(starred) - 3} more" if len(starred) > 3 else "")
+        starred = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", one.name) for one in members))
+        what = ", ".join(starred[:3]) + (f" and {len(starred) - 3} more" if len(starred) > 3 else "")
+        out.append(Group(what, len(members), max(members, key=lambda one: one.error)))
+    return sorted(out, key=lambda group: -group.worst.error)

@@ -7,7 +7,6 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
-import socket
 import tempfile
 import threading
 import traceback
@@ -22,14 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from torch._C._distributed_c10d import FileStore
 
 from lightning_seqpar.distributed.rendezvous import loopback_only
 
 _WAITED = "waited for the failed rank"
-
-_CALLS_ITSELF = 97
-"""Exit status of a process that comes to the call that started it, while it imports its script."""
 
 
 class RankFailure(NamedTuple):
@@ -70,12 +67,6 @@ class RankFailedError(AssertionError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.failures, len(self.failures))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _tell(sender: Connection, good: bool, value: Any) -> None:
@@ -156,28 +147,18 @@ def run_distributed(
         RankFailedError: if any rank raised, died or ran past the timeout.
     """
     with tempfile.TemporaryDirectory() as folder:
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port()), "OMP_NUM_THREADS": "1"}
         env |= loopback_only()
         return _run(_Call(fn, args, kwargs, timeout, env, world_size, str(Path(folder, "store"))))
 
 
 def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> Any:
-    """Call ``fn(*args, **kwargs)`` in one process of its own, which is no rank of anything, and return what it returned.
-
-    Args:
-        fn: a function at the top of a module; it and its arguments are pickled.
-        timeout: seconds for the whole call.
-
-    Raises:
-        RankFailedError: if it raised, died or ran past the timeout.
-    """
+    """Call ``fn`` as :func:`run_distributed` does, in one process that is no rank of anything, and return what it returned."""
     return _run(_Call(fn, args, kwargs, timeout, {"OMP_NUM_THREADS": "1"}))[0]
 
 
 def _run(call: _Call) -> list[Any]:
     """Let as many processes as a call asks for make it, and return their results, in rank order."""
-    if getattr(mp.current_process(), "_inheriting", False):  # set while a started process imports the script
-        os._exit(_CALLS_ITSELF)  # multiprocessing turns other ends into status 1
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_seqpar.strategy"])
     procs, receivers = [], []
@@ -208,11 +189,6 @@ def _run(call: _Call) -> list[Any]:
 
 def _how_it_died(status: int | None) -> str:
     """What the exit status of a process says that ended without a word."""
-    if status == _CALLS_ITSELF:
-        return (
-            "the processes that are started import the script, and came to this very call; put what the script runs below "
-            'if __name__ == "__main__":'
-        )
     if status is None or status >= 0:
         return f"the process ended with {status}; what it said stands above"
     return f"the process died: {signal.Signals(-status).name}"

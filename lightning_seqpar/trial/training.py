@@ -1,7 +1,6 @@
 """One side of a trial: a module that trains for three steps, alone or on ranks, and what it did, in files.
 
-Two steps in a first epoch, with batches of two lengths; then a third, which on ranks is taken by a fresh module that resumes
-from a checkpoint.
+Two steps in a first epoch, with batches of two lengths; then a third, on ranks by a fresh module that resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from lightning_seqpar.trial.batches import (
 )
 from lightning_seqpar.trial.determinism import KeepFloat64, switch_off_dropout
 from lightning_seqpar.verify.comparison import norm_of
-from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight, own_whole
+from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight
 
 SEED = 20_260_101
 
@@ -56,13 +55,7 @@ AT_ONCE = "at-once"
 
 
 class PlainModule(L.LightningModule):
-    """A plain module as it is trained in a trial: by its own loss, or by a fixed projection of what it returns.
-
-    Attributes:
-        projects: whether it has returned no loss.
-    """
-
-    projects = False
+    """A plain module as it is trained in a trial: by its own loss, or by a fixed projection of what it returns."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -77,7 +70,6 @@ class PlainModule(L.LightningModule):
         loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss.sum()
-        self.projects = True
         return torch.stack([project(leaf) for leaf in tensors_in(out) if leaf.requires_grad]).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -129,22 +121,18 @@ class Outcome:
     """What one process of a trial did; tensors are in files of the trial's folder, written by the first rank."""
 
     losses: list[float] = field(default_factory=list)  # of each step, averaged over replicas and micro-batches
-    own_losses: list[float] = field(default_factory=list)  # of each step, as this rank's replica saw it
     # the global gradient norm of each step, as the strategy computes it
     norms: list[float] = field(default_factory=list)
     # of each step, the digest of every whole gradient on this rank
     digests: list[dict[str, Digest]] = field(default_factory=list)
-    initial_digests: dict[str, Digest] = field(default_factory=dict)  # of the weights before the first
     weight_digests: dict[str, Digest] = field(default_factory=dict)  # of the weights after two steps
     replicas: int = 1  # how many replicas read batches of their own
     replica: int = 0  # the one of this rank
     lengths: list[int | None] = field(default_factory=list)  # of the batches, if they are sequences
-    kinds: dict[str, str] = field(default_factory=dict)  # of each parameter, the class of the module that holds it
     is_complete: bool = False  # whether the training came to the end of its second epoch
     casts: int = 0  # how many casts to narrower types were turned down
     draws: bool = False  # whether a step drew random numbers
     failed_length: str = ""  # why the shorter batch could not be trained on; empty if it could
-    projects: bool = False  # whether the loss is a projection that the trial chose
     parts: int = 1  # into how many micro-batches one process split a batch
 
 
@@ -157,19 +145,13 @@ class TrialRecorder(ParityRecorder):
         self._trial, self._side, self._parts, self._stops = trial, side, parts, stops
         self._of: dict[int, int] = {}  # steps that each optimizer has taken
         self._grads: dict[str, Tensor | None] = {}
-        self._own: list[float] = []
         self._written = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note the replicas, and which modules hold the parameters."""
+        """Note the replicas."""
         # What configure_model made has its dropout still.
         switch_off_dropout(pl_module)
         self.outcome.replicas, self.outcome.replica = replica_of(trainer.strategy)
-        modules = dict(pl_module.named_modules())
-        self.outcome.initial_digests = {name: Digest.of(name, weight) for name, weight in each_weight(pl_module)}
-        self.outcome.kinds = {
-            name: type(modules[name.rpartition(".")[0]]).__name__ for name, _ in pl_module.named_parameters()
-        }
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -214,7 +196,6 @@ class TrialRecorder(ParityRecorder):
         loss = outputs if isinstance(outputs, Tensor) else (outputs or {}).get("loss")
         if loss is None:  # of a step that optimizes by itself, or skips
             return
-        self._own.append(float(own_whole(loss)) * trainer.accumulate_grad_batches)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -233,8 +214,8 @@ class TrialRecorder(ParityRecorder):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Sum the losses of micro-batches up to steps."""
-        self.outcome.losses = _means(self.trace.losses, self._parts)
-        self.outcome.own_losses = _means(self._own, self._parts)
+        losses, each = self.trace.losses, self._parts
+        self.outcome.losses = [sum(losses[at : at + each]) / each for at in range(0, len(losses), each)]
 
     def _write_gradients(self, trainer: L.Trainer) -> None:
         """Leave the gradients of the last step in a file."""
@@ -244,11 +225,6 @@ class TrialRecorder(ParityRecorder):
         if trainer.is_global_zero:
             torch.save(self._grads, self._trial.path(self._side, f"gradients-{self._written}"))
         self._grads = {}
-
-
-def _means(values: list[float], each: int) -> list[float]:
-    """The mean of every ``each`` numbers."""
-    return [sum(values[at : at + each]) / each for at in range(0, len(values), each)]
 
 
 def read_trial(given: bytes) -> Trial:
@@ -264,10 +240,7 @@ def read_trial(given: bytes) -> Trial:
 
 
 def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> L.LightningModule:
-    """Make the module of a trial as a LightningModule without dropout.
-
-    It gets ``dtype`` at once: Lightning would load weights, also a checkpoint's, before it converts a module.
-    """
+    """Make the module of a trial without dropout, in ``dtype`` at once: Lightning loads weights before it converts."""
     L.seed_everything(SEED, verbose=False)
     module = make()
     if not isinstance(module, nn.Module):
@@ -280,18 +253,14 @@ def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> L.LightningModul
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """While open, neither Lightning's lines nor warnings appear."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning_seqpar")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    """While open, neither log lines nor warnings appear."""
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 def _trainer(trial: Trial, strategy: Any, devices: int, recorder: Callback, accumulate: int) -> L.Trainer:
@@ -321,11 +290,7 @@ def _trainer(trial: Trial, strategy: Any, devices: int, recorder: Callback, accu
 
 
 def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALONE) -> Outcome:
-    """Train the module in this process, which reads the parts of all replicas.
-
-    Raises:
-        Exception: what the module raises; not for a shorter batch, of which the outcome tells.
-    """
+    """Train the module in this process, which reads the parts of all replicas; the outcome tells of a shorter batch that fails."""
     trial = read_trial(given)
     with quiet(), default_dtype(trial.dtype):
         module = build(trial.reference or trial.make, trial.dtype)
@@ -351,17 +316,12 @@ def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALON
                 raise
             outcome.failed_length = f"{type(error).__name__}: {error}"
         outcome.casts = getattr(mode, "casts", 0)
-        outcome.projects = getattr(module, "projects", False)
         outcome.lengths = [length_of(batch) for batch in batches]
     return outcome
 
 
 def train_on_ranks(given: bytes, same_length: bool, wide: bool) -> tuple[Outcome, Outcome]:
-    """Train the module on this rank for two steps, save a checkpoint, and resume from it with a fresh one for a third.
-
-    Returns:
-        what the two steps did, and what the third did.
-    """
+    """What the module does in two steps on this rank, and a fresh one that resumes from a checkpoint, in a third."""
     trial = read_trial(given)
     checkpoint = Path(trial.folder, "trial.ckpt")
     outcomes = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -25,12 +26,12 @@ from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.strategy.strategy import SeqParallelStrategy
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.trial.batches import TrialError
-from lightning_seqpar.trial.comparison import Comparison, Sides
+from lightning_seqpar.trial.comparison import Sides
 from lightning_seqpar.trial.hints import Group, Wrong, group_first_wrong
 from lightning_seqpar.trial.ranks import RankFailedError, RankFailure, run_alone, run_distributed
 from lightning_seqpar.trial.training import AT_ONCE, Outcome, Trial, train_alone, train_on_ranks
 from lightning_seqpar.user_input import nearest
-from lightning_seqpar.verify.comparison import Row, worst_row
+from lightning_seqpar.verify.comparison import ParityReport, Row
 
 DType = Literal["float64", "float32"]
 
@@ -71,8 +72,8 @@ class Verification:
             return f"REFUSED: {self.setting}: {self.message}"
         if self.status == "failed":
             return f"FAILED: {self.setting}: {self.message}"
-        worst = worst_row(self.rows)
         if self.status == "right":
+            worst = ParityReport(tuple(self.rows)).worst
             return (
                 f"RIGHT: {self.setting} trains as one process does (largest error {worst.error:.1e} of {worst.quantity}, "
                 f"limit {worst.limit:.0e})"
@@ -99,12 +100,7 @@ class Verification:
     def __str__(self) -> str:
         lines = [self.verdict]
         if self.rows:
-            lines += ["", f"{'compared':<44} {'largest error':>13} {'limit':>8}"]
-            lines += [
-                f"{row.quantity:<44} {row.error:>13.1e} {row.limit:>8.0e}  {'ok' if row.ok else 'DIFFERS'}"
-                + (f"  {row.where}" if row.where != "-" and not row.ok else "")
-                for row in self.rows
-            ]
+            lines += ["", str(ParityReport(tuple(self.rows)))]
         if self.groups:
             if any(row.quantity.startswith("the loss of step 1") and not row.ok for row in self.rows):
                 lines += ["", "the loss of step 1 differs already: look at the forward first"]
@@ -163,7 +159,9 @@ def verify_parity(
         TrialError: for arguments that make no trial, or a module that one process can't train.
     """
     strategy, alone, parallel = _strategies(config)
-    world_size = _default_world(parallel) if world_size is None else world_size
+    if world_size is None:
+        dp = parallel.dp if parallel is not None and isinstance(parallel.dp, int) else 1
+        world_size = 2 if parallel is None else parallel.tp * parallel.cp * parallel.pp * dp
     if world_size < 2:
         raise TrialError(f"world_size={world_size}: there is nothing to compare one process with; give 2 or more")
     replicas = 1
@@ -201,14 +199,21 @@ def verify_parity(
         sizes |= {"dp": first.replicas}
         if parallel is None:
             sizes = {"model-parallel": world_size // first.replicas, **sizes}
-        found = Sides(trial, whole, ranks, sizes).compare()
-        if first.replicas > 1 and whole.parts > 1:
-            together = _train_at_once(given, first.replicas, same_length, timeout)
-            if together is not None:
-                other = Sides(trial, together, ranks, sizes, AT_ONCE).compare()
-                found = _choose(found, other, notes, tells=not (together.draws or together.projects))
-        groups = group_first_wrong(found.wrong, whole.kinds)
-        return Verification("right" if found.ok else "wrong", setting, found.rows, found.wrong, groups, notes=notes)
+        found, wrong = Sides(trial, whole, ranks, sizes).compare()
+        if not found.ok and first.replicas > 1 and whole.parts > 1:
+            # Losses that ranks make from what they gather, or divide by numbers of the whole batch, are those of the whole batch.
+            with contextlib.suppress(RankFailedError):  # it takes no batch of that size
+                together = run_alone(train_alone, given, first.replicas, same_length, AT_ONCE, timeout=timeout)
+                if together.is_complete and not together.failed_length:
+                    other, others = Sides(trial, together, ranks, sizes, AT_ONCE).compare()
+                    found, wrong = (other, others) if other.ok else (found, wrong)
+            if found.ok:
+                notes.append(
+                    "replicas train as one process does that reads their parts together; it would do otherwise if it read them "
+                    "as micro-batches (a loss that the ranks make from what they gather, or divide by a number of the whole batch)"
+                )
+        status: Literal["right", "wrong"] = "right" if found.ok else "wrong"
+        return Verification(status, setting, list(found.rows), wrong, group_first_wrong(wrong), notes=notes)
 
 
 def assert_parity(
@@ -289,14 +294,6 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _default_world(parallel: ParallelConfig | None) -> int:
-    """The smallest world of a configuration; 2 for other strategies."""
-    if parallel is None:
-        return 2
-    dp = parallel.dp if isinstance(parallel.dp, int) else 1
-    return parallel.tp * parallel.cp * parallel.pp * dp
-
-
 def _maker(module_or_factory: Any, name: str) -> Callable[[], nn.Module]:
     """What makes the module anew, as often as it is called."""
     if isinstance(module_or_factory, nn.Module):
@@ -360,38 +357,6 @@ def _train_alone(given: bytes, replicas: int, timeout: float) -> tuple[Outcome, 
     return whole, same_length, notes
 
 
-def _train_at_once(given: bytes, replicas: int, same_length: bool, timeout: float) -> Outcome | None:
-    """Train in one process that reads the parts of all replicas together: what it did; None if it can't."""
-    try:
-        together: Outcome = run_alone(train_alone, given, replicas, same_length, AT_ONCE, timeout=timeout)
-    except RankFailedError:  # it takes no batch of that size
-        return None
-    return together if together.is_complete and not together.failed_length else None
-
-
-def _choose(found: Comparison, other: Comparison, notes: list[str], *, tells: bool) -> Comparison:
-    """Of two comparisons of replicas the one that holds, if only one does.
-
-    Losses that ranks make from what they gather, or divide by numbers of the whole batch, are those of the whole batch. Others
-    are averaged, which is another thing where a loss is no mean over samples: that is noted, for the user to judge.
-    """
-    if other.ok and not found.ok:
-        notes.append(
-            "replicas train as one process does that reads their parts together; it would do otherwise if it read them as "
-            "micro-batches (a loss that the ranks make from what they gather, or divide by a number of the whole batch)"
-        )
-        return other
-    if found.ok and not other.ok and tells:
-        differs = next(row for row in other.rows if not row.ok)
-        notes.append(
-            "replicas average their losses, and so does one process that accumulates their parts. One that reads the parts "
-            f"together has another result ({differs.quantity}: {differs.where}). If that is not meant: does the loss divide by a "
-            "number that differs between replicas (of tokens that are not padding), does it sum over samples, or do samples see "
-            "each other (pairs, statistics of a batch)?"
-        )
-    return found
-
-
 def _refuse_empty(whole: Outcome) -> None:
     """Refuse a trial that would find everything right since nothing was trained."""
     if not whole.digests or not any(whole.norms):
@@ -434,12 +399,17 @@ def _in_words(parallel: ParallelConfig | None, config: Any, world_size: int) -> 
         return f"{made if isinstance(made, str) else type(made).__name__} on {world_size} ranks"
     topology = ProcessTopology.from_config(parallel, world_size)
     axes = [f"{axis} {size}" for axis in ("tp", "cp", "pp", "dp") if (size := topology.get_dim(axis)) > 1]
-    told = {"tp", "cp", "pp", "dp", "order", "self_check", "check_every", "timeout"}
-    told |= {"sp"} if parallel.tp == 1 else set()
-    default = ParallelConfig()
-    fields = [
-        f"{name}={value if isinstance(value := getattr(parallel, name), str | int | float) else '...'}"
-        for name in type(parallel).model_fields
-        if name not in told and getattr(parallel, name) != getattr(default, name)
-    ]
+    told = {
+        "tp",
+        "cp",
+        "pp",
+        "dp",
+        "order",
+        "self_check",
+        "check_every",
+        "timeout",
+        *(["sp"] if parallel.tp == 1 else []),
+    }
+    others = parallel.model_dump(exclude_defaults=True, exclude=told).items()
+    fields = [f"{name}={value if isinstance(value, str | int | float) else '...'}" for name, value in others]
     return f"{', '.join([' × '.join(axes) or 'one rank', *fields])} on {world_size} ranks"

@@ -25,21 +25,13 @@ _PIECE = 2**20
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest errors that count as equal.
+    """The largest errors that count as equal."""
 
-    Attributes:
-        losses: of a loss, relative to itself, or to ``least_loss`` where it is below that.
-        tensors: of a gradient, relative to the global gradient norm; of a weight, absolute.
-        noise: errors of a gradient up to this, relative to the global norm, are rounding, however small the gradient is.
-        least_loss: the loss from which on errors are relative.
-        none_is_zero: whether a gradient that is missing is one of zeros.
-    """
-
-    losses: float
-    tensors: float
-    noise: float
-    least_loss: float = 1.0
-    none_is_zero: bool = False
+    losses: float  # of a loss, relative to itself, or to ``least_loss`` where it is below that
+    tensors: float  # of a gradient, relative to the global gradient norm; of a weight, absolute
+    noise: float  # of a gradient, relative to the global norm, up to which it is rounding however small the gradient is
+    least_loss: float = 1.0  # the loss from which on errors are relative
+    none_is_zero: bool = False  # whether a gradient that is missing is one of zeros
 
     @classmethod
     def up_to(cls, limit: float) -> Limits:
@@ -96,7 +88,7 @@ class ParityReport:
     @property
     def worst(self) -> Row:
         """The row that lies highest against its limit."""
-        return worst_row(self.rows)
+        return max(self.rows, key=lambda row: math.inf if math.isnan(row.error) else row.error / row.limit)
 
     def raise_if_failed(self) -> None:
         """Raise ``AssertionError`` with the table if anything is out of its limit."""
@@ -104,9 +96,10 @@ class ParityReport:
             raise AssertionError(f"the runs differ\n{self}")
 
     def __str__(self) -> str:
-        lines = [f"{'quantity':<34} {'largest error':>13} {'limit':>8}  {'':<4}  where"]
+        width = max(34, *(len(row.quantity) for row in self.rows))
+        lines = [f"{'quantity':<{width}} {'largest error':>13} {'limit':>8}  {'':<4}  where"]
         lines += [
-            f"{row.quantity:<34} {row.error:>13.2e} {row.limit:>8.0e}  {'ok' if row.ok else 'FAIL':<4}  {row.where}"
+            f"{row.quantity:<{width}} {row.error:>13.2e} {row.limit:>8.0e}  {'ok' if row.ok else 'FAIL':<4}  {row.where}"
             for row in self.rows
         ]
         return "\n".join(lines)
@@ -126,11 +119,6 @@ class Compared(NamedTuple):
 
     row: Row
     wrong: list[WrongTensor]
-
-
-def worst_row(rows: Iterable[Row]) -> Row:
-    """The row that lies highest against its limit."""
-    return max(rows, key=lambda row: math.inf if math.isnan(row.error) else row.error / row.limit)
 
 
 def compare_losses(quantity: str, right: Sequence[float], got: Sequence[float], limits: Limits) -> Row:
@@ -157,17 +145,10 @@ def compare_gradients(
     limits: Limits,
     part: Callable[[str, Tensor], Tensor] | None = None,
 ) -> Compared:
-    """Compare gradients relative to the global norm; a small one also by its own size.
+    """Compare gradients relative to the global norm of the right ones; a small one also by its own size.
 
-    Some are zero analytically (a key bias before a softmax), so that their own relative error has no meaning.
-
-    Args:
-        quantity: for the row.
-        right: whole gradients by parameter name.
-        got: names and gradients of the other run, one by one: only one of them need be in memory.
-        norm: the global norm of the right ones.
-        limits: the largest errors that count as equal.
-        part: makes of a right gradient the part of it that the other run has; None if that has whole ones.
+    Some are zero analytically (a key bias before a softmax), so that their own relative error has no meaning. Those of ``got`` are
+    read one by one: only one of them need be in memory. ``part`` makes of a right one the part of it that the other run has.
     """
     return _compare(quantity, right, got, limits.tensors, max(norm, 1e-30), limits, part)
 
@@ -241,8 +222,7 @@ def largest_number(x: Tensor) -> float:
 def largest_gap(one: Tensor | None, other: Tensor | None) -> float:
     """The largest difference of two tensors' numbers; infinite if it is not a number, if shapes differ, or one is missing.
 
-    They are compared piece by piece: a tensor of all differences of a vocabulary's gradients would be as large as they are, and new
-    memory costs more than numbers. A NaN would be lost among comparisons with other errors, each of which is false.
+    They are compared piece by piece: new memory for all differences costs more than numbers.
     """
     if one is None or other is None or one.shape != other.shape:
         return 0.0 if one is other else math.inf

@@ -1,7 +1,6 @@
-"""How much of a model a plan shards of what could be, why the rest is whole, and why sequence parallelism is off where it is.
+"""How much of a model a plan shards of what could be, and why the rest is whole: for the summary, its warnings and ``seqpar plan``.
 
-The start-up summary, its warnings and ``seqpar plan`` say this, from one function: :func:`cover`. It reads the record of a
-sharded model and what those who found its plans know; no model is run.
+:func:`cover` reads the record of a sharded model and what those who found its plans know; no model is run.
 """
 
 from __future__ import annotations
@@ -62,14 +61,14 @@ class Origin(Enum):
 
 
 @dataclass(frozen=True)
-class WholeTensors:
-    """Tensors that could be sharded and are whole for one reason."""
+class Whole:
+    """Tensors that could be sharded, or blocks with sequences that could be, which are whole for one reason."""
 
-    names: tuple[str, ...]  # what they are in, as patterns
-    count: int  # how many they are
-    numel: int  # how many numbers they hold
+    names: tuple[str, ...]  # the blocks, or what the tensors are in, as patterns
     why: str  # the reason
     as_asked: bool  # whether the user's own rules or switches say so
+    count: int = 0  # how many tensors they are
+    numel: int = 0  # how many numbers they hold
 
     def __str__(self) -> str:
         tensors = f"{self.count} tensor{'s' * (self.count > 1)}"
@@ -77,37 +76,16 @@ class WholeTensors:
 
 
 @dataclass(frozen=True)
-class WholeSequences:
-    """Blocks between which activations are whole along the sequence, though ``sp`` is set, for one reason."""
-
-    names: tuple[str, ...]  # the blocks, as patterns
-    why: str  # the reason
-    as_asked: bool  # whether the user's own rules say so
-
-
-@dataclass(frozen=True)
 class Coverage:
-    """How much of a model is sharded, of what could be.
+    """How much of a model is sharded, of what could be (:func:`cover` defines it)."""
 
-    Attributes:
-        sharded: number of tensors that are sharded.
-        could_be: number of tensors that could be, these included (:func:`cover` defines it).
-        sharded_numel: how many numbers they hold.
-        could_be_numel: how many numbers those hold that could be.
-        whole: those that could be and are not, by reason, the largest first.
-        outside: linears outside of all repeated blocks, which no plan shards and ``could_be`` does not count.
-        no_sp: blocks without sequence parallelism though ``sp`` is set, by reason.
-        sp: whether any block has sequence parallelism.
-    """
-
-    sharded: int
-    could_be: int
-    sharded_numel: int
-    could_be_numel: int
-    whole: tuple[WholeTensors, ...] = ()
-    outside: WholeTensors | None = None
-    no_sp: tuple[WholeSequences, ...] = ()
-    sp: bool = False
+    sharded: int  # number of tensors that are sharded
+    could_be: int  # number of tensors that could be, these included
+    sharded_numel: int  # how many numbers they hold
+    could_be_numel: int  # how many numbers those hold that could be
+    whole: tuple[Whole, ...] = ()  # those that could be and are not, by reason, the largest first
+    no_sp: tuple[Whole, ...] = ()  # blocks without sequence parallelism though ``sp`` is set, by reason
+    sp: bool = False  # whether any block has sequence parallelism
 
     def __str__(self) -> str:
         share = 100 * self.sharded_numel // max(1, self.could_be_numel)
@@ -116,9 +94,8 @@ class Coverage:
     @property
     def reasons(self) -> list[str]:
         """Why the rest is whole, a few lines."""
-        told = [*self.whole, *([self.outside] if self.outside is not None else [])]
-        lines = [f"whole: {one}" for one in told[:_MOST_LINES]]
-        return [*lines, *([f"whole: and {len(told) - _MOST_LINES} more"] if len(told) > _MOST_LINES else [])]
+        lines, more = [f"whole: {one}" for one in self.whole[:_MOST_LINES]], len(self.whole) - _MOST_LINES
+        return [*lines, *([f"whole: and {more} more"] if more > 0 else [])]
 
     @property
     def sp_off(self) -> str:
@@ -128,57 +105,48 @@ class Coverage:
     @property
     def warnings(self) -> list[str]:
         """Warnings of what is off or whole though the user's own rules and switches do not say so."""
-        return [*self._warn_of_sp(), *self._warn_of_little()]
-
-    def _warn_of_sp(self) -> Iterator[str]:
-        told = [one for one in self.no_sp if not one.as_asked]
-        if told:
-            where = "in every block" if not self.sp and len(told) == len(self.no_sp) else "in some blocks"
-            why = "; ".join(f"{_listed(one.names)}: {one.why}" for one in told)
-            yield (
+        told = []
+        if off := [one for one in self.no_sp if not one.as_asked]:
+            where = "in every block" if not self.sp and len(off) == len(self.no_sp) else "in some blocks"
+            why = "; ".join(f"{_listed(one.names)}: {one.why}" for one in off)
+            told.append(
                 f"lightning_seqpar: sequence parallelism is off {where}: {why}. Tensor parallelism is on. plan={{'rules': [...]}} "
                 "can say more: what mixes positions outside attention may be computed whole ({pattern: ..., style: whole}); "
                 "sp=False says that it is meant so"
             )
-
-    def _warn_of_little(self) -> Iterator[str]:
         missed = [one for one in self.whole if not one.as_asked]
         if sum(one.numel for one in missed) > (1 - _ENOUGH) * self.could_be_numel:
-            yield (
+            told.append(
                 f"lightning_seqpar: {self}. {'; '.join(self.reasons)}. Every rank holds and computes the whole of these. seqpar "
                 "plan shows each module; plan={'rules': [...]} can say how to shard them (columns and rows), or that they are "
                 f"meant to be whole ({{pattern: {missed[0].names[0]}, style: whole}})"
             )
+        return told
 
 
 def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanations, *, sp: bool) -> Coverage:
     """Count what is sharded, of what could be, and tell why the rest is whole.
 
-    A tensor could be sharded if it is; or if it is a matrix of a linear in a repeated block, or the weight of an embedding or
-    a head over a vocabulary. A matrix of a linear is a parameter with two dims or more that are longer than 1, of any module
-    but embeddings, convolutions, norms and recurrent layers: of ``nn.Linear`` and what computes like it,
-    ``nn.MultiheadAttention``, experts and projections that a module multiplies itself. The half of an adapter that meets whole
-    features is none. Repeated blocks are those of the plans, and modules in a list or beside others of their class that hold
-    two matrices or more.
+    A tensor could be sharded if it is; or if it is a matrix of an ``nn.Linear`` or ``nn.MultiheadAttention``, of what computes
+    like one in the blocks of the plans, or the weight of an embedding or a head over a vocabulary. A matrix has two dims or more
+    that are longer than 1; those of embeddings, convolutions, norms and recurrent layers are none, nor is the half of an adapter
+    that meets whole features.
 
     Vectors that are whole are not counted: norms can't be sharded, nor can the bias of a row; the bias of a column is sharded with
     its weight, and of a linear that is whole nobody knows which of both it would be.
     """
     look = _Look(record, plans, known)
     groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
-    outside, sharded = [], []
+    sharded = []
     for name, layout in record.layout.items():
         if layout.is_sharded:
             sharded.append(name)
         elif look.could_be(name):
             groups[look.why_whole(name)].append(name)
-        elif look.is_linear_outside(name):
-            outside.append(name)
-
-    def tensors(names: Sequence[str], why: str, as_asked: bool) -> WholeTensors:
-        return WholeTensors(look.patterns(names), len(names), look.numel(names), why, as_asked)
-
-    whole = [tensors(names, why, as_asked) for (why, as_asked), names in groups.items()]
+    whole = [
+        Whole(look.patterns(names), why, as_asked, len(names), look.numel(names))
+        for (why, as_asked), names in groups.items()
+    ]
     no_sp = look.no_sp() if sp else {}
     numel = look.numel(sharded)
     return Coverage(
@@ -187,8 +155,7 @@ def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanatio
         numel,
         numel + sum(one.numel for one in whole),
         tuple(sorted(whole, key=lambda one: -one.numel)),
-        tensors(outside, "not in a repeated block", False) if outside else None,
-        tuple(WholeSequences(_unique(map(_starred, names)), why, asked) for (why, asked), names in no_sp.items()),
+        tuple(Whole(tuple(dict.fromkeys(map(_starred, names))), why, asked) for (why, asked), names in no_sp.items()),
         any(region.sp for region in record.regions),
     )
 
@@ -199,20 +166,12 @@ class _Look:
     def __init__(self, record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanations) -> None:
         self._record, self._known = record, known
         self._modules = dict(record.model.named_modules(remove_duplicate=False))
-        self._families = [plan for plan in plans if Origin.of(plan.source) is Origin.FAMILY]
-        self._origins = [Origin.of(plan.source) for plan in plans if plan.source != SOURCE]
+        origins = {Origin.of(plan.source) for plan in plans if plan.source != SOURCE}
+        self._rest = Origin.USER if origins == {Origin.USER} else None  # who leaves out what stands in no blocks
         self._holders: dict[int, list[str]] = defaultdict(list)
         for name, parameter in record.model.named_parameters(remove_duplicate=False):
             self._holders[id(parameter)].append(name.rpartition(".")[0])
         self._blocks = {block for region in record.regions for block in region.blocks}
-        planned = set(self._blocks)
-        self._blocks |= {
-            name
-            for name in self._modules
-            if _reason(known.whole, name) is not None and not any(around in planned for around in _around(name))
-        }
-        owners = {around for block in self._blocks for around in _around(block)}
-        self._blocks |= set(_repeated(record.model)) - owners
 
     def numel(self, names: Iterable[str]) -> int:
         """How many numbers these tensors hold, when they are whole."""
@@ -224,18 +183,12 @@ class _Look:
         """Whether a tensor that is whole could be sharded, as :func:`cover` defines it."""
         if self._vocabulary(name) is not None:
             return len(self._record.layout[name].global_shape) == 2
-        return self._is_matrix(name) and bool(self._block_of(name))
-
-    def is_linear_outside(self, name: str) -> bool:
-        """Whether it is the matrix of a linear that stands in no repeated block."""
-        holder = self._modules[name.rpartition(".")[0]]
-        return isinstance(holder, nn.Linear | nn.MultiheadAttention) and self._is_matrix(name)
-
-    def _is_matrix(self, name: str) -> bool:
-        """Whether it is a matrix of a linear, or of something that multiplies by it."""
         holder, shape = name.rpartition(".")[0], self._record.layout[name].global_shape
         if sum(length > 1 for length in shape) < 2 or isinstance(self._modules[holder], _NO_LINEARS):
             return False
+        linear = isinstance(self._modules[holder], nn.Linear | nn.MultiheadAttention)
+        if not linear and not any(around in self._blocks for around in _around(holder)):
+            return False  # a table of positions
         adapters = [holder.rpartition(f".{half}.")[0] for half in (DOWN, UP) if f".{half}." in holder]
         return not any(is_adapted(self._modules[adapter]) for adapter in adapters)
 
@@ -243,10 +196,6 @@ class _Look:
         """Why a tensor of a module over a vocabulary is whole; None if no module that holds it is one."""
         holders = self._holders[id(self._record.layout.parameter(name))]
         return next((self._known.vocabulary[one] for one in holders if one in self._known.vocabulary), None)
-
-    def _block_of(self, name: str) -> str:
-        """The outermost repeated block around a tensor; empty if there is none."""
-        return next((around for around in _around(name.rpartition(".")[0]) if around in self._blocks), "")
 
     # ---- why -----------------------------------------------------------------------------------------------------
 
@@ -262,7 +211,7 @@ class _Look:
         around = (_reason(self._known.whole, one) for one in reversed(list(_around(name))))
         if (why := next((one for one in around if one is not None), None)) is not None:
             return _short(why), False
-        origin = self._origin_of_blocks(holder) or self._origin_of_rest(holder)
+        origin = self._origin_of_blocks(holder) or self._rest
         if origin is None:
             return _short(self._known.rest) or _NO_STACK, False
         return origin.value, origin is Origin.USER
@@ -272,13 +221,6 @@ class _Look:
         matches = [match for match in self._record.matches if isinstance(match.rule, BlocksRule)]
         found = [Origin.of(match.source) for match in matches if inside(name, match.name)]
         return found[-1] if found else None
-
-    def _origin_of_rest(self, name: str) -> Origin | None:
-        """Whose plan leaves out a module that stands in no blocks; None if inference found nothing for it."""
-        if any(inside(name, plan.prefix) for plan in self._families):
-            return Origin.FAMILY
-        inferred = Origin.INFERRED in self._origins or self._known.rest
-        return None if inferred or Origin.USER not in self._origins else Origin.USER
 
     def no_sp(self) -> dict[tuple[str, bool], list[str]]:
         """The blocks without sequence parallelism, by the reason and whether the user said so."""
@@ -297,21 +239,17 @@ class _Look:
     # ---- how it is called ----------------------------------------------------------------------------------------
 
     def patterns(self, tensors: Sequence[str]) -> tuple[str, ...]:
-        """Patterns for what these tensors are in: the outermost modules of blocks, or blocks, that hold none of the others."""
+        """Patterns for the outermost modules around these tensors that hold none of the others."""
         given = set(tensors)
-        others = [name for name, layout in self._record.layout.items() if name not in given]
         taken = {
             _starred(around)
-            for name in others
-            if self._record.layout[name].is_sharded or self.could_be(name)
+            for name, layout in self._record.layout.items()
+            if name not in given and (layout.is_sharded or self.could_be(name))
             for around in _around(name.rpartition(".")[0])
         }
-        inner: dict[str, dict[str, None]] = defaultdict(dict)
-        for name in tensors:
-            block, holder = _starred(self._block_of(name)), _starred(name.rpartition(".")[0])
-            free = (around for around in _around(holder) if block and inside(around, block) and around not in taken)
-            inner[block][next(free, _starred(name) if block else holder)] = None
-        return tuple(text for block, parts in inner.items() for text in _joined(block, list(parts)))
+        starred = dict.fromkeys(map(_starred, tensors))
+        free = [(name, [one for one in _around(name.rpartition(".")[0]) if one not in taken]) for name in starred]
+        return tuple(dict.fromkeys(around[0] if around else name for name, around in free))
 
 
 def _reason(reasons: Mapping[str, str], name: str) -> str | None:
@@ -319,7 +257,6 @@ def _reason(reasons: Mapping[str, str], name: str) -> str | None:
     return next((why for pattern, why in reasons.items() if match_pattern(pattern, name)), None)
 
 
-_LISTS = (nn.ModuleList, nn.ModuleDict)
 _NO_LINEARS = (
     nn.Embedding,
     nn.EmbeddingBag,
@@ -330,24 +267,8 @@ _NO_LINEARS = (
     nn.RMSNorm,
 )
 """Modules whose matrices are no linears'."""
-_NO_STACK = "no stack of blocks was found there, or the example does not run it"
+_NO_STACK = "it is in no stack of blocks that was found and that the example runs"
 """The reason for what no plan speaks of."""
-
-
-def _repeated(model: nn.Module) -> Iterator[str]:
-    """Names of modules that stand beside others of their class, or in a list, and hold two matrices or more."""
-    for parent, module in model.named_modules():
-        kinds = [type(child) for child in module.children()]
-        for leaf, child in module.named_children():
-            is_list, is_listed = isinstance(child, _LISTS), isinstance(module, _LISTS)
-            # A module outside of lists that holds a list owns blocks: an encoder and a decoder may be of one class.
-            owns = not isinstance(module, (*_LISTS, nn.Sequential)) and any(
-                isinstance(m, _LISTS) for m in child.modules()
-            )
-            repeated = is_listed or (kinds.count(type(child)) > 1 and not owns)
-            has_parts = not is_list and any(True for _ in child.children())
-            if repeated and has_parts and sum(parameter.ndim >= 2 for parameter in child.parameters()) >= 2:
-                yield f"{parent}.{leaf}" if parent else leaf
 
 
 def _around(name: str) -> Iterator[str]:
@@ -360,19 +281,6 @@ def _around(name: str) -> Iterator[str]:
 def _starred(name: str) -> str:
     """A name with ``*`` for each index."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-
-
-def _joined(block: str, parts: Sequence[str]) -> list[str]:
-    """Patterns for parts of a block: one with alternatives, if they are several."""
-    if not block or len(parts) < 2:
-        return list(parts)
-    inner = [part.removeprefix(f"{block}.") for part in parts]
-    return [f"{block}.{{{','.join(inner[:_MOST_NAMES])}{',...' if len(inner) > _MOST_NAMES else ''}}}"]
-
-
-def _unique(names: Iterable[str]) -> tuple[str, ...]:
-    """Names without repetitions, in order."""
-    return tuple(dict.fromkeys(names))
 
 
 def _listed(names: Sequence[str]) -> str:

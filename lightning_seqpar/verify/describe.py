@@ -31,7 +31,7 @@ from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.fsdp_units import ReplicaSplit
 from lightning_seqpar.parallel.grad_sync import step_traffic
-from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError
+from lightning_seqpar.parallel.recompute import MLPTiles
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.parallel.unsharded import change_unsharded
@@ -74,31 +74,25 @@ class ModuleRow:
     decided: str
 
 
-@dataclass(frozen=True)
-class StageRow:
-    """A stage of a pipeline, and what each of its ranks keeps.
+@dataclass(kw_only=True)
+class RankBytes:
+    """What a rank keeps.
 
     Attributes:
-        ends: of each of its chunks the names of the first and the last block.
-        blocks: how many blocks it has.
-        alive: of how many micro-batches it keeps activations at once.
-        parameters: number of parameters on a rank.
+        parameters: number of its parameters.
         parameter_bytes: their bytes.
         gradient_bytes: bytes of their gradients.
         optimizer_bytes: bytes of the optimizer's state for them.
-        activation_bytes: bytes kept for the backward, by its share of the blocks, of all micro-batches that are alive; None where
-            no step could be traced.
+        activation_bytes: bytes kept for the backward, counted on a traced step: of one micro-batch, or of all that are alive at
+            once in a stage; None if no step could be traced.
         gathered_bytes: bytes of whole parameters that ``fsdp`` gathers at once in a step.
     """
 
-    ends: tuple[tuple[str, str], ...]
-    blocks: int
-    alive: float
     parameters: int
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    activation_bytes: int | None
+    activation_bytes: int | None = None
     gathered_bytes: int = 0
 
     @property
@@ -108,9 +102,24 @@ class StageRow:
         return kept + self.gathered_bytes + (self.activation_bytes or 0)
 
 
-@dataclass
-class Description:
-    """What a configuration makes of a model, per rank.
+@dataclass(kw_only=True)
+class StageRow(RankBytes):
+    """A stage of a pipeline, and what each of its ranks keeps.
+
+    Attributes:
+        ends: of each of its chunks the names of the first and the last block.
+        blocks: how many blocks it has.
+        alive: of how many micro-batches it keeps activations at once.
+    """
+
+    ends: tuple[tuple[str, str], ...]
+    blocks: int
+    alive: float
+
+
+@dataclass(kw_only=True)
+class Description(RankBytes):
+    """What a configuration makes of a model, and what each rank keeps; of a pipeline, in the stage that keeps most.
 
     Attributes:
         world_size: number of ranks.
@@ -119,20 +128,13 @@ class Description:
         optimizer: for which the bytes of the state are counted.
         rows: the table, a row for modules that are alike.
         plan: the plan as YAML, to be edited and fed back.
-        parameters: number of parameters on a rank.
         global_parameters: number of parameters of the whole model.
-        parameter_bytes: bytes of the parameters on a rank.
-        gradient_bytes: bytes of their gradients.
-        optimizer_bytes: bytes of the optimizer's state for them.
-        gathered_bytes: bytes of whole parameters that ``fsdp`` gathers at once in a step.
-        activation_bytes: bytes kept for the backward of one micro-batch, counted on a traced step; None if no step could be
-            traced (``notes`` says why).
         sent_bytes: bytes that a rank gives to each kind of collective in one step, as :class:`Traffic` counts them.
         sent_calls: how often it calls each kind of collective in one step.
         input: batch and length of the traced input, ``[b, s]``.
         notes: what could not be found out, and why.
         coverage: how much is sharded of what could be, and why the rest is whole; None at tp 1.
-        stages: the stages of a pipeline, in order; none at pp 1. The bytes above are those of the stage that keeps most.
+        stages: the stages of a pipeline, in order; none at pp 1.
     """
 
     world_size: int
@@ -141,25 +143,13 @@ class Description:
     optimizer: str
     rows: list[ModuleRow]
     plan: str
-    parameters: int
     global_parameters: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int | None = None
-    gathered_bytes: int = 0
     sent_bytes: dict[str, int] = field(default_factory=dict)
     sent_calls: dict[str, int] = field(default_factory=dict)
     input: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     coverage: Coverage | None = None
     stages: list[StageRow] = field(default_factory=list)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of parameters, gradients, optimizer state and activations on a rank, as far as they are known."""
-        kept = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-        return kept + self.gathered_bytes + (self.activation_bytes or 0)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""
@@ -249,12 +239,15 @@ def _describe(
         planned = without_numbers(model)
         record, plans, whole, known = None, [], [], Explanations()
         if config.tp > 1:
-            plans = resolve_plans(
-                config.plan,
-                planned,
-                lambda: _infer(model, step, config, known),
-                lambda beside: _infer_rest(model, step, config, known, beside),
-            )
+
+            def infer_rest(beside: Sequence[ShardingPlan]) -> ShardingPlan | None:
+                try:
+                    return _infer(model, step, config, known, beside)
+                except ValueError as error:
+                    known.rest = str(error)
+                    return None
+
+            plans = resolve_plans(config.plan, planned, lambda: _infer(model, step, config, known), infer_rest)
             if config.vocab:
                 choice = with_vocabulary(
                     plans, config.plan, planned, config.tp, config.sp, certain=not config.self_check
@@ -290,10 +283,14 @@ def _describe(
         if any(plan.source == "inferred" for plan in plans):
             out.notes.append("the plan was inferred and is not proved here; the strategy proves it before it trains")
         out.notes += [f"vocabulary: {line}" for line in whole]
-        if config.recompute != "none":
-            out.notes.append(_recompute(planned, record, config, ParallelGroups.silent(topology)))
-        if config.tp == 1 and (config.cp > 1 or config.tile_mlp is not None or config.loss_chunk is not None):
-            out.notes += _change_unsharded(planned, config, ParallelGroups.silent(topology))
+        recomputed: Sequence[str] = record.recomputed if record is not None else ()
+        if config.tp == 1 and (config.cp > 1 or config.recompute != "none" or config.tile_mlp or config.loss_chunk):
+            notes, recomputed = _change_unsharded(planned, config, ParallelGroups.silent(topology))
+            out.notes += notes
+        if recomputed:
+            patterns = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in recomputed)
+            what = f"{', '.join(patterns)} ({len(recomputed)} modules)"
+            out.notes.append(f"recompute {config.recompute}: {what} run again in the backward")
         _trace(out, planned, record, step, topology, split)
         if config.pp > 1:
             _cut(out, model, planned, plans, step, config, known, split)
@@ -335,8 +332,6 @@ def _cut(
     local = dict(planned.named_parameters())
     for at in range(config.pp):
         named = {name: local[name] for name in cut.held[at]}
-        held = named.values()
-        gradients = sum(split.nbytes(p) for p in held if p.requires_grad)
         chunks = [cut.blocks[chunk] for chunk in cut.chunks(at)]
         count = sum(len(names) for names in chunks)
         # With many micro-batches; of a chunk at a time where a stage has several.
@@ -344,15 +339,12 @@ def _cut(
         if how.rounds > 1:
             alive = (warm_up(at, config.pp, how.rounds, config.pp * (how.rounds + 2)) + 1) / how.rounds
         kept = None if out.activation_bytes is None else int(alive * count / blocks * out.activation_bytes)
-        numbers = (sum(map(split.numel, held)), sum(map(split.nbytes, held)), gradients)
-        state = OPTIMIZERS[out.optimizer] * gradients
         ends = tuple((names[0], names[-1]) for names in chunks)
-        out.stages.append(StageRow(ends, count, alive, *numbers, state, kept, split.gathered(named)))
+        held = _held(named, split, out.optimizer)
+        out.stages.append(StageRow(ends=ends, blocks=count, alive=alive, activation_bytes=kept, **held))
     largest = max(out.stages, key=lambda stage: stage.total_bytes)
-    out.parameters, out.parameter_bytes = largest.parameters, largest.parameter_bytes
-    out.gradient_bytes, out.optimizer_bytes = largest.gradient_bytes, largest.optimizer_bytes
-    out.gathered_bytes = largest.gathered_bytes
-    out.activation_bytes = largest.activation_bytes
+    for one in dataclasses.fields(RankBytes):
+        setattr(out, one.name, getattr(largest, one.name))
     out.notes += [
         "per rank: of the stage that keeps most; what is sent is that of all stages, without the activations between them",
         describe_bubble(config.pp, config.pp, how.rounds),
@@ -360,10 +352,7 @@ def _cut(
 
 
 def without_numbers(model: nn.Module) -> nn.Module:
-    """A copy whose tensors have shapes but no memory (fake tensors on the CPU); modules and ties are those of ``model``.
-
-    It is called inside of torch's mode for such tensors.
-    """
+    """A copy whose tensors have shapes but no memory (fake tensors on the CPU), made inside of torch's mode for such tensors."""
     memo = left_out_of_copies(model)
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         empty: Tensor = torch.empty_like(tensor, device="cpu")
@@ -378,36 +367,24 @@ def without_numbers(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _recompute(model: nn.Module, record: ShardedModel | None, config: ParallelConfig, groups: ParallelGroups) -> str:
-    """Let a model of which nothing is sharded be recomputed too, where its plan is known; a note on what is recomputed."""
-    if record is not None:
-        names: Sequence[str] = record.recomputed
-    else:
-        try:
-            plans = resolve_plans(config.plan, model)
-            names, _ = change_unsharded(model, plans, groups, recompute=config.recompute)
-        except NoAttentionError:
-            raise
-        except ValueError:
-            return f"recompute {config.recompute}: the blocks are found before training, and not recomputed in the step here"
-    patterns = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names)
-    return f"recompute {config.recompute}: {', '.join(patterns)} ({len(names)} modules) run again in the backward"
-
-
-def _change_unsharded(model: nn.Module, config: ParallelConfig, groups: ParallelGroups) -> list[str]:
-    """Let a model of which tp shards nothing see parts of sequences, and run in tiles and chunks, where its plan is known."""
+def _change_unsharded(
+    model: nn.Module, config: ParallelConfig, groups: ParallelGroups
+) -> tuple[list[str], Sequence[str]]:
+    """Change a model of which tp shards nothing as its run does, where its plan is known: notes, and what runs again."""
     try:
         plans = resolve_plans(config.plan, model)
     except ValueError:
-        return [
-            "cp, tile_mlp and loss_chunk: the blocks are found before training, and the step here runs without them"
-        ]
+        fields = "cp, recompute, tile_mlp and loss_chunk"
+        return [f"{fields}: the blocks are found before training, and the step here runs without them"], []
     tiles = None if config.tile_mlp is None else MLPTiles(config.tile_mlp)
-    change_unsharded(model, plans, groups, tiles=tiles, loss_chunk=config.loss_chunk)
+    options: dict[str, Any] = {"recompute": config.recompute, "tiles": tiles, "loss_chunk": config.loss_chunk}
+    recomputed, _ = change_unsharded(model, plans, groups, **options)
     if config.cp == 1:
-        return []
+        return [], recomputed
     blocks = split_context(model, plans, groups, config.cp_method).context_blocks
-    return [f"cp {config.cp}: a rank holds its positions of each sequence in {len(blocks)} blocks and around them"]
+    return [
+        f"cp {config.cp}: a rank holds its positions of each sequence in {len(blocks)} blocks and around them"
+    ], recomputed
 
 
 def _configured(model: nn.Module) -> nn.Module:
@@ -419,17 +396,6 @@ def _configured(model: nn.Module) -> nn.Module:
     with torch.device("meta"):
         copied.configure_model()
     return copied
-
-
-def _infer_rest(
-    model: nn.Module, step: TracedStep, config: ParallelConfig, known: Explanations, beside: Sequence[ShardingPlan]
-) -> ShardingPlan | None:
-    """A plan for what shipped plans leave whole, or None if it stays so, with the reason in ``known``."""
-    try:
-        return _infer(model, step, config, known, beside)
-    except ValueError as error:
-        known.rest = str(error)
-        return None
 
 
 @unset_fake_temporarily()
@@ -480,9 +446,12 @@ def _totals(
     split: ReplicaSplit,
 ) -> Description:
     """The description without activations and traffic: shapes, bytes, the table and the plan."""
-    parameters = list(model.parameters())
-    gradients = sum(split.nbytes(p) for p in parameters if p.requires_grad)
-    whole = sum(p.numel() for p in parameters) if record is None else record.layout.global_numel()
+    whole = sum(p.numel() for p in model.parameters()) if record is None else record.layout.global_numel()
+    notes = []
+    if split.replicas > 1:
+        where = ", on the CPU" * isinstance(split.options.get("offload_policy"), CPUOffloadPolicy)
+        each = f"the rows of one of {split.replicas:,} replicas"
+        notes.append(f"fsdp: of each tensor above a rank holds {each} between steps{where}")
     return Description(
         world_size=topology.world_size,
         axes=dict(topology.larger_axes),
@@ -490,22 +459,22 @@ def _totals(
         optimizer=optimizer,
         rows=_rows(model, record),
         plan="rules:\n" + "".join(plan.to_yaml().partition("\n")[2] for plan in plans) if plans else "rules: []\n",
-        parameters=sum(map(split.numel, parameters)),
         global_parameters=whole,
-        parameter_bytes=sum(map(split.nbytes, parameters)),
-        gradient_bytes=gradients,
-        optimizer_bytes=OPTIMIZERS[optimizer] * gradients,
-        gathered_bytes=split.gathered(dict(model.named_parameters())),
-        notes=_of_replicas(split),
+        notes=notes,
+        **_held(dict(model.named_parameters()), split, optimizer),
     )
 
 
-def _of_replicas(split: ReplicaSplit) -> list[str]:
-    """Notes on what replicas share out."""
-    if split.replicas == 1:
-        return []
-    shared = f"fsdp: of each tensor above a rank holds the rows of one of {split.replicas:,} replicas between steps"
-    return [shared + ", on the CPU" * isinstance(split.options.get("offload_policy"), CPUOffloadPolicy)]
+def _held(named: Mapping[str, nn.Parameter], split: ReplicaSplit, optimizer: str) -> dict[str, Any]:
+    """The fields of :class:`RankBytes` for these parameters, without activations."""
+    gradients = sum(split.nbytes(p) for p in named.values() if p.requires_grad)
+    return {
+        "parameters": sum(map(split.numel, named.values())),
+        "parameter_bytes": sum(map(split.nbytes, named.values())),
+        "gradient_bytes": gradients,
+        "optimizer_bytes": OPTIMIZERS[optimizer] * gradients,
+        "gathered_bytes": split.gathered(named),
+    }
 
 
 def _rows(model: nn.Module, record: ShardedModel | None) -> list[ModuleRow]:

@@ -27,13 +27,6 @@ class FoundExample(NamedTuple):
     evaluation: Example | None = None
 
 
-class _Failure(NamedTuple):
-    """Why an input does not work, and whether no larger or smaller copy would help."""
-
-    text: str
-    at_any_size: bool
-
-
 class ExampleSearch:
     """Tries the inputs that a module and its trainer offer, on copies of it, in this process; ``tp`` ranks share a sample."""
 
@@ -47,17 +40,16 @@ class ExampleSearch:
             for candidate in find_examples(self._module, self._trainer):
                 reductions = Reduction.variants(self._module, self._tp, candidate.length, candidate.longest)
                 for narrow, tried in self._ways(candidate):
-                    wrong = None
                     for reduction in reductions:
                         dtype = None if narrow else reduction.dtype(self._module)
                         example = tried.reduced(reduction)
                         if (wrong := self._try(example, dtype)) is None:
                             cpu = torch.device("cpu")
                             return FoundExample(example.to(cpu, None), dtype, failures, self._evaluated_as(example))
-                        if wrong.at_any_size:
+                        text, at_any_size = wrong
+                        if at_any_size:
                             break
-                    assert wrong is not None
-                    failures.append(f"{example.method} with {example.source}: {wrong.text}")
+                    failures.append(f"{example.method} with {example.source}: {text}")
         except PlainBackwardError:
             raise
         except NoExampleError as error:
@@ -85,8 +77,8 @@ class ExampleSearch:
                 for reads_gradients in (False, True) if manual else (False,):
                     yield narrow, replace(candidate, draws=draws, reads_gradients=reads_gradients, frozen=frozen)
 
-    def _try(self, example: Example, dtype: torch.dtype | None) -> _Failure | None:
-        """Run the example on a whole copy; what is wrong, or None."""
+    def _try(self, example: Example, dtype: torch.dtype | None) -> tuple[str, bool] | None:
+        """Run the example on a whole copy; what is wrong, and whether it is so in copies of any size, or None."""
         device = self.room(example, dtype)
         with kept_streams(self._device), default_dtype(dtype):
             try:
@@ -96,21 +88,18 @@ class ExampleSearch:
                 with example.repeats(copied) as repeats, Quiet(draws=example.draws):
                     loss = example.to(device, dtype).run(copied)
                     if not bool(torch.isfinite(loss.detach())):
-                        return _Failure(f"the loss is {float(loss.detach())}", at_any_size=True)
+                        return f"the loss is {float(loss.detach())}", True
                     copied.zero_grad()
                     repeats.compute_all()
                     loss.backward()
                 if all(parameter.grad is None for parameter in copied.parameters()):
-                    return _Failure(
-                        "no parameter of the copy that it runs on gets a gradient (does something hold the model itself, by a "
-                        "global name or a closure?)",
-                        at_any_size=True,
-                    )
+                    why = "does something hold the model itself, by a global name or a closure?"
+                    return f"no parameter of the copy that it runs on gets a gradient ({why})", True
             except PlainBackwardError:
                 raise
             except Exception as error:  # shown to the user if no other example works
                 # Its text alone: the error's frames hold the copy.
-                return _Failure(describe_failure(error), isinstance(error, NoExampleError))
+                return describe_failure(error), isinstance(error, NoExampleError)
             release(copied)
         return None
 

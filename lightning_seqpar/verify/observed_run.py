@@ -78,43 +78,39 @@ class ObservedRun:
 
 
 @contextmanager
-def _noting_modules(model: nn.Module, ran: set[str], observer: _Observer) -> Iterator[None]:
-    """While open, add the names of called modules to ``ran`` and keep the last one in ``observer.where``."""
+def _noting(
+    model: nn.Module,
+    names: Sequence[str],
+    observer: _Observer,
+    outputs: list[tuple[str, Tensor]],
+    ran: set[str],
+) -> Iterator[None]:
+    """While open, note the modules that are called, and the outputs of those of ``names``; sharded ones are gathered."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
 
-            def note(module: nn.Module, args: Any, name: str = name) -> None:
+            def enter(module: nn.Module, args: Any, name: str = name) -> None:
                 ran.add(name)
                 observer.where = name
 
-            stack.callback(module.register_forward_pre_hook(note).remove)
-        yield
-
-
-@contextmanager
-def _noting_outputs(model: nn.Module, names: Sequence[str], outputs: list[tuple[str, Tensor]]) -> Iterator[None]:
-    """While open, add the outputs of the modules ``names`` to ``outputs``; sharded logits are gathered."""
-    with ExitStack() as stack:
+            stack.callback(module.register_forward_pre_hook(enter).remove)
         for name in names:
 
-            def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
+            def leave(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
                 first = out[0] if isinstance(out, list | tuple) and out else out
                 if isinstance(first, ShardedLogits | SeqPart):
                     first = first.whole()  # a collective: every rank is in this hook now, but may not be later
                 if isinstance(first, Tensor):
                     outputs.append((name, first.detach()))
 
-            stack.callback(model.get_submodule(name).register_forward_hook(note).remove)
+            stack.callback(model.get_submodule(name).register_forward_hook(leave).remove)
         yield
 
 
 def observe_run(
     model: nn.Module, record: ShardedModel | None, example: Example, names: Sequence[str], groups: ParallelGroups
 ) -> ObservedRun:
-    """Run the example forward and backward; collective over tp if the model is sharded.
-
-    Random streams are seeded first, so that two runs draw alike.
-    """
+    """Run the example forward and backward, with random streams seeded anew; collective over tp if the model is sharded."""
     outputs: list[tuple[str, Tensor]] = []
     ran: set[str] = set()
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -128,8 +124,8 @@ def observe_run(
         if sync is not None:
             sync.flush()
 
-    noting = _noting_outputs(model, names, outputs), _noting_modules(model, ran, observer)
-    with torch.enable_grad(), noting[0], noting[1], example.repeats(model) as repeats, observer:
+    noting = _noting(model, names, observer, outputs, ran)
+    with torch.enable_grad(), noting, example.repeats(model) as repeats, observer:
         stage = None if record is None else record.stage
         streams, losses, attributes = SavedStreams(), [], ModelAttributes(model)
         values = attributes.read()
@@ -196,13 +192,8 @@ def observe_evaluation(
         model.eval()
     if record is not None:
         record.reset_calls()
-    with (
-        torch.no_grad(),
-        _noting_outputs(model, names, outputs),
-        _without_fast_path(),
-        example.repeats(model),
-        observer,
-    ):
+    noting = _noting(model, names, observer, outputs, set())
+    with torch.no_grad(), noting, _without_fast_path(), example.repeats(model), observer:
         values = example.evaluate(model)
         if record is not None:
             record.check_closed([value for _, value in values])

@@ -59,9 +59,7 @@ class Trace:
 def gather_grads(model: nn.Module, only: Collection[int] | None = None) -> dict[str, Tensor | None]:
     """Whole gradients by parameter name, on the CPU, of a parallelised model (collective over tp) or a plain one.
 
-    Args:
-        model: the model.
-        only: ids of the parameters to gather; None for all. Gradients of the others may not be summed over tp yet.
+    With ``only``, of the parameters with these ids alone: gradients of the others may not be summed over tp yet.
     """
     return dict(each_gradient(model, only))
 
@@ -111,30 +109,17 @@ def own_whole(tensor: Tensor) -> Tensor:
 
 
 def compare(reference: Trace, candidate: Trace, limit: float = FLOAT64_TOLERANCE) -> ParityReport:
-    """Compare a parallel run with a run of one process.
+    """Compare a parallel run with the reference, a run of one process; ``limit`` is the largest error that counts as equal.
 
-    Gradients are relative to the *global* norm: some are zero analytically (a key bias before a softmax), and their
-    own relative error has no meaning. In float64 a small one must be right by its own size too. Weights are absolute.
-
-    Args:
-        reference: the run of one process.
-        candidate: the parallel run.
-        limit: the largest error that counts as equal; 1e-9 is for float64.
+    Gradients are relative to the *global* norm; in float64 a small one must be right by its own size too. Weights are absolute.
 
     Raises:
-        ValueError: if neither trace holds anything, or one of them has no losses and the other has: a run that recorded no
-            step is no run to compare with.
+        ValueError: if neither trace holds anything.
     """
     if not any((trace.losses or trace.grads or trace.weights) for trace in (reference, candidate)):
         raise ValueError(
             "both traces are empty: no step was recorded, so there is nothing to compare; give a ParityRecorder to the callbacks "
             "of both Trainers, and let each fit at least one batch"
-        )
-    if bool(reference.losses) != bool(candidate.losses):
-        empty, other = ("candidate", reference) if reference.losses else ("reference", candidate)
-        raise ValueError(
-            f"the {empty} trace has no losses and the other has {len(other.losses)}: no step of that run was recorded; give its "
-            "Trainer the ParityRecorder among the callbacks, and let it fit as many batches as the other"
         )
     limits, norm = Limits.up_to(limit), norm_of(reference.grads)
     rows = [compare_losses("losses (relative)", reference.losses, candidate.losses, limits)]
@@ -171,16 +156,15 @@ class ParityRecorder(Callback):
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not self._seen:
-            self.trace.grad_norm = float(self._norm(pl_module, parameters))
+            record = record_of(pl_module)
+            norm = (
+                torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+                if record is None
+                else global_grad_norm(parameters, record.layout, record.groups)
+            )
+            self.trace.grad_norm = float(norm)
         self._seen.add(id(optimizer))
         self.trace.grads.update(gather_grads(pl_module, {id(parameter) for parameter in parameters}))
-
-    @staticmethod
-    def _norm(pl_module: LightningModule, parameters: list[Tensor]) -> Tensor:
-        record = record_of(pl_module)
-        if record is not None:
-            return global_grad_norm(parameters, record.layout, record.groups)
-        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -53,7 +53,6 @@ _WAYS_OUT = (
     "unproved with a plan of your own"
 )
 
-
 _MOST_PARTS = 4
 """Parts of the blocks that are tried whole, one after the other, where a plan that was found is wrong."""
 
@@ -72,8 +71,7 @@ class Proved:
 class Prover:
     """Finds and proves the plans of one model; collective over the world.
 
-    A proof is a run of the self-check: a copy of the model, whole against sharded, on an example input. What needs one
-    process only (the search for an example, inference) is done by the world's first rank for all.
+    The search for an example, and inference, are done by the world's first rank for all.
     """
 
     def __init__(
@@ -117,9 +115,7 @@ class Prover:
             raise
 
     def find_unsharded(self) -> list[ShardingPlan]:
-        """Plans that name the blocks of a model of which nothing is sharded (tp 1), so that they can be recomputed.
-
-        Nothing else is read of them, and so nothing is proved. Collective over the world.
+        """Plans that name the blocks of a model of which nothing is sharded (tp 1); nothing is proved. Collective over the world.
 
         Raises:
             ValueError: if no plan is found; the message says what to write.
@@ -152,11 +148,11 @@ class Prover:
                     plans = [infer()]  # a shipped plan knows one stack of a model that has several
                 return plans
             except ValueError as error:
-                fields, default = ("cp", "pp", "tile_mlp", "loss_chunk", "recompute"), ParallelConfig()
-                given = {name: getattr(self._config, name) for name in fields}
-                wanted = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
-                instead = "leave them out" if len(wanted) > 1 else f"leave {wanted[0].partition('=')[0]} out"
-                if wanted == [f"recompute={self._config.recompute!r}"]:
+                fields = {"cp", "pp", "tile_mlp", "loss_chunk", "recompute"}
+                given = self._config.model_dump(include=fields, exclude_defaults=True)
+                wanted = [f"{name}={value!r}" for name, value in given.items()]
+                instead = f"leave {'them' if len(given) > 1 else next(iter(given))} out"
+                if given.keys() == {"recompute"}:
                     instead += " (activation checkpointing inside the model works)"
                 pattern = (likely_blocks(self._module) or ["model.layers.*"])[0]
                 raise ValueError(
@@ -183,11 +179,7 @@ class Prover:
         return found
 
     def check_stages(self, plans: Sequence[ShardingPlan], cut: Cut) -> list[str]:
-        """Prove that the model computes in stages what it computes whole. Collective over the world.
-
-        Raises:
-            SelfCheckError: if it does not.
-        """
+        """Prove that the model computes in stages what it computes whole, or raise SelfCheckError. Collective over the world."""
         config, started = self._config, time.monotonic()
         if not config.self_check:
             return []
@@ -207,10 +199,7 @@ class Prover:
         return [f"self-check of the stages: passed, with {example.source}, in {time.monotonic() - started:.1f} s"]
 
     def prove_unsharded(self) -> Proved:
-        """Find the blocks of a model of which tp shards nothing, and prove that they are right on parts of the sequence.
-
-        Parts are those of context-parallel ranks, and the tiles of an MLP.
-        """
+        """Find the blocks of a model of which tp shards nothing, and prove that they are right on parts (cp) and in tiles."""
         out, started = Proved(), time.monotonic()
         out.plans = self.find_unsharded()
         with self._phases.phase("proving the plan"):
@@ -234,7 +223,6 @@ class Prover:
         self._add_vocabulary(out)
         with self._phases.phase("proving the plan"):
             self._prove(out, started)
-        self._tell_what_is_whole(out)
         out.known = self._known
         out.lines[:0] = self._vocabulary
         if inferred := [plan for plan in out.plans if plan.source == "inferred"]:
@@ -258,10 +246,10 @@ class Prover:
         if passed:
             example = self._example().example
             assert example is not None
-            but = f", but not in evaluation, which does not run whole: {self._not_evaluated}" * bool(
-                self._not_evaluated
-            )
-            out.lines.append(f"self-check: passed, with {example.source}, in {time.monotonic() - started:.1f} s{but}")
+            line = f"self-check: passed, with {example.source}, in {time.monotonic() - started:.1f} s"
+            if self._not_evaluated:
+                line += f", but not in evaluation, which does not run whole: {self._not_evaluated}"
+            out.lines.append(line)
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
@@ -306,10 +294,7 @@ class Prover:
             return None
 
     def _infer(self, *, sums: bool = True) -> ShardingPlan:
-        """Infer a plan on the first rank, for what no shipped plan covers; collective over the world.
-
-        Without ``sums`` no module that deals its tokens out to experts is reduced where it returns.
-        """
+        """Infer a plan on the first rank; without ``sums`` experts are reduced one by one. Collective over the world."""
         name = type(self._module).__name__
         example, dtype, failures, _ = self._example()
         if example is None:
@@ -323,16 +308,8 @@ class Prover:
         own = ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) else None
 
         def work() -> Inference:
-            return infer_plan(
-                self._module,
-                example,
-                self._tp,
-                own,
-                beside=self._beside,
-                sums=sums,
-                dtype=dtype,
-                prepare=self._prepare,
-            )
+            options: dict[str, Any] = {"dtype": dtype, "prepare": self._prepare}
+            return infer_plan(self._module, example, self._tp, own, beside=self._beside, sums=sums, **options)
 
         try:
             inferred: Inference = self._from_first_rank(work)
@@ -433,21 +410,6 @@ class Prover:
         if self._beside and not inferred:
             self._known.rest = found
 
-    def _tell_what_is_whole(self, out: Proved) -> None:
-        """Warn where parts of the blocks could not be split, and say why."""
-        rules = [rule for plan in out.plans if plan.source == "inferred" for rule in plan.rules]
-        parts = [rule.pattern for rule in rules if rule.style == "whole"]
-        if parts:
-            rank_zero_warn(
-                f"lightning_seqpar: every rank computes {', '.join(parts)} whole, since no way to split it was found: "
-                f"{self._why(parts)} (all else is sharded; plan={{'rules': [...]}} can say more)"
-            )
-
-    def _why(self, patterns: Sequence[str]) -> str:
-        """Why the modules of these patterns are whole."""
-        known = self._known.whole
-        return "; ".join(f"{pattern}: {known[pattern]}" for pattern in patterns[:3] if pattern in known)
-
     def _add_vocabulary(self, out: Proved) -> None:
         """Add the rules for embeddings and heads over a vocabulary to the plans; what no proof will show must be certain."""
         if not self._config.vocab:
@@ -495,11 +457,7 @@ class Prover:
         )
 
     def _check(self, out: Proved) -> bool:
-        """Run the self-check on the plans of ``out``; collective over the world.
-
-        Returns:
-            Whether they are proved; False where there is no example and all plans are shipped ones.
-        """
+        """Whether the self-check proves the plans of ``out``; False of shipped ones without an example. Collective."""
         example, _, failures, evaluation = self._example()
         sources = ", ".join(dict.fromkeys(plan.source for plan in out.plans))
         if example is None:
@@ -546,9 +504,6 @@ class Prover:
         verdict = check(groups, device=device, dtype=dtype, prepare=self._prepare)
         if groups is not self._groups:
             groups.destroy()
-        if self._on_any(bool(verdict.wrong)) and not verdict.wrong:
-            verdict.wrong = ["another replica found it wrong"]
-        verdict.draws = self._on_any(verdict.draws)
         return verdict
 
     def _on_any(self, flag: bool) -> bool:

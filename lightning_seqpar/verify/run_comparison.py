@@ -36,6 +36,7 @@ class Verdict:
     draws: bool = False
     # planned modules that the example did not run: nothing is proved of them
     idle: list[str] = field(default_factory=list)
+    failure: str | None = None  # what the sharded copy raised in evaluation
     not_evaluated: str = ""  # why evaluation was not compared, in words; empty if it was
 
 
@@ -101,10 +102,7 @@ def describe_wrong(one: WrongTensor) -> str:
 
 
 def _unproved_modules(dense: ObservedRun, record: ShardedModel) -> list[str]:
-    """A sentence for each module on shards that no rule names and that the example does not run.
-
-    Nothing shows what such a module would do to its part of the sequence, so the plan is not proved.
-    """
+    """A sentence for each module on shards that no rule names and that the example does not run: nothing is proved of it."""
     known = {match.name for match in record.matches if match.name and not match.rule.says_where_blocks_are}
     unproved: list[str] = []
     for name, module in record.model.named_modules():
@@ -122,13 +120,9 @@ def _unproved_modules(dense: ObservedRun, record: ShardedModel) -> list[str]:
 
 
 def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sharers: int) -> list[tuple[str, str]]:
-    """Compare the random draws of the two forwards; the first that comes from the wrong stream.
+    """The first random draw that comes from the wrong stream: the module behind which it is drawn, and a sentence; or none.
 
-    Numbers for a whole activation must be the same on all ranks, so they must come from the stream that the ranks share;
-    numbers for a part of one must come from the rank's own.
-
-    Returns:
-        The name of the module behind which it is drawn, and a sentence; none if all are right.
+    Numbers for a whole activation must come from the stream that the ranks share, numbers for a part of one from the rank's own.
     """
     names = [[one.drawn.name for one in draws] for draws in (dense, sharded)]
     if names[0] != names[1]:
@@ -277,12 +271,9 @@ def _first_difference(
     groups: ParallelGroups,
     limit: float,
 ) -> tuple[str | None, bool]:
-    """A sentence on the first module, over all ranks, whose output is not the whole one's or this rank's part of it.
+    """A sentence on the first module whose output differs on some rank, and whether the last differs.
 
-    Collective over tp. An output is compared whole and, for every region, as a shard along the sequence; either may match.
-
-    Returns:
-        The sentence, or None; and whether the last output that can be compared differs on some rank.
+    An output is right if it is the whole one's or a shard of it. Collective over tp.
     """
     group = groups["tp"]
     at, size, differs = (

@@ -36,10 +36,6 @@ class PlanError(Exception):
     """The plan can't be carried out on the model."""
 
 
-class EvaluationError(Exception):
-    """The sharded copy raised in evaluation."""
-
-
 class SelfCheckError(ValueError):
     """The sharded model does not compute what the whole one does."""
 
@@ -72,11 +68,7 @@ class Sharding(NamedTuple):
     def shard(
         self, copied: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, tiles: MLPTiles | None
     ) -> ShardedModel:
-        """Shard a copy as the model will be, its MLPs in ``tiles``.
-
-        Raises:
-            ValueError: if the plans can't be carried out on it.
-        """
+        """Shard a copy as the model will be, its MLPs in ``tiles``; raises ValueError if the plans can't be carried out on it."""
         if groups.size("tp") == 1:
             change_unsharded(copied, plans, groups, tiles=tiles, loss_chunk=self.loss_chunk)
             context = has_context(groups)
@@ -120,11 +112,8 @@ def self_check(
     """Run a copy of ``model`` whole and another one sharded, and compare them; collective over the replica.
 
     Both run forward and backward as in training, forward once more if a module keeps a tensor of that, and forward as in
-    evaluation, where a model may do something else. What does not run whole is not compared. ``model`` itself is not touched.
-    Every rank must hold the same ``model`` and examples.
-
-    Returns:
-        The verdict, the same on every rank of the replica.
+    evaluation. What does not run whole is not compared. Every rank must hold the same ``model`` and examples; the verdict is the
+    same on every rank of the replica.
 
     Raises:
         ValueError: if the plan can't be carried out on the model.
@@ -141,7 +130,7 @@ def self_check(
         prepare(whole)
         if nudged:
             nudge_weights(whole)
-        names = _planned_modules(whole, plans)
+        names = [name for name, _ in whole.named_modules() if name in rules]
         dense = observe_run(whole, None, example, names, groups)
         evaluated: list[ObservedEvaluation | str] = []
         for one in again:
@@ -196,7 +185,8 @@ def self_check(
             try:
                 parts = observe_evaluation(copied, record, one.example, names, training=one.training)
             except Exception as error:
-                raise EvaluationError(f"{one.name}: {describe_failure(error)}") from error
+                verdict.failure = f"{one.name}: {describe_failure(error)}"
+                break
             wrong = compare_evaluations(whole, parts, record, groups)
             if wrong.texts and isinstance(moved := run_whole(nudged=True)[1][at], ObservedEvaluation):
                 wrong = without_unstable(wrong, whole, moved)
@@ -212,13 +202,7 @@ def self_check(
 def compare_on_copies(
     compare: Callable[[], Verdict], groups: ParallelGroups, device: torch.device, dtype: torch.dtype | None
 ) -> Verdict:
-    """The verdict of a comparison that makes copies and lets go of them as it returns, shared by the ranks of the replica.
-
-    Raises:
-        ValueError: if the plan can't be carried out on the model.
-        FailedAloneError: on a rank whose copy raises while others wait for it.
-        CalledApartError: if a step calls sharded modules on some ranks alone.
-    """
+    """The verdict of a comparison that makes copies and lets go of them, shared by the replica; raises as :func:`self_check`."""
     failure: str | None = None
     verdict = Verdict()
     with kept_streams(device), default_dtype(dtype):
@@ -228,11 +212,9 @@ def compare_on_copies(
             raise  # on every rank alike, too
         except PlanError as error:
             raise ValueError(str(error.__cause__)) from None  # raised on every rank alike, before anything was run
-        except EvaluationError as error:
-            failure = str(error)
         except Exception as error:  # every rank hears of it below
             failure = describe_failure(error)
-    return _share_verdict(verdict, failure, groups)
+    return _share_verdict(verdict, failure or verdict.failure, groups)
 
 
 def _refuse_apart(called: Mapping[str, Sequence[str]], groups: ParallelGroups) -> None:
@@ -269,16 +251,15 @@ _SLACK = 512 * 1024**2
 
 
 def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups) -> Verdict:
-    """The verdict of the first rank of the replica that failed or saw a difference; collective over it."""
-    axes = groups.replica_axes
-    answers: list[Any] = [None] * groups.size(axes)
-    # Of all replicas, since gradients are agreed on over dp too.
-    _await_others(failure, groups[tuple(sorted(groups.topology.axes))])
-    dist.all_gather_object(answers, (verdict.wrong, failure, verdict.draws), group=groups[axes])
+    """The verdict of the first rank that failed or saw a difference; collective over the world."""
+    world = groups[tuple(sorted(groups.topology.axes))]  # all replicas, since gradients are agreed on over dp too
+    answers: list[Any] = [None] * world.size()
+    _await_others(failure, world)
+    dist.all_gather_object(answers, (verdict.wrong, failure, verdict.draws), group=world)
     verdict.draws = any(draws for *_, draws in answers)
     for wrong, raised, _ in answers:
         if raised is not None:
-            wrong = [f"it does not run: {raised}{_hint(raised)}"]
+            wrong = [f"it does not run: {raised}"]
         if wrong:
             verdict.wrong = wrong
             break
@@ -303,21 +284,11 @@ def _await_others(failure: str | None, group: dist.ProcessGroup) -> None:
     except RuntimeError:
         waiting = [dist.get_global_rank(group, one) for one, key in enumerate(keys) if not store.check([key])]
         raise FailedAloneError(
-            f"self_check: the sharded model does not run on rank {dist.get_rank()}, which raised {failure}{_hint(failure)}, while "
+            f"self_check: the sharded model does not run on rank {dist.get_rank()}, which raised {failure}, while "
             f"other ranks ({', '.join(map(str, waiting))}) go on and wait for it. Ranks must run the same layers in the same "
             "order: a rule is wrong or missing, or a module decides by what it sees in its part of the sequence. What "
             "may help, untried: that module whole ({pattern: ..., style: whole}), or sp=False"
         ) from None
-
-
-def _hint(failure: str) -> str:
-    """Likely causes of one of torch's own errors about shapes, in parentheses; empty for other errors."""
-    if "RuntimeError: shape" in failure or "shapes cannot be multiplied" in failure or "must match" in failure:
-        return (
-            " (a head count or a feature count that is still the whole model's, a parameter with a head dim that is not sliced, "
-            "or a length that is read from this rank's part of the sequence?)"
-        )
-    return ""
 
 
 def rules_by_name(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, str]:
@@ -328,9 +299,3 @@ def rules_by_name(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, 
             repr(sorted(match.rule.model_dump(exclude={"pattern"}).items(), key=str))
         )
     return {name: "; ".join(rules) for name, rules in found.items()}
-
-
-def _planned_modules(model: nn.Module, plans: Sequence[ShardingPlan]) -> list[str]:
-    """Names of the modules that the rules of a plan match, each once."""
-    modules = {name for name, _ in model.named_modules() if name}
-    return [name for name in dict.fromkeys(m.name for plan in plans for m in plan.match(model)) if name in modules]

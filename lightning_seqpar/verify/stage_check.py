@@ -44,10 +44,7 @@ def stage_check(
     """Run a copy of ``model`` whole and another one in stages, and compare them; collective over the world.
 
     The plans are proved already. What is new here: a stage has no numbers of parameters that others hold, and blocks of other
-    stages do not run on it. A value that goes from block to block beside the activation, and of which no gradient tells, is wrong.
-
-    Returns:
-        The verdict, the same on every rank of the replica.
+    stages do not run on it. The verdict is the same on every rank of the replica.
 
     Raises:
         FailedAloneError: on a rank whose copy raises while others wait for it.

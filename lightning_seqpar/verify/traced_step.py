@@ -132,23 +132,21 @@ def _sizes(inputs: Any) -> tuple[int, int] | None:
 def _tokens_for(model: nn.Module, batch_size: int, length: int | None) -> TracedStep | None:
     """A step on tokens, if the model or one of its submodules is one of Hugging Face's; else None."""
     for path, part in model.named_modules():
-        settings = getattr(part, "config", None)
-        takes = inspect.signature(part.forward).parameters
-        if not isinstance(getattr(settings, "vocab_size", None), int) or "input_ids" not in takes:
-            continue
-        limit = next(
-            (
-                n
-                for key in ("max_position_embeddings", "n_positions")
-                if isinstance(n := getattr(settings, key, None), int)
-            ),
-            2048,
-        )
-        ids = torch.zeros(batch_size, length or min(limit, 2048), dtype=torch.long)
-        kwargs = {"input_ids": ids}
-        if "labels" in takes:
-            kwargs["labels"] = ids
-        elif "decoder_input_ids" in takes:
-            kwargs["decoder_input_ids"] = ids
-        return TracedStep("forward", (), kwargs, (batch_size, ids.shape[1]), path)
+        if kwargs := draw_tokens(part, batch_size, length, longest=2048):
+            return TracedStep("forward", (), kwargs, _sizes(kwargs), path)
     return None
+
+
+def draw_tokens(model: nn.Module, samples: int, length: int | None, longest: int) -> dict[str, Tensor]:
+    """Random tokens (and labels) for a model of Hugging Face's, as long as it takes, ``longest`` at most; empty for others."""
+    config, takes = getattr(model, "config", None), inspect.signature(model.forward).parameters
+    vocab = getattr(config, "vocab_size", None)
+    if "input_ids" not in takes or not isinstance(vocab, int):
+        return {}
+    limits = [getattr(config, key, None) for key in ("max_position_embeddings", "n_positions")]
+    length = length or min([longest, *(n for n in limits if isinstance(n, int) and n > 0)])
+    ids = torch.randint(0, vocab, (samples, length), generator=torch.Generator().manual_seed(1234))
+    heads = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "DoubleHeads")
+    if "labels" in takes and any(word in type(model).__name__ for word in heads):
+        return {"input_ids": ids, "labels": ids.clone()}
+    return {"input_ids": ids, **({"decoder_input_ids": ids.clone()} if "decoder_input_ids" in takes else {})}

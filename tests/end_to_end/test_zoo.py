@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -151,40 +150,16 @@ def test_parity_with_one_process(topology, kind):
         assert sharded == SHARDED[kind]
 
 
-class Shown(Callback):
-    """Has warnings shown while the model is set up."""
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        warnings.simplefilter("always")
-
-
-def fit_and_warn(kind: str, tp: int) -> tuple[Trace, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        trace = fit("ThirdParty", {"kind": kind}, world=tp, strategy={"tp": tp}, steps=3, callbacks=[Shown()])
-    return trace, [str(one.message) for one in caught]
-
-
 @sees(
     "one rank rehearsed for all",
     "rehearse",
     "    for rank in range(tp):\n        try:\n",
     "    for rank in range(1):\n        try:\n",
 )
-@sees(
-    "what is computed whole is not said",
-    "Prover._tell_what_is_whole",
-    "        if parts:\n",
-    "        if False:\n",
-    case="hard_coded-2",
-)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("kind", KEPT_WHOLE)
-def test_what_cannot_be_dealt_out_is_computed_whole_and_said(kind, tp):
-    (trace, told), *_ = run_distributed(fit_and_warn, tp, kind, tp)
-    compare(reference(kind), trace).raise_if_failed()
-    (said,) = [text for text in told if "every rank computes" in text]
-    assert "every rank computes net.h.*.attn whole, since no way to split it was found: net.h.*.attn: " in said
-    assert "with its columns cut for one rank" in said
+def test_what_cannot_be_dealt_out_is_computed_whole(kind, tp):
+    compare(reference(kind), run_distributed(fit_here, tp, kind, tp)[0]).raise_if_failed()
 
 
 def fit_here(kind: str, world: int) -> Trace:

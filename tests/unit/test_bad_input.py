@@ -19,20 +19,13 @@ from tests.mutants import sees
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"tp": 0}, "tp=0: a size must be 1 or more; leave it out for 1"),
-    ({"tp": 2.5}, "tp=2.5: it counts ranks or steps; write a whole number"),
     ({"tp": "two"}, "tp='two': it counts ranks or steps; write a whole number"),
-    ({"tp": True}, "tp=True: it counts ranks or steps; write a whole number"),
-    ({"dp": 0}, "dp=0: a size must be 1 or more; leave it out for 'auto'"),
     ({"dp": "Auto"}, "dp='Auto': it counts ranks or steps; write a whole number or 'auto'"),
-    ({"virtual_pp": "none"}, "virtual_pp='none': it counts ranks or steps; write a whole number or null"),
-    ({"TP": 2}, "'TP' is not a field of ParallelConfig; did you mean 'tp'?"),
     ({"virtual_pp": 2}, "virtual_pp=2 with pp=1: virtual stages interleave the stages of a pipeline; set pp to 2 or more"),
     ({"pp": 4, "pp_split_rank": 4}, "pp_split_rank=4: the decoder's first rank must lie inside the pipeline, between 1 and pp - 1 = 3"),
-    ({"pp": 4, "pp_split_rank": 0}, "pp_split_rank=0: the decoder's first rank must lie inside the pipeline"),
     ({"pp_split_rank": 1}, "set pp to 2 or more, or leave pp_split_rank out"),
     ({"check_every": -1}, "check_every=-1: write 0 for the default schedule or a number of steps"),
     ({"sp": "maybe"}, "sp='maybe': it is a switch; write true or false"),
-    ({"cp_method": "rings"}, "cp_method='rings': it must be 'auto', 'ring', 'ulysses' or 'all_gather'"),
     ({"cp_method": "ring"}, "cp_method='ring' with cp=1: it says how attention is computed across context-parallel ranks"),
     ({"data_parallel": "zero"}, "data_parallel='zero': it must be 'ddp' or 'fsdp'"),
     ({"recompute": False}, "recompute=False: it must be 'none', 'selective' or 'full'"),
@@ -41,15 +34,10 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"timeout": 0}, "timeout=0: a collective needs a positive number of seconds, such as 600"),
     ({"timeout": "soon"}, "timeout='soon': write a number of seconds, such as 600, or hours:minutes:seconds, such as 0:10:00"),
     ({"plan": ""}, "plan='': write 'auto', a family's name, the path of a YAML file, or rules"),
-    ({"plan": 3}, "plan=3: write 'auto', a family's name, the path of a YAML file, or rules"),
     ({"plan": {"base": "none", "rule": []}}, "'rule' is not a field of PlanSpec; did you mean 'rules'?"),
     ({"plan": ["a"]}, "rules=['a']: write a mapping of options, such as {name: value}"),
-    ({"ddp": True}, "ddp=True: write a mapping of options, such as {name: value}"),
     ({"checkpoint": "single"}, "'single' is no CheckpointConfig; write a mapping with some of its fields (format, async_save, ...)"),
-    ({"checkpoint": {"format": "zip"}}, "format='zip': it must be 'single' or 'sharded'"),
     ({"checkpoint": {"async_save": True}}, "checkpoint.async_save=True with format='single': one file is assembled by one rank while all wait; use"),
-    ({"checkpoint": {"async": True}}, "'async' is not a field of CheckpointConfig; did you mean 'async_save'?"),
-    ({"tpp": 2}, "'tpp' is not a field of ParallelConfig; did you mean 'tp', 'pp', 'virtual_pp'?"),
     ({"tensor_parallel_size": 2}, "'tensor_parallel_size' is not a field of ParallelConfig; did you mean 'tp'?"),
     ({"gradient_checkpointing": True}, "'gradient_checkpointing' is not a field of ParallelConfig; did you mean 'recompute'?"),
 ]  # fmt: skip
@@ -67,9 +55,7 @@ STRATEGIES: list[tuple[dict[str, Any], str]] = [
     ({"data_parallel": "fsdp", "fsdp": {"mp_policy": "bf16"}}, "fsdp={'mp_policy': 'bf16'}: give a mapping, such as {param_dtype: bfloat16, reduce_dtype: float32}"),
     ({"data_parallel": "fsdp", "fsdp": {"mp_policy": {"param": 1}}}, "fsdp={'mp_policy': {'param': ...}}: there is no such field; did you mean 'param_dtype'"),
     ({"data_parallel": "fsdp", "fsdp": {"mp_policy": {"param_dtype": "bf16"}}}, "fsdp={'mp_policy': {'param_dtype': 'bf16'}}: it is no floating-point type; use one of bfloat16, float16"),
-    ({"data_parallel": "fsdp", "fsdp": {"mp_policy": {"cast_forward_inputs": 1}}}, "fsdp={'mp_policy': {'cast_forward_inputs': 1}}: use true or false"),
     ({"data_parallel": "fsdp", "fsdp": {"offload_policy": "cpu"}}, "fsdp={'offload_policy': 'cpu'}: use true (keep it all on the CPU) or false"),
-    ({"data_parallel": "fsdp", "fsdp": {"units": "model"}}, "fsdp={'units': 'model'}: give a list of patterns, such as ['model.layers.*'], or an empty list"),
     ({"compile": True, "recompute": "selective"}, "recompute='selective' with compile=True: the attention can't be run again from inside a block's one graph"),
     ({"compile_options": {"backend": "eager"}}, "compile_options={'backend': 'eager'} with compile=False: nothing is compiled; set compile to true"),
     ({"compile": True, "compile_options": {"backends": "eager"}}, "compile_options={'backends': ...}: it is not passed on; did you mean 'backend'"),
@@ -84,12 +70,9 @@ STRATEGIES: list[tuple[dict[str, Any], str]] = [
     ({"plan": "none"}, "plan='none' has no rules; write plan={'base': 'none', 'rules': [...]}"),
     ({"plan": {"base": "none"}}, "plan={'base': 'none'} without rules shards nothing; add rules, or use base: auto"),
     ({"plan": [{"pattern": "a", "style": "colum"}]}, "plan rule {'pattern': 'a', 'style': 'colum'}: no style 'colum'; did you mean 'column'"),
-    ({"plan": [{"pattern": "a"}]}, "plan rule {'pattern': 'a'}: a rule is a mapping with at least 'pattern' and 'style'"),
     ({"plan": [{"pattern": "a..b", "style": "row"}]}, "pattern='a..b': write names joined by single dots, '*' for one name, '{a,b}' for alternatives"),
     ({"plan": [{"pattern": "{a,b", "style": "row"}]}, "pattern='{a,b': a brace is not closed; write alternatives as '{a,b}'"),
-    ({"plan": [{"pattern": "a", "style": "column", "segment": 3}]}, "'segment' is not a field of ColumnRule; did you mean 'segments'?"),
     ({"plan": [{"pattern": "a", "style": "column", "segments": 0}]}, "segments=0: write a number of equal parts (3), their names ([q, k, v]) or their sizes"),
-    ({"plan": [{"pattern": "a", "style": "blocks", "dim": 2}]}, "dim=2: it must be 0 or 1"),
     ({"plan": [{"pattern": "a", "style": "gather", "args": [0, 0]}]}, "args=[0, 0]: name each argument once, by position or keyword"),
 ]  # fmt: skip
 
@@ -100,14 +83,9 @@ class OwnSync(TorchSyncBatchNorm):
 
 LAUNCHES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"tp": 2}, {"devices": 3}, "world size 3 does not divide by tp 2 × cp 1 × pp 1 = 2; use 2 or 4 processes (devices × num_nodes), or tp=1 or 3"),
-    ({"tp": 8}, {"devices": 4}, "world size 4 does not divide by tp 8 × cp 1 × pp 1 = 8; use 8 processes (devices × num_nodes), or tp=4"),
     ({"tp": 2, "dp": 3}, {"devices": 4}, "dp=3: dp 3 × tp 2 × cp 1 × pp 1 = 6 ranks, but the world has 4; use dp=2 (or 'auto'), or start 6 processes"),
-    ({"tp": 4}, {"devices": 3, "num_nodes": 2}, "world size 6 does not divide by tp 4"),
-    ({"tp": 2, "process_group_backend": "glo"}, {"devices": 2}, "process_group_backend='glo': torch knows no 'glo'; did you mean 'gloo'"),
     ({"tp": 2, "process_group_backend": "nccl"}, {"devices": 2}, "process_group_backend='nccl' with accelerator='cpu': nccl speaks between GPUs; use 'gloo'"),
-    ({"tp": 2, "process_group_backend": "cpu:mpi"}, {"devices": 2}, "process_group_backend='cpu:mpi': this build of torch has no mpi; use 'gloo'"),
     ({"tp": 2}, {"devices": 2, "plugins": [OwnSync()]}, "plugins=[OwnSync()] with tp=2, data_parallel='ddp': a LayerSync plugin of yours would exchange modules of a model that is sharded; use Trainer(sync_batchnorm=True)"),
-    ({"data_parallel": "fsdp"}, {"devices": 2, "plugins": [OwnSync()]}, "plugins=[OwnSync()] with tp=1, data_parallel='fsdp': "),
 ]  # fmt: skip
 
 FILES: list[tuple[str, list[str], str]] = [
@@ -115,7 +93,6 @@ FILES: list[tuple[str, list[str], str]] = [
     ("tp: [2\n", [], "is not YAML: "),
     ("tp: ${nope}\n", [], "the parallel config can't be resolved: Interpolation key 'nope' not found"),
     ("tp: 2\n", ["tp"], "override 'tp': write it as field=value, such as 'tp=4'"),
-    ("tp: 2\n", ["tpp=4"], "'tpp' is not a field of ParallelConfig; did you mean 'tp'"),
     (
         "strategy: {tp: 2}\n",
         [],
@@ -131,10 +108,8 @@ FILES: list[tuple[str, list[str], str]] = [
 PLAN_FILES: list[tuple[str, str]] = [
     ("rules: 3\n", "it must hold a list 'rules', for example"),
     ("plan: {rules: []}\n", "'rules' stands under 'plan' there; in a plan's own file it stands at the top"),
-    ("pattern: a\n", "it must hold a list 'rules', for example"),
     ("rules: [{pattern: a, style: row\n", "is not YAML: "),
     ("rules: []\nrules: [{pattern: a, style: row}]\n", "is not YAML: found duplicate key 'rules'; write it once"),
-    ("rules: [{pattern: a, pattern: b, style: row}]\n", "is not YAML: found duplicate key 'pattern'; write it once"),
     (
         "base: auto\nrules: []\n",
         "'base' is no key of a plan's file, which holds a list 'rules'; give it in the field plan, {base: auto, ",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -46,9 +47,13 @@ def connected(**fields: Any) -> tuple[Any, Any]:
     "            env = self.environment  #",
     "            env = self.environment\n            env.trainer  #",
 )
-def test_a_refusal_before_the_ranks_start_keeps_its_sentence():
-    trainer = quiet_trainer(devices=3, strategy=SeqParallelStrategy(tp=3), max_steps=1)
-    with pytest.raises(ValueError, match=r"tp=3: the 4 heads"):
+def test_an_error_before_the_ranks_start_keeps_its_sentence(monkeypatch):
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    with pytest.raises(OSError, match="no more processes"):
         trainer.fit(models.GPT(), models.loader(4))
 
 

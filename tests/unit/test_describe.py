@@ -136,9 +136,7 @@ IDS = torch.zeros(2, 12, dtype=torch.long)
     "",
     case="tensor",
 )
-@pytest.mark.parametrize(
-    "example", [IDS, (IDS,), {"tokens": IDS}, IDS.to("meta")], ids=["tensor", "tuple", "dict", "meta"]
-)
+@pytest.mark.parametrize("example", [IDS, {"tokens": IDS.to("meta")}], ids=["tensor", "dict"])
 def test_a_module_may_hold_what_can_not_be_copied(example):
     module = Odd(example)
     known = describe(module, {"tp": 2})
@@ -182,26 +180,16 @@ def test_a_configuration_is_given_in_one_way():
         describe(GPT(), {"tp": 2}, tp=2)
 
 
-@sees("a shared kv head's gradient left out of the traffic", "step_traffic", "shard.shared_length", "0", case="llama")
-@pytest.mark.parametrize("family", ["llama", "phi3", "bert"])
-def test_tp_above_the_heads_and_the_kv_heads(family):
-    """Ranks share kv heads, and the sums of their gradients are counted; the sizes that are right are told."""
-    if family == "bert":  # 4 heads, none of which is shared
-        with pytest.raises(
-            ValueError, match=r"attention.output.dense: 4 units .* do not divide by tp=8; use tp=2 or 4"
-        ):
-            describe(build(family), tp=8)
-        return
-    config = build(family).config
+@sees("a shared kv head's gradient left out of the traffic", "step_traffic", "shard.shared_length", "0")
+def test_tp_above_the_kv_heads():
+    """Ranks share kv heads, and the sums of their gradients are counted."""
+    config = build("llama").config
     tp = 2 * config.num_key_value_heads
-    said = describe(build(family), tp=tp)
+    said, alone = describe(build("llama"), tp=tp), describe(build("llama"), tp=config.num_key_value_heads)
     width = config.hidden_size // config.num_attention_heads * config.hidden_size
     shared = config.num_hidden_layers * 2 * config.num_key_value_heads * width
-    alone = describe(build(family), tp=config.num_key_value_heads)
     assert said.sent_bytes["all_reduce"] - alone.sent_bytes["all_reduce"] >= shared * 4 > 0
     assert any("some of them by several ranks" in row.sync for row in said.rows)
-    with pytest.raises(ValueError, match="do not divide by tp=3; use tp=2, 4 or 8"):
-        describe(build(family), tp=3)
 
 
 @sees(
@@ -379,13 +367,6 @@ def test_what_is_wrong_is_said_in_a_sentence(args, told, capsys):
     assert "Traceback" not in error
 
 
-def test_a_wide_table_of_a_family_with_fused_and_tied_weights():
-    text = render(describe(build("gpt2"), ParallelConfig(tp=2)))
-    assert max(map(len, text.splitlines())) <= 100
-    assert "weight [32, 96→48]" in text
-    assert "tied" in text
-
-
 def test_whole_models_at_tp_1():
     said = describe(build("llama"), ParallelConfig(), world_size=3)
     assert said.axes == {"dp": 3}
@@ -412,7 +393,7 @@ def test_what_is_recomputed_is_said_and_not_counted(tp):
 
 @pytest.mark.parametrize("sizes", [rest({"cp": 2}), {"tp": 2, "cp": 2}, rest({"tp": 2, "cp": 2, "sp": False})], ids=str)
 def test_sequences_over_ranks_are_counted_in_parts(sizes):
-    options = ({}, {"tile_mlp": 16}, {"loss_chunk": 8}, {"recompute": "full"})
+    options = ({}, {"tile_mlp": 16, "loss_chunk": 8}, {"recompute": "full"})
     for more in options:
         whole, said = (
             describe(build("llama"), ParallelConfig(**{**sizes, **more, "cp": cp}), length=64) for cp in (1, 2)
@@ -421,10 +402,6 @@ def test_sequences_over_ranks_are_counted_in_parts(sizes):
         assert whole.activation_bytes is not None
         assert said.activation_bytes < 0.75 * whole.activation_bytes, more
         assert said.sent_calls["alltoall"] >= 4
-
-
-def test_a_rank_that_is_alone_sends_nothing():
-    assert not describe(build("llama"), ParallelConfig(tile_mlp=16, loss_chunk=8), length=64).sent_calls
 
 
 def test_an_attention_whose_row_stands_beside_it_is_found():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from lightning_seqpar import ParallelConfig, ParallelGroups, PlanSpec, ProcessTopology, ShardingPlan
+from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, ShardingPlan
 from lightning_seqpar.layout.param_layout import Reason
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.styles import style
 from lightning_seqpar.styles.registry import STYLES
-from lightning_seqpar.verify.guards.heads import context_method, refuse_uneven_heads
 from tests.helpers import models
 from tests.mutants import sees
 
@@ -75,46 +73,6 @@ def encoder() -> nn.Module:
 def test_heads_that_do_not_divide_are_refused_unless_a_rule_leaves_them_whole(make, rule):
     assert "3 units (heads or features) do not divide by tp=2; use tp=3, or compute it whole" in refusal(make())
     resolved(make(), rule)
-
-
-@sees(
-    "a tower of which tp divides no heads is refused beside one of which it does",
-    "refuse_uneven_heads",
-    "not all(heads % config.tp for *_, heads in found)",
-    "not any(heads % config.tp for *_, heads in found)",
-    case="one tower of two",
-)
-@pytest.mark.parametrize(
-    ("make", "tp", "says"),
-    [
-        (
-            lambda: models.GPT(n_head=4, dim=24),
-            3,
-            r"tp=3: the 4 heads of model.blocks.0.attn \(n_head\) .*; use tp=2 or 4\.",
-        ),
-        (encoder, 2, r"the 3 heads of net.layers.0.self_attn \(num_heads\) do not divide by it; use tp=3\."),
-        (lambda: nn.Sequential(encoder(), models.GPT(n_head=2)), 2, None),
-        (lambda: models.GPT(n_head=4), 2, None),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 3, None),
-    ],
-    ids=["own", "torch's", "one tower of two", "even", "no heads"],
-)
-def test_uneven_heads_are_told_before_any_rank_starts(make, tp, says):
-    with pytest.raises(ValueError, match=says) if says else nullcontext():
-        refuse_uneven_heads(make(), ParallelConfig(tp=tp))
-    rules = PlanSpec(rules=[{"pattern": "model.blocks.*.attn", "style": "whole"}])
-    refuse_uneven_heads(make(), ParallelConfig(tp=tp, plan=rules))
-    refuse_uneven_heads(make(), ParallelConfig(dp=3))
-
-
-def test_the_method_of_context_parallel_attention_is_named():
-    model = models.GPT(n_head=4)
-    assert context_method(model, ParallelConfig(cp=2)) == "ulysses, as its 4 heads on a rank divide by cp"
-    assert context_method(model, ParallelConfig(cp=3)) == "ring, as its 4 heads on a rank do not divide by cp"
-    assert context_method(model, ParallelConfig(cp=3, cp_method="all_gather")) == "all_gather"
-    assert (
-        context_method(nn.Linear(2, 2), ParallelConfig(cp=2)) == "auto, ulysses where its heads divide by cp, else ring"
-    )
 
 
 def test_refusals_name_the_modules_of_the_model():

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_seqpar import ParallelConfig, ProcessTopology, ShardingPlan
 from lightning_seqpar.strategy.summary import LINES, groups_of, summarize, summarize_briefly
-from lightning_seqpar.verify.coverage import Coverage, WholeSequences
+from lightning_seqpar.verify.coverage import Coverage, Whole
 from lightning_seqpar.verify.plan_file import write_plan
 from tests.mutants import sees
 
@@ -64,7 +64,7 @@ def test_tp_outermost():
     "",
 )
 def test_sequence_parallelism_that_is_off_in_every_block_is_off():
-    windows = WholeSequences(("stages.*.*",), "its activation [b, h, w, c] has positions in 2 dims", False)
+    windows = Whole(("stages.*.*",), "its activation [b, h, w, c] has positions in 2 dims", False)
     told = summary(2, 2, Coverage(4, 4, 8, 8, no_sp=(windows,), sp=False), tp=2).splitlines()
     assert told[-2] == "  on      tp (linears split)"
     assert told[-1] == (
@@ -79,7 +79,7 @@ def test_sequence_parallelism_that_is_off_in_every_block_is_off():
     '"sequence parallelism"',
 )
 def test_sequence_parallelism_that_is_on_in_some_blocks_says_where_not():
-    decoder = WholeSequences(("decoder.*",), "mixing counts tokens (cumsum)", False)
+    decoder = Whole(("decoder.*",), "mixing counts tokens (cumsum)", False)
     told = summary(2, 2, Coverage(4, 4, 8, 8, no_sp=(decoder,), sp=True), tp=2).splitlines()
     assert told[-2] == (
         "  on      tp (linears split), sp (sequence parallelism; not in decoder.*: mixing counts tokens (cumsum))"

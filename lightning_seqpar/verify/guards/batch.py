@@ -20,10 +20,7 @@ _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(batch: Any, device: torch.device) -> Tensor:
-    """A checksum over every bit of a batch's tensors and its position, and the number of tensors: ``[2]``, int64.
-
-    Tensors without plain memory (sparse, nested, quantised) are counted only.
-    """
+    """A checksum over the bits and positions of a batch's plain tensors, and the number of all tensors: ``[2]``, int64."""
     total, count = torch.zeros((), dtype=torch.int64, device=device), 0
     for at, leaf in enumerate(tensors_in(batch)):
         count += 1
@@ -63,10 +60,7 @@ def check_batch(batch: Any, groups: ParallelGroups, device: torch.device, loop: 
 
 
 def warn_of_equal_replicas(batch: Any, groups: ParallelGroups, device: torch.device) -> None:
-    """Warn if all replicas read the same batch, since together they then learn no more than one; collective over dp.
-
-    Nothing is said of batches in which no tensor is found.
-    """
+    """Warn if all replicas read the same batch (with tensors in it): they learn no more than one. Collective over dp."""
     values = _gathered(checksum(batch, device), groups["dp"])
     if len(values) > 1 and values[0][1] and all(value == values[0] for value in values):
         rank_zero_warn(
@@ -76,10 +70,7 @@ def warn_of_equal_replicas(batch: Any, groups: ParallelGroups, device: torch.dev
 
 
 class OutputWatch:
-    """Compares what evaluation steps return over the tensor-parallel ranks of a replica, at every step.
-
-    To make no collective in each step, three numbers a step are kept on the device and compared together in :meth:`check`.
-    """
+    """Compares what evaluation steps return over the tensor-parallel ranks of a replica, many steps at once."""
 
     LIMIT = 1024
     """How many steps' numbers are kept at most before they are compared."""
@@ -89,11 +80,7 @@ class OutputWatch:
         self._tolerance = 0.0
 
     def note(self, out: Any, device: torch.device) -> None:
-        """Keep three numbers of a step's output.
-
-        They are the number of its floating-point tensors, the sum of their norms, and the same sum weighted by position, so
-        that tensors in another order differ.
-        """
+        """Keep three numbers of a step's floating-point tensors: their count, the sum of norms, and that weighted by position."""
         leaves = [leaf.detach() for leaf in tensors_in(out) if leaf.is_floating_point()]
         numbers = torch.zeros(3, dtype=torch.float64, device=device)
         for position, leaf in enumerate(leaves, 1):

@@ -13,24 +13,17 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel
 
 
 def refuse_callbacks(callbacks: Sequence[Any], shards: int) -> None:
-    """Refuse callbacks that choose among all elements of a weight: pruning.
-
-    They are recognised by the names of their classes, so that neither of Lightning's packages has to be imported.
-    """
+    """Refuse callbacks that choose among all elements of a weight (pruning), recognised by the names of their classes."""
     for callback in callbacks:
-        for kind in type(callback).__mro__:
-            if shards > 1 and kind.__name__ == "ModelPruning":
-                raise ValueError(
-                    f"{type(callback).__name__} with parameters in {shards} parts: it copies the model before it is sharded, and "
-                    "each rank would choose by its own part of a weight what to prune; prune before or after the training"
-                )
+        if shards > 1 and any(kind.__name__ == "ModelPruning" for kind in type(callback).__mro__):
+            raise ValueError(
+                f"{type(callback).__name__} with parameters in {shards} parts: it copies the model before it is sharded, and each "
+                "rank would choose by its own part of a weight what to prune; prune before or after the training"
+            )
 
 
 def refuse_links(callbacks: Sequence[Any]) -> None:
-    """Refuse ``save_last="link"`` where checkpoints are written in the background.
-
-    The link would be made before the checkpoint is whole, and would lead to nothing if the run ended then.
-    """
+    """Refuse ``save_last="link"`` where checkpoints are written in the background: the link would lead to what is not whole yet."""
     for callback in callbacks:
         if getattr(callback, "save_last", None) == "link":
             raise ValueError(
@@ -40,10 +33,7 @@ def refuse_links(callbacks: Sequence[Any]) -> None:
 
 
 def refuse_saved_shards(checkpoint: Mapping[str, Any], record: ShardedModel) -> None:
-    """Refuse a checkpoint into which code of the user's has put this rank's part of a parameter, under the parameter's name.
-
-    Rank 0's part would pass for the whole: an average of weights in a dict, say, that a callback saves.
-    """
+    """Refuse a checkpoint in which code of the user's saves this rank's part of a parameter under its name, as if it were whole."""
     by_leaf: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {}
     for name, layout in record.layout.items():
         held = tuple(local_rows(record.layout.parameter(name)).shape)
@@ -59,17 +49,13 @@ def refuse_saved_shards(checkpoint: Mapping[str, Any], record: ShardedModel) -> 
             is_part = held != shape or (not leaf.is_meta and bool(leaf.isnan().all()))
             if is_named and is_part and tuple(local_rows(leaf).shape) == held:
                 where = "".join(f"[{part!r}]" for part in path.split("/"))
+                what = f"this rank's part of {name}, {list(held)} of {list(shape)}"
                 if held == shape:
-                    raise ValueError(
-                        f"checkpoint{where}: code of yours saves {name}, which another stage of the pipeline holds, so that there "
-                        "are no numbers in it (a callback's state_dict, or on_save_checkpoint). Keep it out of the checkpoint, or "
-                        "use pp=1"
-                    )
+                    what = f"{name}, which another stage of the pipeline holds, so that there are no numbers in it"
                 raise ValueError(
-                    f"checkpoint{where}: code of yours saves this rank's part of {name}, {list(held)} of {list(shape)}, which "
-                    "would pass for the whole (a callback's state_dict, or on_save_checkpoint). Keep it out of the checkpoint; for "
-                    "an average of weights use Lightning's EMAWeightAveraging, or make it in __init__ as a module of the model: "
-                    "both are saved whole"
+                    f"checkpoint{where}: code of yours saves {what}, which would pass for the whole (a callback's state_dict, or "
+                    "on_save_checkpoint). Keep it out of the checkpoint; for an average of weights use Lightning's "
+                    "EMAWeightAveraging, or make it in __init__ as a module of the model: both are saved whole"
                 )
         return leaf
 

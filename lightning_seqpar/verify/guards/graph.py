@@ -14,11 +14,7 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel
 
 
 def check_readers(loss: Tensor, record: ShardedModel) -> None:
-    """Refuse a loss that reads a sharded parameter, or one with a partial gradient, where it must not.
-
-    Only the parallel layers may read a sharded parameter. A parameter whose gradient is a term of a sum over tp may be read
-    only between the region's first and last block. A loss that reads them elsewhere (an L2 term) would see a part of the
-    parameter, or its gradient would be counted tp times.
+    """Refuse a loss that reads a sharded parameter, or one with a partial gradient, outside of what may (an L2 term).
 
     Raises:
         RuntimeError: naming the parameter and the operation that reads it.
@@ -40,17 +36,15 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
                 if variable is not None and record.replicas is not None:
                     record.replicas.check_leaf(variable)
                 continue
+            how = ""
             if layout.is_sharded and not layout.free and type(node) not in allowed:
-                raise RuntimeError(
-                    f"{layout.name}: it is sharded, and {node.name()} in the loss reads it past its layer, so it would see "
-                    "a part of it; keep parameters out of the loss (weight decay belongs into the optimizer), or leave the "
-                    "module out of the plan"
-                )
+                how = "in the loss reads it past its layer, so it would see"
             if layout.is_sharded and layout.free and record.on_shard(layout.name) and not made_inside(node):
+                how = "reads it outside the sequence region, where it sees"
+            if how:
                 raise RuntimeError(
-                    f"{layout.name}: it is sharded, and {node.name()} reads it outside the sequence region, where it sees a part "
-                    "of it; keep parameters out of the loss (weight decay belongs into the optimizer), or leave the module out "
-                    "of the plan"
+                    f"{layout.name}: it is sharded, and {node.name()} {how} a part of it; keep parameters out of the loss (weight "
+                    "decay belongs into the optimizer), or leave the module out of the plan"
                 )
             if layout.name in record.on_shards and not made_inside(node):
                 raise RuntimeError(

@@ -55,10 +55,7 @@ def refuse_added(parameters: Sequence[Tensor], record: ShardedModel) -> None:
 
 
 def check_buffers(record: ShardedModel, groups: ParallelGroups, device: torch.device) -> None:
-    """Refuse buffers that differ over the ranks of a replica though no rule shards them; collective over tp.
-
-    They come to differ where a forward counts or averages tokens and each rank sees its part of the sequence.
-    """
+    """Refuse buffers that differ over the ranks of a replica (counts or means of each rank's tokens); collective over tp."""
     if name := _differing_buffer(record, groups["tp"], device):
         raise RuntimeError(
             f"{name}: this buffer is no longer the same on the ranks of a replica: the forward changes it where each rank sees "

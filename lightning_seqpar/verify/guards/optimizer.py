@@ -34,11 +34,8 @@ ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
 class OptimizerGuard:
     """Refuses optimizers that are not known to be element-wise where parameters are divided.
 
-    Known are those of :data:`ELEMENTWISE_OPTIMIZERS` and subclasses that leave their update alone. Others can be vouched for, by an
-    attribute ``elementwise = True`` or by name; each of those is tried once.
-
-    Args:
-        vouched: import paths of classes that the user says are element-wise.
+    Known are :data:`ELEMENTWISE_OPTIMIZERS` and subclasses that leave their update alone. Others can be vouched for, by
+    an attribute ``elementwise = True`` or by the import path of their class in ``vouched``; each of those is tried once.
     """
 
     def __init__(self, vouched: Sequence[str] = ()) -> None:
@@ -146,65 +143,54 @@ def _check_elementwise(optimizer: Optimizer) -> None:
 
 def _is_alike(optimizer: Optimizer, copied: Callable[..., Optimizer], dim: int) -> bool:
     """Whether steps on halves along ``dim`` (of tensors that have it) give what steps on the whole do."""
-    source, exact = torch.Generator().manual_seed(3), True
-    groups: list[list[Tensor]] = []
+    source = torch.Generator().manual_seed(3)
+
+    def drawn(like: Tensor, shape: Sequence[int]) -> Tensor:
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        return torch.randn(shape, generator=source, dtype=torch.float64).to(like.device, dtype)
+
+    def cut(x: Tensor, half: int | None) -> Tensor:
+        return x if half is None else x.chunk(2, min(dim, x.ndim - 1))[half].contiguous()
+
+    groups = []
     for group in optimizer.param_groups:
         like = {min(max(p.ndim, 1), len(_SHAPES)): p for p in group["params"]}
-        groups.append([])
-        for ndim in sorted(like):
-            exact = exact and like[ndim].dtype == torch.float64
-            dtype = torch.float64 if like[ndim].dtype == torch.float64 else torch.float32
-            start = torch.randn(_SHAPES[ndim - 1], generator=source, dtype=torch.float64)
-            groups[-1].append(start.to(like[ndim].device, dtype))
+        groups.append([drawn(like[ndim], _SHAPES[ndim - 1]) for ndim in sorted(like)])
     starts = [start for group in groups for start in group]
-
-    def cut(tensor: Tensor) -> tuple[Tensor, Tensor]:
-        first, second = tensor.chunk(2, min(dim, tensor.ndim - 1))
-        return first.contiguous(), second.contiguous()
-
-    def trial(part: Callable[[Tensor], Tensor]) -> tuple[list[nn.Parameter], Callable[[list[Tensor]], None]]:
-        parameters = [[nn.Parameter(part(start).clone()) for start in group] for group in groups]
-        return [p for group in parameters for p in group], _Stepper(copied(optimizer, parameters)).step
-
-    trials = [trial(part) for part in (lambda x: x, lambda x: cut(x)[0], lambda x: cut(x)[1])]
-    (whole, step), *halves = trials
-    limit = 1e-6 if exact else 1e-2
+    trials = []
+    for half in (None, 0, 1):
+        held = [[nn.Parameter(cut(start, half).clone()) for start in group] for group in groups]
+        trials.append((half, [p for group in held for p in group], copied(optimizer, held)))
+        if callable(train := getattr(trials[-1][2], "train", None)):  # schedule-free ones step in that mode alone
+            train()
+    limit = 1e-6 if all(start.dtype == torch.float64 for start in starts) else 1e-2
     moved = 0.0
     for scale in _SCALES:
-        grads = [scale * torch.randn(x.shape, generator=source, dtype=torch.float64).to(x) for x in starts]
-        step(grads)
-        for at, (_, step_half) in enumerate(halves):
-            step_half([cut(grad)[at] for grad in grads])
-        for number, (parameter, start) in enumerate(zip(whole, starts, strict=True)):
-            parts = torch.cat([held[number].detach() for held, _ in halves], min(dim, start.ndim - 1))
-            update = float((parameter.detach() - start).abs().max())
+        grads = [scale * drawn(start, start.shape) for start in starts]
+        for half, parameters, trained in trials:
+            _step(trained, parameters, [cut(grad, half) for grad in grads])
+        for start, whole, *halves in zip(starts, *(parameters for _, parameters, _ in trials), strict=True):
+            parts = torch.cat([half.detach() for half in halves], min(dim, start.ndim - 1))
+            update = float((whole.detach() - start).abs().max())
             moved = max(moved, update)
-            if float((parameter.detach() - parts).abs().max()) > limit * update + 1e-14:
+            if float((whole.detach() - parts).abs().max()) > limit * update + 1e-14:
                 return False
     if not moved:
         raise ValueError("its steps change nothing")
     return True
 
 
-class _Stepper:
-    """Steps an optimizer with gradients that depend on the parameters, as those of a closure do."""
+def _step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
+    """Step an optimizer with gradients that depend on the parameters, as those of a closure do."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        if callable(train := getattr(optimizer, "train", None)):  # schedule-free ones step in that mode alone
-            train()
+    def closure() -> Tensor:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad + 0.5 * parameter.detach()
+        return torch.zeros((), dtype=grads[0].dtype, device=grads[0].device)
 
-    def step(self, grads: list[Tensor]) -> None:
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-
-        def closure() -> Tensor:
-            for parameter, grad in zip(parameters, grads, strict=True):
-                parameter.grad = grad + 0.5 * parameter.detach()
-            return torch.zeros((), dtype=grads[0].dtype, device=grads[0].device)
-
-        closure()
-        step: Callable[..., Any] = self._optimizer.step
-        step(*[closure][: len(inspect.signature(step).parameters)])
+    closure()
+    step: Callable[..., Any] = optimizer.step
+    step(*[closure][: len(inspect.signature(step).parameters)])
 
 
 def _rates(group: dict[str, Any]) -> dict[str, Any]:
@@ -240,14 +226,3 @@ def _made_anew(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]
     ]
     made: Optimizer = type(optimizer)(groups, **given)
     return made
-
-
-def refuse_fused_on_rows(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse fused kernels that torch does not have for parameters that the replicas split (``data_parallel='fsdp'``)."""
-    for optimizer in optimizers:
-        is_fused = any(group.get("fused") for group in optimizer.param_groups)
-        if is_fused and isinstance(optimizer, optim.SGD | optim.Adagrad):
-            raise ValueError(
-                f"{type(optimizer).__name__}(fused=True) with data_parallel='fsdp': torch has no such kernel for parameters "
-                "that are split over the replicas; use foreach=True (Adam and AdamW have fused ones)"
-            )

@@ -77,23 +77,18 @@ def _hooks_of_user(record: ShardedModel, parameter: Tensor) -> bool:
     return count_tensor_hooks([parameter])[0] > ours
 
 
-def bubble(micro_batches: int, pp: int, virtual_pp: int = 1) -> float:
-    """The part of a step in which a stage waits for others: ``(p - 1) / (v m + p - 1)`` (arXiv 2104.04473, section 2.2)."""
-    return (pp - 1) / (virtual_pp * micro_batches + pp - 1)
-
-
 def describe_bubble(micro_batches: int, pp: int, virtual_pp: int = 1) -> str:
-    """A sentence on the bubble, with what would make it small."""
-    share = f"{bubble(micro_batches, pp, virtual_pp):.0%}"
-    few = micro_batches < pp
-    advice = (
-        f"; accumulate_grad_batches={4 * pp} would leave {bubble(4 * pp, pp, virtual_pp):.0%}"
-        if micro_batches < 4 * pp
-        else ""
+    """A sentence on the part of a step in which a stage waits: ``(p - 1) / (v m + p - 1)`` (arXiv 2104.04473, section 2.2)."""
+
+    def share(count: int) -> str:
+        return f"{(pp - 1) / (virtual_pp * count + pp - 1):.0%}"
+
+    told = f"pp={pp}" + f", virtual_pp={virtual_pp}" * (virtual_pp > 1)
+    told += (
+        f" with accumulate_grad_batches={micro_batches}: each stage waits {share(micro_batches)} of the time for others"
     )
-    virtual = f", virtual_pp={virtual_pp}" * (virtual_pp > 1)
-    return (
-        f"pp={pp}{virtual} with accumulate_grad_batches={micro_batches}: each stage waits {share} of the time for others"
-        + (", since there are fewer micro-batches than stages" if few else "")
-        + advice
-    )
+    if micro_batches < pp:
+        told += ", since there are fewer micro-batches than stages"
+    if micro_batches < 4 * pp:
+        told += f"; accumulate_grad_batches={4 * pp} would leave {share(4 * pp)}"
+    return told
