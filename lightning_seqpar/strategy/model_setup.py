@@ -379,15 +379,13 @@ class ModelSetup:
         # One on the meta device is filled later, from a record or files that are the same on all ranks.
         whole = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()}.values()
         tensors = [part for tensor in whole for part in dense_parts(tensor)]
-        total = sum(tensor.nbytes for tensor in tensors)
-        with torch.no_grad(), self._env.phases.phase("sending the first rank's weights to all", total) as sending:
+        with torch.no_grad(), self._env.phases.phase("sending the first rank's weights to all"):
             for tensor in tensors:
                 staged = tensor.detach().to(self._env.device).contiguous()
                 # As bytes, since backends do not support every dtype.
                 dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=group)
                 if storage_id(staged) != storage_id(tensor):
                     tensor.data.copy_(staged)
-                sending.advance(tensor.nbytes)
 
 
 def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan], coverage: Coverage) -> str:

@@ -464,12 +464,9 @@ class SeqParallelStrategy(ParallelStrategy):
         if meta_weights is not None:
             if setup.splits:  # before it has weights: of each a rank keeps its rows
                 steps.split = setup.split_over_replicas(module, record)
-            with env.phases.phase("filling the weights", meta_weights.count) as filling:
-                on_every_rank(
-                    lambda: meta_weights.fill_parameters(record, filling.advance),
-                    env.world,
-                    "the model's weights can't be read",
-                )
+            with env.phases.phase("filling the weights"):
+                fill = functools.partial(meta_weights.fill_parameters, record)
+                on_every_rank(fill, env.world, "the model's weights can't be read")
         self.model_to_device()
         if meta_weights is None:
             steps.split = setup.split_over_replicas(module, record)
