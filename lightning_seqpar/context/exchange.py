@@ -161,7 +161,7 @@ def _to_positions(x: Tensor, dim: int, chunks: Chunks, *, joined: bool = False) 
     size, counts, lead = chunks.size, chunks.counts, x.shape[:-3]
     heads, width, own = x.shape[-3], x.shape[-1], chunks.local_length
     each = prod(lead) * heads * width
-    pieces = [_of_rank(x.detach(), rank, chunks).flatten() for rank in range(size)]
+    pieces = [chunks.own(x.detach(), -2, rank=rank).flatten() for rank in range(size)]
     received = _all_to_all(torch.cat(pieces), [each * n for n in counts], [each * own] * size, chunks)
     parts = received.view(size, *lead, heads, own, width).movedim(0, -4)
     if joined:
@@ -175,12 +175,6 @@ def _all_to_all(sent: Tensor, out_sizes: list[int], in_sizes: list[int], chunks:
     received = sent.new_empty(sum(in_sizes))
     dist.all_to_all_single(received, sent.contiguous(), in_sizes, out_sizes, group=chunks.group)
     return received
-
-
-def _of_rank(x: Tensor, rank: int, chunks: Chunks) -> Tensor:
-    """The positions of a rank, along dim -2."""
-    runs = [x.narrow(-2, start, stop - start) for start, stop in chunks.ranges[rank]]
-    return runs[0] if len(runs) == 1 else torch.cat(runs, -2)
 
 
 def _in_order(x: Tensor, chunks: Chunks) -> Tensor:
@@ -208,34 +202,23 @@ def heads_to_positions(x: Tensor, chunks: Chunks, *, joined: bool = False) -> Te
     return _between(x, -2, chunks, run, lambda grad, dim, chunks: positions_to_heads(grad, chunks))
 
 
-class PassedOn:
-    """A row of numbers on its way to the next rank of a ring, and one from the rank before on its way here.
+def pass_on(x: Tensor, count: int, chunks: Chunks) -> Callable[[], Tensor]:
+    """Begin to send a row of numbers to the next rank of a ring, and to receive one of ``count`` numbers from the rank before.
 
-    All ranks of the group make these in the same order. What has no numbers is not sent.
-
-    Args:
-        x: this rank's numbers, ``[n]``; they must not change before :meth:`wait`.
-        count: how many come.
-        chunks: of the group.
+    All ranks of the group do so in the same order. What has no numbers is not sent. Returns what waits for both, and then gives
+    what came, ``[count]``; until then ``x`` must not change.
     """
+    rank, size, group = chunks.rank, chunks.size, chunks.group
+    received, calls = x.new_empty(count), []
+    if size > 1 and x.numel():
+        calls.append(dist.P2POp(dist.isend, x, dist.get_global_rank(group, (rank + 1) % size), group))
+    if size > 1 and count:
+        calls.append(dist.P2POp(dist.irecv, received, dist.get_global_rank(group, (rank - 1) % size), group))
+    works = dist.batch_isend_irecv(calls) if calls else []
 
-    def __init__(self, x: Tensor, count: int, chunks: Chunks) -> None:
-        rank, size, group = chunks.rank, chunks.size, chunks.group
-        self._sent, self._out = x, x.new_empty(count)
-        self._works: list[Any] = []
-        if size == 1:
-            self._out = x
-            return
-        calls = []
-        if x.numel():
-            calls.append(dist.P2POp(dist.isend, x, dist.get_global_rank(group, (rank + 1) % size), group))
-        if count:
-            calls.append(dist.P2POp(dist.irecv, self._out, dist.get_global_rank(group, (rank - 1) % size), group))
-        if calls:
-            self._works = dist.batch_isend_irecv(calls)
-
-    def wait(self) -> Tensor:
-        """Wait for both; returns what came, ``[count]``."""
-        for work in self._works:
+    def wait() -> Tensor:
+        for work in works:
             work.wait()
-        return self._out
+        return received if size > 1 else x
+
+    return wait

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_seqpar.context.chunks import Chunks, Ranges
-from lightning_seqpar.context.exchange import PassedOn
+from lightning_seqpar.context.exchange import pass_on
 from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.collectives import passes_none
 
@@ -276,7 +276,7 @@ class _RingAttention(torch.autograd.Function):
         here = _joined(k, v)
         for step in range(size):
             source, behind = (rank - step) % size, (rank - step - 1) % size
-            coming = PassedOn(here, heads.numbers(ring.count(behind)), keys) if step < size - 1 else None
+            coming = pass_on(here, heads.numbers(ring.count(behind)), keys) if step < size - 1 else None
             plan = ring.pieces(source, mask is not None)
             if plan:
                 some_k, some_v = map(heads.repeated, heads.split(here, ring.count(source)))
@@ -285,7 +285,7 @@ class _RingAttention(torch.autograd.Function):
                 rows = slice(*piece.rows)
                 _merge(_Part(found.out[:, :, rows], found.lse[..., rows]), part)
             if coming is not None:
-                here = coming.wait()
+                here = coming()
         result = found.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, mask, result, _finite(found.lse).to(dtype))
         ctx.ring, ctx.heads = ring, heads
@@ -309,7 +309,7 @@ class _RingAttention(torch.autograd.Function):
         returning = None  # the gradients of the keys that are here, of the ranks where these were before
         for step in range(size):
             source, behind = (rank - step) % size, (rank - step - 1) % size
-            coming = PassedOn(here, heads.numbers(ring.count(behind)), keys) if step < size - 1 else None
+            coming = pass_on(here, heads.numbers(ring.count(behind)), keys) if step < size - 1 else None
             length = ring.count(source)
             grads = here.new_zeros(heads.numbers(length), dtype=dtype)
             plan = ring.pieces(source, mask is not None)
@@ -324,12 +324,12 @@ class _RingAttention(torch.autograd.Function):
                 for total, one in zip(sums, found[1:], strict=True):
                     total[..., columns, :] += heads.summed(one.to(dtype))
             if returning is not None:
-                grads += returning.wait()
+                grads += returning()
             if size > 1:
-                returning = PassedOn(grads, heads.numbers(ring.count(behind)), keys)
+                returning = pass_on(grads, heads.numbers(ring.count(behind)), keys)
             if coming is not None:
-                here = coming.wait()
-        home = grads if returning is None else returning.wait()
+                here = coming()
+        home = grads if returning is None else returning()
         dk, dv = heads.split(home, ring.count(rank))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 

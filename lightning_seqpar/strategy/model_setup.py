@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_seqpar.config import VERSION, ParallelConfig
+from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_model
 from lightning_seqpar.init.deferred import DeferredInit
@@ -31,18 +31,12 @@ from lightning_seqpar.parallel.unsharded import change_unsharded
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
-from lightning_seqpar.strategy.averages import (
-    averages_of,
-    save_whole,
-    shard_average,
-)
+from lightning_seqpar.strategy.averages import averages_of, save_whole, shard_average
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.refusals import is_verbose
-from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize, summarize_briefly
+from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize
 from lightning_seqpar.verify.coverage import Coverage, cover
-from lightning_seqpar.verify.guards.config import (
-    syncs_batch_norms,
-)
+from lightning_seqpar.verify.guards.config import syncs_batch_norms
 from lightning_seqpar.verify.guards.heads import context_method
 from lightning_seqpar.verify.guards.model import refuse_overlaps
 from lightning_seqpar.verify.plan_file import write_plan
@@ -71,7 +65,6 @@ class ModelSetup:
         self._summarized = False
         self._recorder: DeferredInit | None = None
         self._unsharded_changes: list[ModuleChange] = []  # of a model that is not sharded
-        self._reverts: Callable[[LightningModule], Any] | None = None  # takes back what a plugin has changed
 
     @contextmanager
     def recording(self, *, empty: bool) -> Generator[None, None, None]:
@@ -85,13 +78,10 @@ class ModelSetup:
             yield
 
     def undo(self) -> None:
-        """Take back the changes of a model that is not sharded, and those of a plugin."""
+        """Take back the changes of a model that is not sharded."""
         for change in reversed(self._unsharded_changes):
             change.undo()
         self._unsharded_changes = []
-        if self._reverts is not None and self._env.strategy.lightning_module is not None:
-            self._reverts(self._env.strategy.lightning_module)
-        self._reverts = None
 
     def share_out_averages(
         self, record: ShardedModel | None, to_whole: Callable[[ShardedModel, Mapping[str, Any]], dict[str, Any]]
@@ -141,8 +131,7 @@ class ModelSetup:
             return self._split_unsharded(module, made_by)
         if tp == 1:
             return self._leave_whole(module, made_by)
-        phases = self._env.phases
-        prover = Prover(module, self._env.trainer, self._env.config, self._env.groups, self._env.device, phases)
+        prover = self._prover(module)
         proved = prover.prove()
         plans = proved.plans
         plan_text = "; ".join(f"{plan.source}: {plan.to_yaml()}" for plan in plans)
@@ -151,7 +140,7 @@ class ModelSetup:
         cut = prover.find_cut(plans) if config.pp > 1 else None
         if cut is not None:
             proved.lines += prover.check_stages(plans, cut)
-        with phases.phase("cutting the model"):
+        with self._env.phases.phase("cutting the model"):
             record = parallelize(
                 *(module, plans, self._env.groups),
                 sp=config.sp,
@@ -227,7 +216,7 @@ class ModelSetup:
     def _split_unsharded(self, module: LightningModule, made_by: object) -> ShardedModel:
         """Split a model that tp does not shard along the sequence (cp), into stages (pp), or both, once that is proved."""
         config = self._env.config
-        prover = Prover(module, self._env.trainer, config, self._env.groups, self._env.device, self._env.phases)
+        prover = self._prover(module)
         needs_proof = config.cp > 1 or self._needs_proof
         proved = prover.prove_unsharded() if needs_proof else Proved(prover.find_unsharded())
         plans = proved.plans
@@ -253,6 +242,10 @@ class ModelSetup:
         self._log_summary([*lines, *proved.lines], plans=plans)
         return record
 
+    def _prover(self, module: LightningModule) -> Prover:
+        env = self._env
+        return Prover(module, env.trainer, env.config, env.groups, env.device, env.phases)
+
     @property
     def _tiles(self) -> MLPTiles | None:
         """How MLPs run in tiles; None where they run whole."""
@@ -262,22 +255,6 @@ class ModelSetup:
     def _syncs_batch_norms(self) -> bool:
         """Whether batch norms take their statistics over all replicas."""
         return syncs_batch_norms(self._env.strategy._layer_sync)
-
-    def apply_layer_sync(self, module: LightningModule) -> None:
-        """Let a plugin of the user's change the model before it is trained, as Lightning's own DDP does.
-
-        Raises:
-            ValueError: if it makes another module of the model itself.
-        """
-        sync = self._env.strategy._layer_sync
-        if sync is None or self._syncs_batch_norms:
-            return
-        if sync.apply(module) is not module:
-            raise ValueError(
-                f"plugins=[{type(sync).__name__}()]: its apply() returned another module than the model; exchange "
-                "modules inside the model, and return the model"
-            )
-        self._reverts = sync.revert
 
     @property
     def splits(self) -> bool:
@@ -305,10 +282,9 @@ class ModelSetup:
 
     def _recompute_unsharded(self, module: LightningModule) -> list[ModuleChange]:
         """Let what the configuration names of a model that tp does not shard be recomputed, or run in parts, while it is fitted."""
-        config = self._env.config
         if not self._changes_unsharded or not self._env.fits:
             return []
-        prover = Prover(module, self._env.trainer, config, self._env.groups, self._env.device, self._env.phases)
+        prover = self._prover(module)
         return self._change_unsharded(
             module, prover.prove_unsharded().plans if self._needs_proof else prover.find_unsharded()
         )
@@ -367,11 +343,9 @@ class ModelSetup:
         config = self._env.config
         if config.cp > 1:
             config = config.model_copy(update={"cp_method": context_method(self._env.module, config)})
-        about = (self._env.groups.topology, config, self._env.num_processes, VERSION, plan, coverage)
-        if is_verbose():
-            rank_zero_info(summarize(*about))
-        else:
-            rank_zero_info(summarize_briefly(*about, write_plan(plans, summarize(*about)) if plans else ""))
+        about = (self._env.groups.topology, config, self._env.num_processes, plan, coverage)
+        place = None if is_verbose() else write_plan(plans, summarize(*about)) if plans else ""
+        rank_zero_info(summarize(*about, place))
 
     def _make_replicas_equal(self, module: nn.Module) -> None:
         """Send the first rank's weights and buffers to all ranks, while the model is still whole on each. Collective."""

@@ -360,7 +360,7 @@ class SeqParallelStrategy(ParallelStrategy):
                 refuse_notebook(self.num_nodes * self.num_processes)
             if is_hydra_sweep():
                 refuse_sweep(self.num_nodes * self.num_processes)
-        check_layer_sync(self._layer_sync, self.config)
+        check_layer_sync(self._layer_sync)
         self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
@@ -487,7 +487,6 @@ class SeqParallelStrategy(ParallelStrategy):
         steps.share_metrics_of_run()
         steps.begin(record)
         if env.fits:
-            setup.apply_layer_sync(module)
             with env.phases.phase("making optimizers"):
                 if env.mean_size > 1 and steps.split is None:
                     steps.wrap_ddp()

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from byte_gpt import Block, ByteGPT
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
@@ -297,24 +296,7 @@ def test_the_norm_of_several_ranks_is_that_of_one():
     assert got[0][5]
 
 
-# ---- plugins, and what is refused --------------------------------------------------------------------------------
-
-
-class Counting(LayerSync):
-    """A plugin of the user's that exchanges a module."""
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        model.model.frozen = nn.Identity()  # type: ignore[union-attr]
-        return model
-
-    def revert(self, model: nn.Module) -> nn.Module:
-        model.model.frozen = nn.BatchNorm1d(16)  # type: ignore[union-attr]
-        return model
-
-
-class Elsewhere(Counting):
-    def apply(self, model: nn.Module) -> nn.Module:
-        return nn.Sequential(model)
+# ---- what is refused -----------------------------------------------------------------------------------------
 
 
 class Classes(Callback):
@@ -337,9 +319,6 @@ def manners() -> dict[str, Any]:
             return str(error)
         return classes.seen
 
-    module = BatchNorms()
-    found["plugin"] = fit(module, {}, plugins=[Counting()]), type(module.model.frozen)
-    found["elsewhere"] = fit(module, {}, plugins=[Elsewhere()])
     module = BatchNorms()
     split = {"data_parallel": "fsdp"}
     first, second = fit(module, split, sync_batchnorm=True), fit(module, split)
@@ -367,16 +346,8 @@ def manners() -> dict[str, Any]:
     "            self._syncs_batch_norms,\n",
     "",
 )
-@sees(
-    "a plugin of the user's is not taken back",
-    "ModelSetup.undo",
-    "self._reverts(self._env.strategy.lightning_module)",
-    "pass",
-)
-def test_plugins_and_refusals():
+def test_what_cannot_be_synced_is_refused():
     for found in run_distributed(manners, 2):
-        assert found["plugin"] == (nn.Identity, nn.BatchNorm1d)
-        assert "plugins=[Elsewhere()]: its apply() returned another module than the model" in found["elsewhere"]
         assert found["taken back"] == (True, True)
         assert (
             "model.blocks.0.norm1.bn: sync_batchnorm=True, and this batch norm lies in model.blocks.0"
