@@ -338,23 +338,6 @@ def check_layout() -> None:
         torch.testing.assert_close(results[1].whole(), results[0], rtol=1e-12, atol=1e-12)
 
 
-def check_frozen() -> None:
-    """Where some of q, k and v need no gradient, the others have theirs."""
-    weight = numbers(5, *sizes(13, 13)[0])
-    for needs in product((False, True), repeat=3):
-        if not any(needs):
-            continue
-        grads = []
-        for split in (False, True):
-            leaves = [numbers(i, *sizes(13, 13)[i]).requires_grad_(need) for i, need in enumerate(needs)]
-            tensors = [part(x, "ring", zigzag) for x in leaves] if split else leaves
-            out = F.scaled_dot_product_attention(*tensors, is_causal=True)
-            ((out.whole() if split else out) * weight).sum().backward()
-            grads.append([leaf.grad for leaf in leaves])
-        for whole, parts in zip(*grads, strict=True):
-            torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
-
-
 # ---- what is sent, and what is kept ----------------------------------------------------------------------------
 
 
@@ -463,8 +446,8 @@ def check_gathered() -> None:
 
 def check_on_two() -> None:
     for check in (
-        check_choice, check_masks_in_parts, check_dropout, check_second_derivative, check_autocast, check_layout, check_frozen,
-        check_gathered, check_traffic,
+        check_choice, check_masks_in_parts, check_dropout, check_second_derivative, check_autocast, check_layout, check_gathered,
+        check_traffic,
     ):  # fmt: skip
         check()
 

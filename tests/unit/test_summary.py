@@ -50,14 +50,6 @@ def test_what_is_recomputed_is_said_with_and_without_tensor_parallelism():
     )
 
 
-def test_tp_outermost():
-    told = summary(4, 2, tp=2, order="tp-dp-cp-pp", sp=False, broadcast_batch=True)
-    assert "groups  tp  [0 2] [1 3]" in told
-    assert (
-        "on      tp (linears split), ddp (over the replicas), broadcast_batch (one rank of each replica reads)" in told
-    )
-
-
 @sees(
     "coverage: whole sequences everywhere are listed as sequence parallelism",
     "switches",
@@ -118,10 +110,6 @@ def test_the_file_of_a_plan_is_a_plan(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert write_plan(plans, "") == "", "its folder can't be made"
-
-
-def test_every_axis():
-    assert "cp  [0 2] [1 3] [4 6] [5 7] ... (8 groups)" in summary(16, 8, tp=2, cp=2, pp=2)
 
 
 @pytest.mark.parametrize("sizes", [[16, 1024, 1, 8], [1, 2, 1, 64], [8, 8, 8, 8]])
