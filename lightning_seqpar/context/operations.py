@@ -85,7 +85,7 @@ def _aligned(place: Place, ndim: int, values: Iterable[Any]) -> Any:
     """What stands for ``values`` beside a part ``place`` of a tensor of ``ndim`` dims, under broadcasting: their own positions.
 
     Returns:
-        a list; NotImplemented if one of them is longer than the sequence there.
+        a list; NotImplemented if one of them has another size there.
     """
     from_right = ndim - place.dim
     out: list[Any] = []
@@ -101,12 +101,7 @@ def _aligned(place: Place, ndim: int, values: Iterable[Any]) -> Any:
             if size == place.whole_size:
                 value = place.own(value, value.ndim - from_right)
             elif size != 1:
-                if place.whole_size == 1:
-                    return NotImplemented
-                raise RuntimeError(
-                    f"The size of the sequence ({place.whole_size}) must match the size of the other tensor ({size}) at dim "
-                    f"{-from_right}"
-                )
+                return NotImplemented
         out.append(value)
     return out
 
@@ -519,11 +514,9 @@ def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: in
         if any(len(held) != 1 for held in place.chunks.ranges):  # a copy on one rank is one on all
             kept = torch.cat(pieces, place.dim)
         return SeqPart.wrap(kept[others], Place(place.chunks.sliced(start, stop), out_dim))
-    if not place.is_plain or type(item) is not int:
-        return NotImplemented
     at = item + place.whole_size * (item < 0)
-    if not 0 <= at < place.whole_size:
-        raise IndexError(f"index {item} is out of bounds for the sequence, of size {place.whole_size}")
+    if not place.is_plain or not 0 <= at < place.whole_size:
+        return NotImplemented  # or torch's own message
     held = place.chunks.held_between(at, at + 1)
     if not (local.is_floating_point() or local.dtype in (torch.int64, torch.int32)):
         return NotImplemented

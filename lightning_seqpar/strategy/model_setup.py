@@ -13,7 +13,6 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_model
 from lightning_seqpar.init.deferred import DeferredInit
@@ -41,16 +40,6 @@ from lightning_seqpar.verify.guards.heads import context_method
 from lightning_seqpar.verify.guards.model import refuse_overlaps
 from lightning_seqpar.verify.plan_file import write_plan
 from lightning_seqpar.verify.prover import Proved, Prover
-
-_REACHES_NO_MODULE = (
-    "dp",  # "auto" and a number make one topology, which is compared
-    "ddp",  # each fit wraps the model anew
-    "check_every",  # each fit has a schedule of its own
-    "broadcast_batch",  # who reads the data
-    "checkpoint",  # how files are written
-    "elementwise_optimizers",  # each fit makes its optimizers anew
-)
-"""Fields of the configuration that change nothing in a sharded module, each with its reason."""
 
 
 class ModelSetup:
@@ -107,16 +96,8 @@ class ModelSetup:
         tp = self._env.groups.size("tp")
         earlier = record_of(module)
         config = self._env.config
-        made_by = (
-            self._env.groups.topology,
-            {
-                name: repr(getattr(config, name))
-                for name in ParallelConfig.model_fields
-                if name not in _REACHES_NO_MODULE
-            },
-            self._syncs_batch_norms,
-            tp > 1 or not self._changes_unsharded or self._env.fits,
-        )
+        changes_of_fit = tp > 1 or not self._changes_unsharded or self._env.fits
+        made_by = (self._env.groups.topology, config, self._syncs_batch_norms, changes_of_fit)
         if earlier is not None:
             if earlier.made_by == made_by:
                 return earlier

@@ -256,9 +256,18 @@ def held_by(sizes: dict[str, int]) -> tuple[int, int]:
     trainer.fit(module, models.loader(2, length=9))
     stage = record_of(module).stage
     held = [p for name, p in module.named_parameters() if stage.holds(name)]
+    absent = [p for name, p in module.named_parameters() if not stage.holds(name)]
+    assert all(p.untyped_storage().nbytes() == p.element_size() for p in absent)
     return sum(p.numel() for p in held), sum(p.nbytes for p in held)
 
 
+@sees(
+    "pp: a stage holds all parameters",
+    "HeldParameters.leave_out",
+    ".expand(parameter.shape)",
+    ".repeat(*parameter.shape)",
+    case="{'pp': 2}",
+)
 @pytest.mark.parametrize("sizes", [{"pp": 2}, rest({"pp": 2, "tp": 2})], ids=str)
 def test_stages_hold_what_is_said_of_them(sizes):
     module, batch = models.GPT(tied=False).double(), next(iter(models.loader(2, length=9, count=2)))

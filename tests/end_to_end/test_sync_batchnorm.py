@@ -343,8 +343,8 @@ def manners() -> dict[str, Any]:
 @sees(
     "a second run keeps the synced batch norms of the first",
     "ModelSetup.shard",
-    "            self._syncs_batch_norms,\n",
-    "",
+    "config, self._syncs_batch_norms, changes",
+    "config, changes",
 )
 def test_what_cannot_be_synced_is_refused():
     for found in run_distributed(manners, 2):
