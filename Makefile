@@ -67,7 +67,7 @@ mutants: $(STAMP)  ## break the source on purpose; show which test sees it
 detectors: $(STAMP)  ## which detectors see each fault of the engine (hours)
 	$(BIN)/python -m tests.detectors $(ARGS)
 
-fuzz: $(STAMP)  ## 80,000 random configurations, files and plans: taken, or refused by a sentence that helps
+fuzz: $(STAMP)  ## 60,000 random configurations, files and plans: taken, or refused by a sentence that helps
 	SEQPAR_FUZZ=20000 $(BIN)/python -m pytest --numprocesses 2 --dist load --timeout 0 tests/unit/test_fuzz.py $(ARGS)
 
 faults: $(STAMP)  ## fail on purpose at random moments, under both launchers; see how the run ends (an hour and more)

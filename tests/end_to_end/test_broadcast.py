@@ -112,27 +112,6 @@ def test_without_it_different_streams_are_refused():
         run_distributed(worker_stream, 2, False)
 
 
-def worker_failing():
-    strategy = SeqParallelStrategy(tp=2, broadcast_batch=True, timeout=60)
-    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=6)
-    trainer.fit(models.GPT(), DataLoader(Stream(16, fail_at=9), batch_size=4))
-
-
-@sees(
-    "a reader's failure kept to itself",
-    "BroadcastLoader.__iter__",
-    '                    message = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]\n',
-    '                    told = [("end", None, get_streams(_CPU))]\n',
-)
-def test_a_reader_that_fails_ends_the_replica_with_its_reason():
-    with pytest.raises(RankFailedError) as failed:
-        run_distributed(worker_failing, 2)
-    assert "--- rank 0: OSError: the shard is gone" in str(failed.value)
-    assert "--- rank 1: RuntimeError: rank 0, which reads the batches of this replica, raised OSError" in str(
-        failed.value
-    )
-
-
 class Lists(L.LightningDataModule):
     def train_dataloader(self):
         return {"a": models.loader(4, count=16, shuffle=True), "b": models.loader(2, count=8)}
@@ -200,16 +179,31 @@ class Unstartable(IterableDataset):
         raise OSError("no such shard")
 
 
-def worker_bad_reader(dataset):
+def worker_bad_reader(dataset, batch_size):
     strategy = SeqParallelStrategy(tp=2, broadcast_batch=True, timeout=30)
     trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=6)
-    trainer.fit(models.GPT(), DataLoader(dataset, batch_size=None))
+    trainer.fit(models.GPT(), DataLoader(dataset, batch_size))
 
 
-@pytest.mark.parametrize(("dataset", "says"), [(Unpicklable(), "pickle"), (Unstartable(), "OSError: no such shard")])
-def test_whatever_ends_the_reader_is_told(dataset, says):
+@sees(
+    "a reader's failure kept to itself",
+    "BroadcastLoader.__iter__",
+    '                    message = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]\n',
+    '                    told = [("end", None, get_streams(_CPU))]\n',
+    case="fails",
+)
+@pytest.mark.parametrize(
+    ("dataset", "batch_size", "says"),
+    [
+        (Stream(16, fail_at=9), 4, "OSError: the shard is gone"),
+        (Unpicklable(), None, "pickle"),
+        (Unstartable(), None, "OSError: no such shard"),
+    ],
+    ids=["fails", "unpicklable", "unstartable"],
+)
+def test_whatever_ends_the_reader_is_told(dataset, batch_size, says):
     with pytest.raises(RankFailedError, match=f"rank 1: RuntimeError: rank 0, which reads .* raised .*{says}"):
-        run_distributed(worker_bad_reader, 2, dataset)
+        run_distributed(worker_bad_reader, 2, dataset, batch_size)
 
 
 class OneStream(IterableDataset):

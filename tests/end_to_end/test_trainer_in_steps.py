@@ -17,7 +17,6 @@ from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import compare
 from tests.helpers import models, zoo
 from tests.helpers.fit import fit, quiet_trainer
-from tests.helpers.slices import rest
 from tests.mutants import sees
 
 
@@ -37,7 +36,7 @@ from tests.mutants import sees
 )
 @pytest.mark.parametrize(
     ("world", "tp", "own"),
-    [(2, 2, "sync"), (4, 2, "sync"), (4, 2, "slot"), rest(2, 1, "sync"), (2, 1, "slot"), (4, 4, "sync")],
+    [(2, 2, "sync"), (4, 2, "sync"), (4, 2, "slot"), (2, 1, "slot"), (4, 4, "sync")],
 )
 def test_a_contrastive_loss_over_all_replicas_trains_as_in_one_process(world, tp, own):
     expected = fit("Contrastive", {"own": own}, steps=4)
@@ -91,12 +90,8 @@ class Using(models.GPT):
         assert whole["batch"].shape == ((strategy.dp_size,) if strategy.dp_size > 1 else ()) + batch[0].shape
         mean = strategy.reduce(loss.detach().clone(), reduce_op="mean")
         assert strategy.broadcast(batch_idx, src=0) == batch_idx
-        assert trainer.world_size == strategy.world_size == dist.get_world_size()
-        assert trainer.global_rank == self.global_rank == dist.get_rank()
         assert trainer.num_training_batches == 8 // strategy.dp_size
-        rate = self.optimizers().param_groups[0]["lr"]
-        assert rate == trainer.optimizers[0].param_groups[0]["lr"]
-        assert self.lr_schedulers().get_last_lr() == [rate]
+        assert self.lr_schedulers().get_last_lr() == [self.optimizers().param_groups[0]["lr"]]
         self.seen = {"mean": float(mean), "step": self.global_step}
         return loss / trainer.estimated_stepping_batches
 

@@ -1,13 +1,12 @@
 """Random configurations, files and plans are taken, or refused by a sentence that helps.
 
 What is raised is always a ``ValueError`` (pydantic's ``ValidationError`` is one) that names the field and says what to write.
-``SEQPAR_FUZZ=20000`` runs each of the four random tests that often: 80,000 cases, ``make fuzz``.
+``SEQPAR_FUZZ=20000`` runs each of the three random tests that often: 60,000 cases, ``make fuzz``.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +233,7 @@ def rules(draw: st.DrawFn) -> Any:
 @example([{"pattern": "a", "style": "row", 1: 2}])
 @example([{"pattern": "a", "style": "exit", "blocks": "}{"}])
 @example([{"pattern": "{*,*}" * 20 + "c", "style": "row"}])
+@example([{"pattern": "{a,b}" * 5000, "style": "row"}])
 def test_rules(given_rules):
     """What holds is written to YAML and read back, and matches or says that it does not."""
     plan = refused(lambda: ShardingPlan.from_rules(given_rules), "plan rule", "rules=")
@@ -244,31 +244,3 @@ def test_rules(given_rules):
     # In values anything may stand, and a lone half of a character has no form in YAML.
     plain = tuple(rule for rule in plan.rules if not getattr(rule, "values", None) and "\\ud" not in repr(rule))
     assert ShardingPlan.from_yaml_text(ShardingPlan(plain).to_yaml(), source="plan") == ShardingPlan(plain)
-
-
-@random_cases
-@given(pattern=PATTERNS)
-@example("{a,b}" * 5000)
-@example("{a,aa}" * 16 + "c")
-def test_patterns(pattern):
-    """They are matched as an expansion of the braces is, or refused."""
-    plan = refused(lambda: ShardingPlan.from_rules([{"pattern": pattern, "style": "row"}]), "pattern=")
-    found = None if plan is None else refused(lambda: plan.match(MODEL), f"plan pattern {shown(pattern)[:12]}")
-    for match in found or ():
-        assert any(fits(one, match.name) for one in expanded(pattern))
-
-
-def expanded(pattern: str) -> list[str]:
-    """The patterns without braces that a pattern stands for."""
-    inner = re.search(r"\{([^{}]*)\}", pattern)
-    if inner is None:
-        return [pattern]
-    texts = [pattern[: inner.start()] + part + pattern[inner.end() :] for part in inner.group(1).split(",")]
-    return [one for text in texts for one in expanded(text)]
-
-
-def fits(pattern: str, name: str) -> bool:
-    """Whether a pattern without braces matches a name, part by part."""
-    parts, names = pattern.split("."), name.split(".")
-    regexes = [".+".join(map(re.escape, part.split("*"))) for part in parts]
-    return len(parts) == len(names) and all(re.fullmatch(regex, one) for regex, one in zip(regexes, names, strict=True))
