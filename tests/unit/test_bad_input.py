@@ -107,7 +107,6 @@ LAUNCHES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"tp": 2, "process_group_backend": "nccl"}, {"devices": 2}, "process_group_backend='nccl' with accelerator='cpu': nccl speaks between GPUs; use 'gloo'"),
     ({"tp": 2, "process_group_backend": "cpu:mpi"}, {"devices": 2}, "process_group_backend='cpu:mpi': this build of torch has no mpi; use 'gloo'"),
     ({"tp": 2}, {"devices": 2, "plugins": [OwnSync()]}, "plugins=[OwnSync()]: a LayerSync plugin of yours would exchange modules of a model that is sharded; use Trainer(sync_batchnorm=True)"),
-    ({"data_parallel": "fsdp"}, {"devices": 2, "plugins": [OwnSync()]}, "plugins=[OwnSync()] with tp=1, data_parallel='fsdp': "),
 ]  # fmt: skip
 
 FILES: list[tuple[str, list[str], str]] = [
