@@ -46,13 +46,6 @@ def test_every_position_is_held_once(deal, length, size):
     assert max(chunks.counts) - min(chunks.counts) <= runs, "as even as it goes"
 
 
-@given(lengths, sizes)
-def test_contiguous_positions_follow_the_ranks(length, size):
-    chunks = chunks_of(contiguous, length, size)
-    assert [at for positions in held(chunks) for at in positions] == list(range(length))
-    assert chunks.is_even == (length % size == 0)
-
-
 @given(st.integers(1, 8), sizes)
 def test_zigzag_evens_out_causal_work(each, size):
     """Queries and keys before them, of every rank: equally many where the length divides by twice the ranks."""
