@@ -20,7 +20,6 @@ from torch import nn
 
 from lightning_seqpar import ParallelConfig, ShardingPlan
 from lightning_seqpar.config import AXES
-from lightning_seqpar.plan.sharding_plan import parse_yaml
 from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.user_input import SYNONYMS, shortened, shown
 
@@ -158,25 +157,6 @@ def test_a_file(text, override, folder):
     from_file = refused(lambda: ShardingPlan.from_yaml(written(text, folder)), "plan ")
     from_text = refused(lambda: ShardingPlan.from_yaml_text(text), "plan")
     assert from_file is None or from_text is None or from_file.rules == from_text.rules
-
-
-@pytest.mark.parametrize("call", ["apply:os.mkdir", "new:os.mkdir", "apply:pathlib.Path.touch"])
-def test_a_tag_is_never_followed(call, tmp_path):
-    """What a loader that follows tags makes of it is seen; nothing of ours makes it."""
-    run = tmp_path / "run"
-    tag = f"!!python/object/{call} ['{run}']"
-    if call == "apply:os.mkdir":
-        yaml.unsafe_load(tag)
-        run.rmdir()
-    for text in (f"tp: {tag}", tag, f"? {tag}\n: 1", f"ddp: {{a: [{tag}]}}", f"rules: [{{pattern: a, style: {tag}}}]"):
-        file = written(text, tmp_path)
-        assert refused(lambda file=file: ParallelConfig.from_yaml(file)) is None
-        assert refused(lambda file=file: ShardingPlan.from_yaml(file)) is None
-        with pytest.raises(yaml.YAMLError, match="could not determine a constructor for the tag"):
-            parse_yaml(text)
-        plain = written("tp: 2", tmp_path)
-        assert refused(lambda plain=plain: ParallelConfig.from_yaml(plain, overrides=[f"tp={tag}"])) is None
-    assert not run.exists()
 
 
 def test_paths_that_name_no_file(folder):
