@@ -6,7 +6,6 @@ import random
 import warnings
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -110,29 +109,6 @@ def test_two_replicas_read_streams_of_their_own():
 def test_without_it_different_streams_are_refused():
     with pytest.raises(RankFailedError, match=r"read different validation batches .* set broadcast_batch"):
         run_distributed(worker_stream, 2, False)
-
-
-class Lists(L.LightningDataModule):
-    def train_dataloader(self):
-        return {"a": models.loader(4, count=16, shuffle=True), "b": models.loader(2, count=8)}
-
-
-class Two(models.GPT):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch["a"], batch_idx) + super().training_step(batch["b"], batch_idx)
-
-
-def worker_lists(world: int):
-    torch.manual_seed(dist.get_rank())
-    model = Two()
-    recorder = ParityRecorder()
-    strategy = SeqParallelStrategy(tp=2, broadcast_batch=True, timeout=60)
-    quiet_trainer(devices=world, strategy=strategy, max_epochs=2, callbacks=[recorder]).fit(model, Lists())
-    return len(recorder.trace.losses)
-
-
-def test_several_loaders_with_lengths_and_epochs():
-    assert run_distributed(worker_lists, 2, 2)[0] == 8
 
 
 class Validates(models.GPT):
