@@ -64,7 +64,7 @@ audit: $(STAMP)  ## known vulnerabilities of what is installed, as far as a data
 mutants: $(STAMP)  ## break the source on purpose; show which test sees it
 	$(BIN)/python tests/mutants.py $(ARGS)
 
-fuzz: $(STAMP)  ## 100,000 random configurations, plans and topologies: taken, or refused by a sentence that helps
+fuzz: $(STAMP)  ## 60,000 random configurations, files and plans: taken, or refused by a sentence that helps
 	SEQPAR_FUZZ=20000 $(BIN)/python -m pytest --numprocesses 2 --dist load --timeout 0 tests/unit/test_fuzz.py $(ARGS)
 
 faults: $(STAMP)  ## fail on purpose at random moments, under both launchers; see how the run ends (an hour and more)

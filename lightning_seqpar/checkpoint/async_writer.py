@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -14,19 +13,18 @@ from lightning_seqpar.checkpoint.atomic_files import SaveError
 class Background:
     """A thread that writes one checkpoint (``path``) at a time, and then does what must wait until that is complete.
 
-    Writing is collective, so every rank must make the same calls of this object in the same order.
+    Writing is collective, over a process group that nothing else uses. So every rank must make the same calls of this object
+    in the same order.
     """
 
     def __init__(self) -> None:
-        self.path: Path | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._saving: Future[None] | None = None
         self._waiting: list[Future[None]] = []
 
-    def start(self, path: Path, write: Callable[[], None]) -> None:
+    def start(self, write: Callable[[], None]) -> None:
         """Begins to write a checkpoint in the thread; :meth:`wait` must have been called for the one before."""
         assert self._saving is None
-        self.path = path
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lightning_seqpar-save")
         self._saving = self._thread.submit(_write_or_warn, write)
 
@@ -41,7 +39,7 @@ class Background:
     def wait(self) -> None:
         """Waits until the checkpoint is written and all that came after it is done; raises SaveError on every rank if it failed."""
         under_way = [*([self._saving] if self._saving else []), *self._waiting]
-        self.path, self._saving, self._waiting = None, None, []
+        self._saving, self._waiting = None, []
         for future in under_way:
             future.result()
 

@@ -16,7 +16,7 @@ gathers. Keys and values that every rank has whole (of a prefix, a memory) need 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,34 +30,16 @@ from lightning_seqpar.context.ring import can_ring, ring_attention
 from lightning_seqpar.context.seq_part import Place, SeqPart, lies_over_tp, over_tp, whole_of
 from lightning_seqpar.distributed.rng import drawn_apart
 
+Options = dict[str, Any]
+"""Of the arguments of ``F.scaled_dot_product_attention`` ``dropout_p``, ``scale`` and ``enable_gqa``, where they are given."""
 
-@dataclass(frozen=True)
-class Attention:
-    """The arguments of ``F.scaled_dot_product_attention`` beside its tensors.
 
-    Args:
-        dropout_p: the share of the weights that is dropped.
-        is_causal: whether a query reads keys at its own position and before it alone.
-        scale: of the scores; None for one over the root of the head's size.
-        enable_gqa: whether there may be fewer heads of keys than of queries.
-    """
-
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, chunks: Chunks, *, is_causal: bool) -> Tensor:
-        """torch's own, on plain tensors; each rank drops out for itself."""
-        more = {"enable_gqa": True} if self.enable_gqa else {}
-
-        def attend() -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, mask, self.dropout_p, is_causal, scale=self.scale, **more)
-
-        if not self.dropout_p:
-            return attend()
-        with drawn_apart(chunks.rank):
-            return attend()
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, chunks: Chunks, *, is_causal: bool
+) -> Tensor:
+    """torch's own, on plain tensors; each rank drops out for itself."""
+    with drawn_apart(chunks.rank) if options.get("dropout_p") else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
 
 
 @handles("scaled_dot_product_attention")
@@ -75,25 +57,26 @@ def scaled_dot_product_attention(func: Any, args: tuple[Any, ...], kwargs: dict[
         return func(**{name: over_tp(x) if isinstance(x, SeqPart) else x for name, x in given.items()})
     if place.dim != q.ndim - 2 or not place.is_plain:
         return NotImplemented
-    what = Attention(
-        given.get("dropout_p", 0.0), given.get("is_causal", False), given.get("scale"), given.get("enable_gqa", False)
-    )
-    if what.is_causal and mask is not None:
+    options: Options = {name: given[name] for name in ("dropout_p", "scale", "enable_gqa") if name in given}
+    is_causal = given.get("is_causal", False)
+    if is_causal and mask is not None:
         raise RuntimeError("scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
     method = place.chunks.method
     if method == "all_gather" or not _are_parts(q, k, v):
-        return _all_gather(q, k, v, mask, what)
+        return _all_gather(q, k, v, mask, is_causal, options)
     heads, divides = (q.shape[-3], q.shape[-3] % place.chunks.size == 0) if q.ndim > 2 else (1, False)
-    if method != "ring" and divides and _served(q, k, v, what):
-        return _ulysses(q, k, v, mask, what)
+    if method != "ring" and divides and _served(q, k, v, options):
+        return _ulysses(q, k, v, mask, is_causal, options)
     if method == "ulysses" and not divides:
         raise ValueError(
             f"cp_method='ulysses' with cp={place.chunks.size}: an attention has {heads} heads (on a rank), which must divide by "
             "cp; use cp_method='auto' or 'ring', or a cp that divides them"
         )
-    if not what.dropout_p and _rings(q, k, v, mask, what, k._place.chunks):
-        return _ring(q, k, v, mask, what)
-    return _all_gather(q, k, v, mask, what)
+    if _rings(q, k, v, mask, options, k._place.chunks):
+        rows, keys, scale = _own_rows(mask, place, q.shape[-2]), k._place.chunks, options.get("scale")
+        out = ring_attention(q._local, k._local, v._local, rows, place.chunks, keys, is_causal=is_causal, scale=scale)
+        return q.like(out)
+    return _all_gather(q, k, v, mask, is_causal, options)
 
 
 def _are_parts(q: SeqPart, *others: Any) -> bool:
@@ -121,54 +104,45 @@ def _own_rows(mask: Any, place: Place, queries: int) -> Tensor | None:
     return place.own(found, found.ndim - 2) if found.ndim > 1 and found.shape[-2] == queries else found
 
 
-def _all_gather(q: SeqPart, k: Any, v: Any, mask: Any, what: Attention) -> SeqPart:
+def _all_gather(q: SeqPart, k: Any, v: Any, mask: Any, is_causal: bool, options: Options) -> SeqPart:
     """Own positions of the queries with all keys and values."""
     place, chunks = q._place, q._place.chunks
     keys, values = whole_of(k), whole_of(v)
     rows = _own_rows(mask, place, q.shape[-2])
-    if what.is_causal:
+    if is_causal:
         reach = max((stop for _, stop in chunks.ranges[chunks.rank]), default=0)
         reach = min(max(reach, 1), keys.shape[-2])
         keys, values = keys[..., :reach, :], values[..., :reach, :]
         seen = chunks.sliced(0, reach)
-        if not what.dropout_p and _rings(q, keys, values, None, what, seen):  # pieces need no mask of s/cp × s
-            out = ring_attention(
-                q._local, keys, values, None, chunks, seen, is_causal=True, scale=what.scale, gathered=True
-            )
+        if _rings(q, keys, values, None, options, seen):  # pieces need no mask of s/cp × s
+            scale = options.get("scale")
+            out = ring_attention(q._local, keys, values, None, chunks, seen, is_causal=True, scale=scale, gathered=True)
             return q.like(out)
         at = chunks.positions(q.device)
         rows = at[:, None] >= torch.arange(reach, device=q.device)
-    out = what.run(q._local, keys, values, rows, chunks, is_causal=False)
+    out = _run(q._local, keys, values, rows, options, chunks, is_causal=False)
     if rows is not None and rows.requires_grad and not chunks.local_length:
         out = out + rows.sum()  # without queries torch leaves out the mask's gradient, which is 0 here and not None
     return q.like(out)
 
 
-def _served(q: SeqPart, k: SeqPart, v: SeqPart, what: Attention) -> bool:
+def _served(q: SeqPart, k: SeqPart, v: SeqPart, options: Options) -> bool:
     """Whether torch's function takes so many heads of keys and values for those of queries."""
     heads, groups = q.shape[-3], k.shape[-3]
-    return v.shape[-3] == groups and (groups in (1, heads) or (what.enable_gqa and heads % groups == 0))
+    return v.shape[-3] == groups and (groups in (1, heads) or (bool(options.get("enable_gqa")) and heads % groups == 0))
 
 
-def _rings(q: SeqPart, k: Tensor, v: Tensor, mask: Any, what: Attention, keys: Chunks) -> bool:
+def _rings(q: SeqPart, k: Tensor, v: Tensor, mask: Any, options: Options, keys: Chunks) -> bool:
     """Whether ring attention can be used with keys that are dealt out like this."""
     grouped = q.ndim > 2 and k.shape[-3] != q.shape[-3]
-    if (grouped and not what.enable_gqa) or not (mask is None or isinstance(mask, Tensor)):
+    if options.get("dropout_p") or (grouped and not options.get("enable_gqa")):
+        return False
+    if not (mask is None or isinstance(mask, Tensor)):
         return False
     return can_ring(q, k, v, mask, q._place.chunks, keys)
 
 
-def _ring(q: SeqPart, k: SeqPart, v: SeqPart, mask: Any, what: Attention) -> SeqPart:
-    """Own positions of the queries with keys and values that go round."""
-    place = q._place
-    rows = _own_rows(mask, place, q.shape[-2])
-    out = ring_attention(
-        q._local, k._local, v._local, rows, place.chunks, k._place.chunks, is_causal=what.is_causal, scale=what.scale
-    )
-    return q.like(out)
-
-
-def _ulysses(q: SeqPart, k: SeqPart, v: SeqPart, mask: Any, what: Attention) -> SeqPart:
+def _ulysses(q: SeqPart, k: SeqPart, v: SeqPart, mask: Any, is_causal: bool, options: Options) -> SeqPart:
     """All positions of this rank's heads."""
     chunks = q._place.chunks
     size, rank = chunks.size, chunks.rank
@@ -186,7 +160,7 @@ def _ulysses(q: SeqPart, k: SeqPart, v: SeqPart, mask: Any, what: Attention) -> 
     whole = whole_of(mask)
     if whole is not None and whole.ndim > 2 and whole.shape[-3] == heads and heads > 1:
         whole = whole.narrow(-3, rank * (heads // size), heads // size)
-    out = what.run(q_all, sides[0], sides[1], whole, chunks, is_causal=what.is_causal)
+    out = _run(q_all, sides[0], sides[1], whole, options, chunks, is_causal=is_causal)
     joined = (
         v.shape[-1] == q.shape[-1] and q.ndim == 4 and q._local.transpose(1, 2).is_contiguous()
     )  # as torch's kernels

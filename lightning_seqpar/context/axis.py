@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 from torch import Tensor
@@ -15,7 +16,7 @@ Method = Literal["auto", "ring", "ulysses", "all_gather"]
 """The field ``cp_method`` of the configuration."""
 
 _MANY = 256
-"""Lengths whose chunks are remembered; with variable lengths the oldest are forgotten."""
+"""Lengths whose chunks are remembered; with variable lengths those that were used longest ago are forgotten."""
 
 
 class ContextAxis:
@@ -29,20 +30,13 @@ class ContextAxis:
     def __init__(self, group: ProcessGroup, method: Method = "auto") -> None:
         self.group, self.method = group, method
         self.size, self.rank = group.size(), group.rank()
-        self._known: dict[int, Chunks] = {}
+        # The same object for the same length, so that what it holds on the device is made once.
+        self.deal_out = functools.lru_cache(_MANY)(self._deal_out)
 
-    def deal_out(self, length: int) -> Chunks:
-        """How a sequence of ``length`` positions is dealt out: in runs, or in zig-zag for the ring, for equally much work.
-
-        The same object for the same length, so that what it holds on the device is made once.
-        """
-        found = self._known.get(length)
-        if found is None:
-            if len(self._known) >= _MANY:
-                del self._known[next(iter(self._known))]
-            deal = zigzag if self.method == "ring" else contiguous
-            found = self._known[length] = Chunks(self.group, length, deal(length, self.size), self.method)
-        return found
+    def _deal_out(self, length: int) -> Chunks:
+        """How a sequence of ``length`` positions is dealt out: in runs, or in zig-zag for the ring, for equally much work."""
+        deal = zigzag if self.method == "ring" else contiguous
+        return Chunks(self.group, length, deal(length, self.size), self.method)
 
     def enter(self, x: Tensor, dim: int) -> tuple[Tensor, Chunks]:
         """This rank's positions of an activation, ``[b, s, h]`` → ``[b, s/cp, h]``, and how they are dealt out.

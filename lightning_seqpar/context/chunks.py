@@ -143,19 +143,20 @@ class Chunks:
             self._indices[key] = torch.tensor(make(), dtype=torch.int64).to(device, non_blocking=True)
         return self._indices[key]
 
-    def own(self, x: Tensor, dim: int, before: int = 1, behind: int = 1) -> Tensor:
-        """This rank's positions of a whole tensor: ``[b, s, h]`` → ``[b, s/cp, h]`` for ``dim=1``. Nothing is sent.
+    def own(self, x: Tensor, dim: int, before: int = 1, behind: int = 1, *, rank: int | None = None) -> Tensor:
+        """A rank's positions of a whole tensor: ``[b, s, h]`` → ``[b, s/cp, h]`` for ``dim=1``. Nothing is sent.
 
         Args:
             x: the whole tensor.
             dim: the dim in which the sequence lies.
             before: the size of what was flattened into ``dim`` in front of the sequence.
             behind: the size of what was flattened into it behind.
+            rank: whose positions; None for this rank's.
         """
-        runs = self.ranges[self.rank]
+        runs = self.ranges[self.rank if rank is None else rank]
         if before > 1 or behind > 1:
             split = x.unflatten(dim, (before, self.length, behind))
-            return self.own(split, dim + 1).flatten(dim, dim + 2)
+            return self.own(split, dim + 1, rank=rank).flatten(dim, dim + 2)
         if len(runs) == 1:
             return x.narrow(dim, runs[0][0], runs[0][1] - runs[0][0])
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in runs], dim)

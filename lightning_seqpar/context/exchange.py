@@ -13,6 +13,8 @@ In the equations ``x_r`` is what rank ``r`` holds and ``dx_r`` its gradient.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -25,82 +27,34 @@ from lightning_seqpar.distributed.async_ops import all_gather, all_reduce, reduc
 from lightning_seqpar.distributed.collectives import copy_to_tensor_parallel_region, passes_none
 from lightning_seqpar.distributed.padding import pad, with_memory
 
+_Way = Callable[[Tensor, int, Chunks], Tensor]
 
-class _Enter(torch.autograd.Function):
-    """Forward ``y_r = x[positions of r]``; input-grad ``dx = gather_r(dy_r)``, over cp a part of it, as the mean is due."""
+
+class _Between(torch.autograd.Function):
+    """Forward ``run(x, dim, chunks)``; backward ``back(dy, dim, chunks)``, which is made of these functions as well."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, chunks: Chunks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, chunks: Chunks, run: _Way, back: _Way) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.dim, ctx.chunks = dim, chunks
-        return chunks.own(x, dim).clone(memory_format=torch.contiguous_format)
+        ctx.dim, ctx.chunks, ctx.back = dim, chunks, back
+        return run(x, dim, chunks)
 
     @staticmethod
     @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        whole = gather_for_parts(grad, ctx.dim, ctx.chunks)
-        return whole / ctx.chunks.losses if ctx.chunks.losses > 1 else whole, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.back(grad, ctx.dim, ctx.chunks), None, None, None, None
 
 
-class _GatherAlike(torch.autograd.Function):
-    """Forward ``y = gather_r(x_r)``; input-grad ``dx_r = dy[positions of r]``, as ``dy`` is whole and the same on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, chunks: Chunks) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.dim, ctx.chunks = dim, chunks
-        return _gathered(x, dim, chunks)
-
-    @staticmethod
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return enter(grad, ctx.dim, ctx.chunks), None, None
+def _between(x: Tensor, dim: int, chunks: Chunks, run: _Way, back: _Way) -> Tensor:
+    out: Tensor = _Between.apply(x, dim, chunks, run, back)  # type: ignore[no-untyped-call]
+    return out
 
 
-class _Gather(torch.autograd.Function):
-    """Forward ``y = gather_r(x_r)``; input-grad ``dx_r = (sum over q of dy_q)[positions of r]``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, chunks: Chunks) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.dim, ctx.chunks = dim, chunks
-        return _gathered(x, dim, chunks)
-
-    @staticmethod
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Reduce.apply(grad, ctx.dim, ctx.chunks), None, None  # type: ignore[no-untyped-call]
+# ---- what is sent, without gradients ---------------------------------------------------------------------------
 
 
-class _Reduce(torch.autograd.Function):
-    """Forward ``y_r = (sum over q of x_q)[positions of r]``; input-grad ``dx_r = gather_q(dy_q)``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, chunks: Chunks) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.dim, ctx.chunks = dim, chunks
-        return _reduced(x, dim, chunks)
-
-    @staticmethod
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Gather.apply(grad, ctx.dim, ctx.chunks), None, None  # type: ignore[no-untyped-call]
-
-
-class _Sum(torch.autograd.Function):
-    """Forward ``y = sum over r of x_r``; input-grad ``dx_r = dy``, which is whole and the same on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, chunks: Chunks) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.chunks = chunks
-        total = all_reduce(x, chunks.group)
-        return total.clone() if total._is_view() else total  # whoever gets it may change it in place
-
-    @staticmethod
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return share(grad, ctx.chunks), None
+def _own(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
+    return chunks.own(x, dim).clone(memory_format=torch.contiguous_format)
 
 
 def _gathered(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
@@ -121,33 +75,49 @@ def _reduced(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
     return reduce_scatter(stacked, dim, chunks.group).narrow(dim, 0, chunks.local_length).contiguous()
 
 
+def _summed(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
+    total = all_reduce(x, chunks.group)
+    return total.clone() if total._is_view() else total  # whoever gets it may change it in place
+
+
+# ---- pairs -----------------------------------------------------------------------------------------------------
+
+
 def enter(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
     """This rank's positions of an activation that all ranks have: ``[b, s, h]`` → ``[b, s/cp, h]`` for ``dim=1``.
 
-    Forward: nothing is sent. Backward: all-gather (over cp divided by its size), so that what lies in front has the same gradient
-    on all ranks.
+    Forward ``y_r = x[positions of r]``: nothing is sent. Backward ``dx = gather_r(dy_r)``, over cp divided by its size, as the mean
+    is due: what lies in front has the same gradient on all ranks.
     """
-    out: Tensor = _Enter.apply(x, dim, chunks)  # type: ignore[no-untyped-call]
-    return out
+    return _between(x, dim, chunks, _own, _leave)
+
+
+def _leave(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
+    """The gradient of what was whole in front of :func:`enter`."""
+    whole = gather_for_parts(x, dim, chunks)
+    return whole / chunks.losses if chunks.losses > 1 else whole
 
 
 def gather_positions(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
     """The whole of what ranks have parts of, for work that all ranks do alike: ``[b, s/cp, h]`` → ``[b, s, h]`` for ``dim=1``.
 
-    Forward: all-gather. Backward: over cp a reduce-scatter, since each rank may do something else with the whole; over tp a slice.
+    Forward ``y = gather_r(x_r)``. Backward: over cp a reduce-scatter, since each rank may do something else with the whole; over tp
+    ``dx_r = dy[positions of r]``, as ``dy`` is the same on all ranks.
     """
-    function = _Gather if chunks.axis == "cp" else _GatherAlike
-    out: Tensor = function.apply(x, dim, chunks)  # type: ignore[no-untyped-call]
-    return out
+    return _between(x, dim, chunks, _gathered, _reduce if chunks.axis == "cp" else enter)
 
 
 def gather_for_parts(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
     """The whole of what ranks have parts of, for work of each rank on its own part: ``[b, s/tp, h]`` → ``[b, s, h]`` for ``dim=1``.
 
-    Forward: all-gather. Backward: reduce-scatter.
+    Forward ``y = gather_r(x_r)``. Backward ``dx_r = (sum over q of dy_q)[positions of r]``.
     """
-    out: Tensor = _Gather.apply(x, dim, chunks)  # type: ignore[no-untyped-call]
-    return out
+    return _between(x, dim, chunks, _gathered, _reduce)
+
+
+def _reduce(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
+    """Forward ``y_r = (sum over q of x_q)[positions of r]``. Backward ``dx_r = gather_q(dy_q)``."""
+    return _between(x, dim, chunks, _reduced, gather_for_parts)
 
 
 def share(x: Tensor, chunks: Chunks) -> Tensor:
@@ -166,31 +136,17 @@ def sum_over_ranks(x: Tensor, chunks: Chunks) -> Tensor:
     Forward: all-reduce. Backward: over cp an all-reduce; over tp nothing is sent.
     """
     summed = x if chunks.axis == "tp" else copy_to_tensor_parallel_region(x, chunks.group)
-    out: Tensor = _Sum.apply(summed, chunks)  # type: ignore[no-untyped-call]
-    return out
+    return _between(summed, 0, chunks, _summed, lambda grad, dim, chunks: share(grad, chunks))
 
 
-class _Exchange(torch.autograd.Function):
-    """Forward: an all-to-all, positions to heads or heads to positions; backward: the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, chunks: Chunks, to_heads: bool, joined: bool) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.chunks, ctx.to_heads = chunks, to_heads
-        return _to_heads(x.detach(), chunks) if to_heads else _to_positions(x.detach(), chunks, joined)
-
-    @staticmethod
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        back = heads_to_positions if ctx.to_heads else positions_to_heads
-        return back(grad, ctx.chunks), None, None, None
+# ---- heads and positions ---------------------------------------------------------------------------------------
 
 
-def _to_heads(x: Tensor, chunks: Chunks) -> Tensor:
+def _to_heads(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
     """``[..., heads, s/cp, d]`` → ``[..., heads/cp, s, d]``."""
     size, counts, lead = chunks.size, chunks.counts, x.shape[:-3]
     heads, width = x.shape[-3] // size, x.shape[-1]
-    sent = x.unflatten(-3, (size, heads)).movedim(-4, 0).contiguous()
+    sent = x.detach().unflatten(-3, (size, heads)).movedim(-4, 0).contiguous()
     each = prod(lead) * heads * width
     received = _all_to_all(sent.flatten(), [each * chunks.local_length] * size, [each * n for n in counts], chunks)
     pieces = [
@@ -200,12 +156,12 @@ def _to_heads(x: Tensor, chunks: Chunks) -> Tensor:
     return _in_order(torch.cat(pieces, -2), chunks)
 
 
-def _to_positions(x: Tensor, chunks: Chunks, joined: bool) -> Tensor:
+def _to_positions(x: Tensor, dim: int, chunks: Chunks, *, joined: bool = False) -> Tensor:
     """``[..., heads/cp, s, d]`` → ``[..., heads, s/cp, d]``."""
     size, counts, lead = chunks.size, chunks.counts, x.shape[:-3]
     heads, width, own = x.shape[-3], x.shape[-1], chunks.local_length
     each = prod(lead) * heads * width
-    pieces = [_of_rank(x, rank, chunks).flatten() for rank in range(size)]
+    pieces = [chunks.own(x.detach(), -2, rank=rank).flatten() for rank in range(size)]
     received = _all_to_all(torch.cat(pieces), [each * n for n in counts], [each * own] * size, chunks)
     parts = received.view(size, *lead, heads, own, width).movedim(0, -4)
     if joined:
@@ -221,12 +177,6 @@ def _all_to_all(sent: Tensor, out_sizes: list[int], in_sizes: list[int], chunks:
     return received
 
 
-def _of_rank(x: Tensor, rank: int, chunks: Chunks) -> Tensor:
-    """The positions of a rank, along dim -2."""
-    runs = [x.narrow(-2, start, stop - start) for start, stop in chunks.ranges[rank]]
-    return runs[0] if len(runs) == 1 else torch.cat(runs, -2)
-
-
 def _in_order(x: Tensor, chunks: Chunks) -> Tensor:
     """What the ranks hold, one behind the other along dim -2, in the order of the whole."""
     if all(len(runs) == 1 for runs in chunks.ranges):
@@ -239,52 +189,36 @@ def positions_to_heads(x: Tensor, chunks: Chunks) -> Tensor:
 
     Forward: all-to-all. Backward: all-to-all (:func:`heads_to_positions`).
     """
-    out: Tensor = _Exchange.apply(x, chunks, True, False)  # type: ignore[no-untyped-call]
-    return out
+    return _between(x, -2, chunks, _to_heads, lambda grad, dim, chunks: heads_to_positions(grad, chunks))
 
 
 def heads_to_positions(x: Tensor, chunks: Chunks, *, joined: bool = False) -> Tensor:
     """This rank's positions of all heads: ``[..., heads/cp, s, d]`` → ``[..., heads, s/cp, d]``.
 
-    Forward: all-to-all. Backward: all-to-all (:func:`positions_to_heads`).
-
-    Args:
-        x: all positions of this rank's heads.
-        chunks: how the positions are dealt out.
-        joined: whether the heads of a position lie next to each other in memory, so that they can be joined by a view.
+    Forward: all-to-all. Backward: all-to-all (:func:`positions_to_heads`). With ``joined`` the heads of a position lie next to each
+    other in memory, so that they can be joined by a view.
     """
-    out: Tensor = _Exchange.apply(x, chunks, False, joined)  # type: ignore[no-untyped-call]
-    return out
+    run = functools.partial(_to_positions, joined=joined)
+    return _between(x, -2, chunks, run, lambda grad, dim, chunks: positions_to_heads(grad, chunks))
 
 
-class PassedOn:
-    """A row of numbers on its way to the next rank of a ring, and one from the rank before on its way here.
+def pass_on(x: Tensor, count: int, chunks: Chunks) -> Callable[[], Tensor]:
+    """Begin to send a row of numbers to the next rank of a ring, and to receive one of ``count`` numbers from the rank before.
 
-    All ranks of the group make these in the same order. What has no numbers is not sent.
-
-    Args:
-        x: this rank's numbers, ``[n]``; they must not change before :meth:`wait`.
-        count: how many come.
-        chunks: of the group.
+    All ranks of the group do so in the same order. What has no numbers is not sent. Returns what waits for both, and then gives
+    what came, ``[count]``; until then ``x`` must not change.
     """
+    rank, size, group = chunks.rank, chunks.size, chunks.group
+    received, calls = x.new_empty(count), []
+    if size > 1 and x.numel():
+        calls.append(dist.P2POp(dist.isend, x, dist.get_global_rank(group, (rank + 1) % size), group))
+    if size > 1 and count:
+        calls.append(dist.P2POp(dist.irecv, received, dist.get_global_rank(group, (rank - 1) % size), group))
+    works = dist.batch_isend_irecv(calls) if calls else []
 
-    def __init__(self, x: Tensor, count: int, chunks: Chunks) -> None:
-        rank, size, group = chunks.rank, chunks.size, chunks.group
-        self._sent, self._out = x, x.new_empty(count)
-        self._works: list[Any] = []
-        if size == 1:
-            self._out = x
-            return
-        calls = []
-        if x.numel():
-            calls.append(dist.P2POp(dist.isend, x, dist.get_global_rank(group, (rank + 1) % size), group))
-        if count:
-            calls.append(dist.P2POp(dist.irecv, self._out, dist.get_global_rank(group, (rank - 1) % size), group))
-        if calls:
-            self._works = dist.batch_isend_irecv(calls)
-
-    def wait(self) -> Tensor:
-        """Wait for both; returns what came, ``[count]``."""
-        for work in self._works:
+    def wait() -> Tensor:
+        for work in works:
             work.wait()
-        return self._out
+        return received if size > 1 else x
+
+    return wait

@@ -6,8 +6,8 @@ whole. A function without a handler is run on whole sequences.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
+from inspect import isgetsetdescriptor, signature
 from math import prod
 from typing import Any
 
@@ -16,35 +16,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_seqpar.context.exchange import sum_over_ranks
-from lightning_seqpar.context.seq_part import (
-    COMPOSED,
-    HANDLERS,
-    VIEWS,
-    Handler,
-    Place,
-    SeqPart,
-    changes,
-    local_of,
-    share_of,
-    writes,
-)
+from lightning_seqpar.context.seq_part import HANDLERS, Handler, Handling, Place, SeqPart, local_of, share_of, writes
 from lightning_seqpar.distributed.autograd import without_subclasses
 from lightning_seqpar.distributed.rng import drawn_apart
 
+_HOMES = (torch, Tensor, F, torch.special)
+
 
 def handles(
-    *names: str,
-    views: bool = False,
-    composed: bool = False,
-    homes: tuple[Any, ...] = (torch, Tensor, F, torch.special),
+    *names: str, homes: tuple[Any, ...] = _HOMES, first: bool = False, only: bool = False, composed: bool = False
 ) -> Callable[[Handler], Handler]:
     """Decorate the handler of the functions of these names, in ``torch``, ``torch.Tensor`` and ``torch.nn.functional``.
 
     Args:
-        names: of the functions, one or several in a string.
-        views: whether what they return is a view of their first argument.
-        composed: whether the handler runs other functions of sequences.
+        names: of the functions or attributes, one or several in a string.
         homes: where functions of these names are looked for; one of another signature may have the same name elsewhere.
+        first: whether the first argument must be a sequence.
+        only: whether it must be the only one.
+        composed: whether the handler runs other functions of sequences.
     """
 
     def register(handler: Handler) -> Handler:
@@ -52,11 +41,8 @@ def handles(
             for home in (Tensor,) if name.startswith("__") else homes:
                 func = getattr(home, name, None)
                 if func is not None and not isinstance(func, torch.dtype):
-                    HANDLERS[func] = handler
-                    if views:
-                        VIEWS.add(func)
-                    if composed:
-                        COMPOSED.add(func)
+                    func = func.__get__ if isgetsetdescriptor(func) else func
+                    HANDLERS[func] = Handling(handler, first, only, composed)
         return handler
 
     return register
@@ -68,13 +54,9 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str,
 
 def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a Python function by name, with its defaults."""
-    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound = signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
-
-
-def _has_parts(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(value, SeqPart) for value in (*args, *kwargs.values()))
 
 
 # ---- each number by itself -------------------------------------------------------------------------------------
@@ -103,7 +85,7 @@ def _aligned(place: Place, ndim: int, values: Iterable[Any]) -> Any:
     """What stands for ``values`` beside a part ``place`` of a tensor of ``ndim`` dims, under broadcasting: their own positions.
 
     Returns:
-        a list; NotImplemented if one of them is longer than the sequence there.
+        a list; NotImplemented if one of them has another size there.
     """
     from_right = ndim - place.dim
     out: list[Any] = []
@@ -119,12 +101,7 @@ def _aligned(place: Place, ndim: int, values: Iterable[Any]) -> Any:
             if size == place.whole_size:
                 value = place.own(value, value.ndim - from_right)
             elif size != 1:
-                if place.whole_size == 1:
-                    return NotImplemented
-                raise RuntimeError(
-                    f"The size of the sequence ({place.whole_size}) must match the size of the other tensor ({size}) at dim "
-                    f"{-from_right}"
-                )
+                return NotImplemented
         out.append(value)
     return out
 
@@ -143,8 +120,6 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     locals_ = _aligned(first._place, ndim, values)
     if locals_ is NotImplemented:
         return locals_
-    if changed:
-        changes(first)
     out = func(*locals_[: len(args)], **dict(zip(kwargs, locals_[len(args) :], strict=True)))
     if changed:
         first._changed()
@@ -156,7 +131,6 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 handles(_IN_PLACE)(elementwise)
-VIEWS.update([Tensor.detach, torch.detach])
 
 
 @handles("where")
@@ -176,18 +150,18 @@ def cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @handles(
-    "dropout alpha_dropout rrelu bernoulli bernoulli_ rand_like randn_like randint_like normal_ uniform_ exponential_"
+    "dropout alpha_dropout rrelu bernoulli bernoulli_ rand_like randn_like randint_like normal_ uniform_ exponential_",
+    first=True,
 )
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that draws a random number for each of the tensor's: each rank draws for its own positions."""
-    x = args[0] if args else None
-    if not isinstance(x, SeqPart) or kwargs.get("generator") is not None:
+    if kwargs.get("generator") is not None:
         return NotImplemented
     if func in _DROPOUTS and not (
         _argument(args, kwargs, 1, "p", 0.5) and _argument(args, kwargs, 2, "training", func is not F.alpha_dropout)
     ):
         return elementwise(func, args, kwargs)
-    with drawn_apart(x._place.chunks.rank):
+    with drawn_apart(args[0]._place.chunks.rank):
         return elementwise(func, args, kwargs)
 
 
@@ -213,29 +187,26 @@ def _along(at: int, default: int | None) -> Handler:
     """Makes the handler of functions along one dim, their argument ``at``, which is not the sequence's; the result has all dims."""
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = args[0] if args else None
-        dim = _argument(args, kwargs, at, "dim", default)
-        if not isinstance(x, SeqPart) or not isinstance(dim, int) or x._place.dim == dim % x.ndim:
-            return NotImplemented
-        if _has_parts(args[1:], kwargs):
+        x, dim = args[0], _argument(args, kwargs, at, "dim", default)
+        if not isinstance(dim, int) or x._place.dim == dim % x.ndim:
             return NotImplemented
         return _wrap_all(func(x._local, *args[1:], **kwargs), x._place)
 
     return handler
 
 
-handles("softmax log_softmax")(_along(1, None))
-handles("glu")(_along(1, -1))
-handles("normalize")(_along(2, 1))
-handles("repeat_interleave")(_along(2, None))
-handles("chunk split tensor_split", views=True)(_along(2, 0))
+handles("softmax log_softmax", only=True)(_along(1, None))
+handles("glu", only=True)(_along(1, -1))
+handles("normalize", only=True)(_along(2, 1))
+handles("repeat_interleave", only=True)(_along(2, None))
+handles("chunk split tensor_split", only=True)(_along(2, 0))
 
 
-@handles("layer_norm rms_norm")
+@handles("layer_norm rms_norm", only=True)
 def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A norm over the last dims, which the sequence is not among."""
-    x, shape = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "normalized_shape")
-    if not isinstance(x, SeqPart) or x._place.dim >= x.ndim - len(shape) or _has_parts(args[1:], kwargs):
+    x, shape = args[0], _argument(args, kwargs, 1, "normalized_shape")
+    if x._place.dim >= x.ndim - len(shape):
         return NotImplemented
     return x.like(func(x._local, *args[1:], **kwargs))
 
@@ -244,12 +215,13 @@ _SUMS = frozenset(f for home in (torch, Tensor) for f in (home.sum, home.mean))
 _NORMS = frozenset([torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm])
 
 
-@handles("sum mean amax amin argmax argmin max min logsumexp all any prod var std norm", homes=(torch, Tensor))
+@handles(
+    "sum mean amax amin argmax argmin max min logsumexp all any prod var std norm", homes=(torch, Tensor), first=True
+)
+@handles("vector_norm norm", homes=(torch.linalg,), first=True)
 def reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A reduction over other dims; a sum or a mean also over the sequence, of which the ranks' are added."""
-    x = args[0] if args else None
-    if not isinstance(x, SeqPart):
-        return NotImplemented
+    x = args[0]
     dim = _argument(args, kwargs, 2 if func in _NORMS else 1, "dim", kwargs.get("axis"))
     if isinstance(dim, Tensor) or "other" in kwargs:  # the other of two tensors, for max and min
         return elementwise(func, args, kwargs)
@@ -261,9 +233,6 @@ def reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out, place = func(x._local, *args[1:], **kwargs), x._place
     kept = (out if isinstance(out, Tensor) else out[0]).ndim == x.ndim
     return _wrap_all(out, place if kept else place.at(place.dim - sum(each < place.dim for each in dims)))
-
-
-HANDLERS[torch.linalg.vector_norm] = HANDLERS[torch.linalg.norm] = reduce
 
 
 def _sum_of_all(func: Any, x: SeqPart, dims: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -285,13 +254,11 @@ def _sum_of_all(func: Any, x: SeqPart, dims: list[int], args: tuple[Any, ...], k
 # ---- products --------------------------------------------------------------------------------------------------
 
 
-@handles("linear")
+@handles("linear", only=True)
 def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A linear over the last dim, which the sequence is not."""
-    x, *rest = args or (None,)
-    if not isinstance(x, SeqPart) or x._place.dim == x.ndim - 1 or _has_parts(rest, kwargs):
-        return NotImplemented
-    return x.like(func(x._local, *rest, **kwargs))
+    x, *rest = args
+    return NotImplemented if x._place.dim == x.ndim - 1 else x.like(func(x._local, *rest, **kwargs))
 
 
 def _factors(a: Any, b: Any) -> tuple[Tensor, Tensor, Place] | None:
@@ -428,12 +395,10 @@ def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
 
 
-@handles("embedding", homes=(F,))
+@handles("embedding", homes=(F,), only=True)
 def look_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows of a table for indices that are a sequence; not where they count how often a row is used, or change it."""
-    x, *rest = args or (None,)
-    if not isinstance(x, SeqPart) or _has_parts(rest, kwargs):
-        return NotImplemented
+    x, *rest = args
     given = arguments_of(func, args, kwargs)
     if any(given.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")):
         return NotImplemented
@@ -453,11 +418,11 @@ def _shape_of(func: Any, shape: Sequence[int], args: Sequence[Any], kwargs: dict
 _MAY_COPY = frozenset(f for home in (torch, Tensor) for f in (home.reshape, home.flatten)) | {Tensor.reshape_as}
 
 
-@handles("reshape view flatten unflatten view_as reshape_as squeeze", views=True)
+@handles("reshape view flatten unflatten view_as reshape_as squeeze", first=True)
 def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another shape, in which the sequence still lies in one dim."""
-    x, *rest = args or (None,)
-    if not isinstance(x, SeqPart) or any(isinstance(v, torch.dtype) for v in (*rest, *kwargs.values())):
+    x, *rest = args
+    if any(isinstance(v, torch.dtype) for v in (*rest, *kwargs.values())):
         return NotImplemented
     whole = tuple(x.shape)
     place = None if 0 in whole else x._place.reshaped(whole, target := _shape_of(func, whole, rest, kwargs))
@@ -468,28 +433,20 @@ def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SeqPart.wrap(x._local.reshape(local) if func in _MAY_COPY else x._local.view(local), place)
 
 
-@handles("transpose permute movedim moveaxis swapaxes swapdims t adjoint unsqueeze", views=True)
+@handles("transpose permute movedim moveaxis swapaxes swapdims t adjoint unsqueeze", first=True)
+@handles("T mT H mH", homes=(Tensor,), first=True)
 def move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dims in another order, or one more."""
-    x, *rest = args or (None,)
-    if not isinstance(x, SeqPart):
-        return NotImplemented
+    x, *rest = args
     sizes = tuple(range(2, 2 + x.ndim))  # each dim told by its size
     at = _shape_of(func, sizes, rest, kwargs).index(sizes[x._place.dim])
     return SeqPart.wrap(func(x._local, *rest, **kwargs), x._place.at(at))
 
 
-for _name in ("T", "mT", "H", "mH"):
-    HANDLERS[getattr(Tensor, _name).__get__] = move
-    VIEWS.add(getattr(Tensor, _name).__get__)
-
-
-@handles("expand expand_as broadcast_to", views=True)
+@handles("expand expand_as broadcast_to", first=True)
 def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Repeats of other dims, without memory."""
-    x, *rest = args or (None,)
-    if not isinstance(x, SeqPart):
-        return NotImplemented
+    x, *rest = args
     target = list(_shape_of(func, x.shape, rest, kwargs))
     place = x._place.at(x._place.dim + len(target) - x.ndim)
     if target[place.dim] != place.whole_size:
@@ -498,11 +455,11 @@ def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SeqPart.wrap(x._local.expand(target), place)
 
 
-@handles("select narrow unbind", views=True)
+@handles("select narrow unbind", first=True)
 def take(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Entries of one dim."""
-    x, dim = args[0] if args else None, _argument(args, kwargs, 1, "dim", 0)
-    if not isinstance(x, SeqPart) or not isinstance(dim, int):
+    x, dim = args[0], _argument(args, kwargs, 1, "dim", 0)
+    if not isinstance(dim, int):
         return NotImplemented
     size, before = x.shape[dim], (slice(None),) * (dim % x.ndim)
     if func in (torch.unbind, Tensor.unbind):
@@ -520,11 +477,11 @@ def take(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _BASIC = (slice, type(None), type(Ellipsis))
 
 
-@handles("__getitem__", views=True)
+@handles("__getitem__", first=True)
 def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An index of numbers and slices: of the sequence a run of positions, or one of them."""
     x, items = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
-    if not isinstance(x, SeqPart) or not all(isinstance(item, _BASIC) or type(item) is int for item in items):
+    if not all(isinstance(item, _BASIC) or type(item) is int for item in items):
         return NotImplemented
     used = sum(item is not None and item is not Ellipsis for item in items)
     full = (slice(None),) * (x._local.ndim - used)
@@ -556,13 +513,10 @@ def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: in
         kept = pieces[0]
         if any(len(held) != 1 for held in place.chunks.ranges):  # a copy on one rank is one on all
             kept = torch.cat(pieces, place.dim)
-            x._gave_copy(kept)
         return SeqPart.wrap(kept[others], Place(place.chunks.sliced(start, stop), out_dim))
-    if not place.is_plain or type(item) is not int:
-        return NotImplemented
     at = item + place.whole_size * (item < 0)
-    if not 0 <= at < place.whole_size:
-        raise IndexError(f"index {item} is out of bounds for the sequence, of size {place.whole_size}")
+    if not place.is_plain or not 0 <= at < place.whole_size:
+        return NotImplemented  # or torch's own message
     held = place.chunks.held_between(at, at + 1)
     if not (local.is_floating_point() or local.dtype in (torch.int64, torch.int32)):
         return NotImplemented
@@ -599,15 +553,13 @@ def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @handles("new_zeros new_ones new_empty new_full new_tensor is_contiguous is_conj is_neg is_inference")
+@handles("grad_fn is_leaf _version retains_grad", homes=(Tensor,))
 def of_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor of any shape, of the same type on the same device; what a sequence is in the graph and in memory."""
     return func(*map(local_of, args), **kwargs)
 
 
-for _name in ("grad_fn", "is_leaf", "_version", "retains_grad"):
-    HANDLERS[getattr(Tensor, _name).__get__] = of_local
-
-
+@handles("requires_grad", homes=(Tensor,))
 def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the part has a gradient; or the object, as one has that was kept for a backward by hooks on saved tensors."""
     if func(local_of(args[0])):
@@ -616,16 +568,10 @@ def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return bool(func(args[0]))
 
 
-HANDLERS[getattr(Tensor, "requires_grad").__get__] = _requires_grad  # noqa: B009
-
-
+@handles("data", homes=(Tensor,))
 def _data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The part without its graph."""
     return args[0].like(args[0]._local.data)
-
-
-HANDLERS[Tensor.data.__get__] = _data  # type: ignore[attr-defined]
-VIEWS.add(Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
 @handles("requires_grad_")
@@ -645,9 +591,10 @@ def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     require_gradient(Tensor.requires_grad_, args, kwargs)
 
 
-HANDLERS[getattr(Tensor, "requires_grad").__set__] = _set_requires_grad  # noqa: B009
+HANDLERS[getattr(Tensor, "requires_grad").__set__] = Handling(_set_requires_grad)  # noqa: B009
 
 
+@handles("backward", homes=(torch.autograd,), composed=True)
 def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.backward`` by gradients of sequences over tp: from the parts, as a reentrant checkpoint asks for it."""
     given = dict(zip(("tensors", "grad_tensors"), args, strict=False)) | kwargs
@@ -661,9 +608,7 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func([local_of(x) for x in tensors], shares, **given)
 
 
-HANDLERS[torch.autograd.backward] = backward
-
-
+@handles("grad", homes=(torch.autograd,), composed=True)
 def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.grad`` of plain numbers by sequences over tp, whose gradients are sequences."""
     outputs, inputs = _argument(args, kwargs, 0, "outputs"), _argument(args, kwargs, 1, "inputs")
@@ -674,27 +619,8 @@ def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     options = {name: value for name, value in kwargs.items() if name not in ("outputs", "inputs")}
     grads = func(outputs, tuple(map(local_of, several)), *args[2:], **options)
-    return tuple(
-        x.like(grad) if isinstance(x, SeqPart) and grad is not None else grad
-        for x, grad in zip(several, grads, strict=True)
-    )
-
-
-HANDLERS[torch.autograd.grad] = gradients
-
-
-@handles("numpy __array__")
-def numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The whole as an array that can't be changed, as a change would not reach the sequence."""
-    array = func(args[0].whole(), *args[1:], **kwargs)
-    array.flags.writeable = False
-    return array
-
-
-@handles("stride storage_offset")
-def memory_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of a whole tensor of which all numbers lie in a row."""
-    return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
+    pairs = zip(several, grads, strict=True)
+    return tuple(x.like(grad) if isinstance(x, SeqPart) and grad is not None else grad for x, grad in pairs)
 
 
 @handles("retain_grad")
@@ -703,13 +629,11 @@ def retain_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return func(args[0]._local)
 
 
+@handles("grad", homes=(Tensor,))
 def _gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The gradient that a sequence got: a part's is that of all ranks' losses, of which the mean is due."""
     x, grad = args[0], func(args[0]._local)
     return None if grad is None else x.like(grad / x._place.chunks.losses)
-
-
-HANDLERS[getattr(Tensor, "grad").__get__] = _gradient  # noqa: B009
 
 
 @handles("register_hook")

@@ -5,8 +5,7 @@ blocks of flash attention (arXiv 2205.14135). The next chunk is under way while 
 keys and values travel again and their gradients with them, one rank behind, until they are back where they belong.
 
 No rank ever has more of the keys and values than its own chunk and two others, and what is kept for the backward is as long as
-its own chunk. Within a chunk torch's own fused kernel computes where it can (:func:`_fused`), else :func:`_rows_forward` does, some
-rows at a time, so that memory grows with the length and not with its square.
+its own chunk. Within a chunk torch's own fused kernel computes (:func:`_kernel`); what it can't compute does not go round.
 """
 
 from __future__ import annotations
@@ -20,12 +19,9 @@ import torch
 from torch import Tensor
 
 from lightning_seqpar.context.chunks import Chunks, Ranges
-from lightning_seqpar.context.exchange import PassedOn
+from lightning_seqpar.context.exchange import pass_on
 from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.collectives import passes_none
-
-_ROWS = 128
-"""Queries at a time for which scores are held, where torch has no fused kernel."""
 
 
 class Piece(NamedTuple):
@@ -66,38 +62,27 @@ def pieces(queries: Ranges, keys: Ranges, causal: bool) -> Iterator[Piece]:
         for start, stop in queries:
             move = at_row - start
             at_row += stop - start
-            low, high = (
-                max(start, first),
-                min(stop, last),
-            )  # queries before low see none of the keys, nor any those from high on
+            # Queries before low see none of the keys, nor any those from high on.
+            low, high = max(start, first), min(stop, last)
             for rows, columns, diagonal in (
                 ((low, stop), (first, min(high, low)), False),
                 ((low, high), (low, high), True),
                 ((max(high, low), stop), (low, high), False),
             ):
                 if rows[0] < rows[1] and columns[0] < columns[1]:
-                    yield Piece(
-                        (rows[0] + move, rows[1] + move), (columns[0] + shift, columns[1] + shift), diagonal, columns
-                    )
+                    keys_here = columns[0] + shift, columns[1] + shift
+                    yield Piece((rows[0] + move, rows[1] + move), keys_here, diagonal, columns)
 
 
 @dataclass(frozen=True)
 class Ring:
-    """What a ring attention needs to know beside its tensors.
-
-    Args:
-        queries: how the queries' sequence is dealt out.
-        keys: how that of keys and values is.
-        is_causal: whether a query reads keys at its own position and before it alone.
-        scale: of the scores.
-        gathered: whether keys and values are whole on this rank: a ring of one.
-    """
+    """What a ring attention needs to know beside its tensors, as :func:`ring_attention` is given it."""
 
     queries: Chunks
     keys: Chunks
     is_causal: bool
     scale: float
-    gathered: bool = False
+    gathered: bool = False  # keys and values are whole on this rank: a ring of one
 
     @property
     def size(self) -> int:
@@ -129,30 +114,26 @@ class _Block(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: Tensor | None
+    mask: Tensor | None  # of bool
     diagonal: bool
     scale: float
 
+    @property
+    def added(self) -> Tensor | None:
+        """The mask as what is added to the scores."""
+        if self.mask is None:
+            return None
+        return torch.zeros_like(self.mask, dtype=self.q.dtype).masked_fill_(~self.mask, float("-inf"))
+
 
 class _Part(NamedTuple):
-    """The result over some of the keys: ``sum of exp(score - top) · v / total``, where ``total = sum of exp(score - top)``.
+    """The result over some of the keys, and ``[b, heads, rows]`` the logarithm of its softmax's sum; ``-inf`` without a key.
 
-    ``top`` and ``total`` are ``[b, heads, rows]``. They are kept apart: where all scores of a row hold ``-1e30`` of a mask, their
-    sum's logarithm would be lost in it. A row that sees no key has the top ``-inf`` and the total 0.
+    The logarithms of parts are float64: what they lose when parts are merged, all weights of a row would have lost.
     """
 
     out: Tensor
-    top: Tensor
-    total: Tensor
-
-
-class _Whole(NamedTuple):
-    """The result over all keys for the rows of a piece: its gradient, itself, and what makes weights of scores."""
-
-    grad: Tensor
-    out: Tensor
-    top: Tensor
-    log_total: Tensor
+    lse: Tensor
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -160,32 +141,22 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _as_added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to the scores."""
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
-
-
 # ---- torch's kernels -------------------------------------------------------------------------------------------
 
 
-def _fused(block: _Block) -> str | None:
-    """The kind of device whose fused kernel computes a block; None if :func:`_rows_forward` does.
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
+    """The kind of device whose fused kernel computes such attention; None for none.
 
-    A mask of numbers never goes to a kernel: where it is large and negative in all of a row, kernels lose the sum over the row in
-    the logarithm that they return.
+    A mask of numbers is for none: where it is large and negative in all of a row, kernels lose the sum over the row in the
+    logarithm that they return.
     """
-    q, k, v, mask, *_ = block
-    if (
-        q.shape[-1] != v.shape[-1]
-        or (mask is not None and mask.dtype != torch.bool)
-        or not q.dtype == k.dtype == v.dtype
-    ):
+    dtypes = {_dtype(x) for x in (q, k, v)}
+    if q.shape[-1] != v.shape[-1] or (mask is not None and mask.dtype != torch.bool) or len(dtypes) > 1:
         return None
-    if q.device.type == "cpu" and q.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    (dtype,) = dtypes
+    if q.device.type == "cpu" and dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return "cpu"
-    if q.is_cuda and torch.version.hip is None and mask is None and q.dtype in (torch.bfloat16, torch.float16):
+    if q.is_cuda and torch.version.hip is None and mask is None and dtype in (torch.bfloat16, torch.float16):
         fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
         return "cuda" if fits and torch.backends.cuda.flash_sdp_enabled() else None
     return None
@@ -198,36 +169,26 @@ def _last_dim_close(*tensors: Tensor) -> list[Tensor]:
 
 def _forward(block: _Block) -> _Part:
     """Attention of one piece."""
-    kind = _fused(block)
-    dtype = _sum_dtype(block.q.dtype)
-    if kind is None:
-        return _rows_forward(block)
     q, k, v = _last_dim_close(block.q, block.k, block.v)
     mask, diagonal, scale = block.mask, block.diagonal, block.scale
-    if kind == "cuda":
+    if q.is_cuda:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, diagonal, False, scale=scale)[:2]
         lse = lse[..., : q.shape[-2]]
     else:
-        added = None if mask is None else _as_added(mask, q.dtype)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, diagonal, attn_mask=added, scale=scale
+            q, k, v, 0.0, diagonal, attn_mask=block.added, scale=scale
         )
-    top = lse.to(dtype)
-    total = torch.ones_like(top)
+    lse = lse.double()
     if mask is not None:  # the kernel gives 0 for the logarithm of no numbers
-        sees = mask.any(-1).expand_as(top)
-        top, total = top.masked_fill(~sees, float("-inf")), total * sees
-    return _Part(out.to(dtype), top, total)
+        lse = lse.masked_fill(~mask.any(-1).expand_as(lse), float("-inf"))
+    return _Part(out.to(_sum_dtype(q.dtype)), lse)
 
 
-def _backward(block: _Block, whole: _Whole) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of a piece's q, k and v, given the result over all keys, and those of the scores where a mask needs them."""
-    kind = _fused(block)
-    if kind is None:
-        return _rows_backward(block, whole)
-    q, k, v, grad, out = _last_dim_close(block.q, block.k, block.v, whole.grad, whole.out)
-    lse = (whole.top + whole.log_total).contiguous()
-    if kind == "cuda":
+def _backward(block: _Block, grad: Tensor, whole: _Part) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a piece's q, k and v, given the result over all keys and its gradient."""
+    q, k, v, grad, out = _last_dim_close(block.q, block.k, block.v, grad, whole.out)
+    lse = whole.lse.contiguous()
+    if q.is_cuda:
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout, of which there is none
         unused = torch.empty((), dtype=torch.uint64, device=q.device)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -235,106 +196,41 @@ def _backward(block: _Block, whole: _Whole) -> tuple[Tensor, Tensor, Tensor, Ten
             scale=block.scale,
         )  # fmt: skip
     else:
-        added = None if block.mask is None else _as_added(block.mask, q.dtype)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, block.diagonal, attn_mask=added, scale=block.scale
+            grad, q, k, v, out, lse, 0.0, block.diagonal, attn_mask=block.added, scale=block.scale
         )
-    return *grads, None
-
-
-# ---- without a kernel ------------------------------------------------------------------------------------------
-
-
-def _scores(block: _Block, start: int, stop: int, k: Tensor) -> Tensor:
-    """Scores of the rows ``start`` to ``stop`` of a piece, ``[b, heads, rows, n]``, with ``-inf`` where a key is not seen."""
-    scores = (block.q[..., start:stop, :].to(k.dtype) * block.scale) @ k.mT
-    if block.mask is not None:
-        scores += _as_added(_cut(block.mask, -2, start, stop), scores.dtype)
-    if block.diagonal:
-        row = torch.arange(start, stop, device=scores.device)[:, None]
-        scores.masked_fill_(row < torch.arange(scores.shape[-1], device=scores.device), float("-inf"))
-    return scores
-
-
-def _rows_forward(block: _Block) -> _Part:
-    """Attention of one piece, :data:`_ROWS` queries at a time."""
-    dtype = _sum_dtype(block.q.dtype)
-    k, v = block.k.to(dtype), block.v.to(dtype)
-    found = []
-    for start in range(0, block.q.shape[-2], _ROWS):
-        scores = _scores(block, start, min(start + _ROWS, block.q.shape[-2]), k)
-        top = scores.amax(-1)
-        weights = (scores - _finite(top)[..., None]).exp_()
-        total = weights.sum(-1)
-        found.append((weights @ v / _not_zero(total)[..., None], top, total))
-    out, tops, totals = zip(*found, strict=True)
-    return _Part(torch.cat(out, -2), torch.cat(tops, -1), torch.cat(totals, -1))
-
-
-def _rows_backward(block: _Block, whole: _Whole) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of one piece, :data:`_ROWS` queries at a time; those of the scores have the mask's shape."""
-    dtype = _sum_dtype(block.q.dtype)
-    k, v = block.k.to(dtype), block.v.to(dtype)
-    dq, dk, dv = torch.empty_like(block.q, dtype=dtype), torch.zeros_like(k), torch.zeros_like(v)
-    mask = block.mask
-    scores_grad = None if mask is None or mask.dtype == torch.bool else torch.zeros_like(mask, dtype=dtype)
-    for start in range(0, block.q.shape[-2], _ROWS):
-        stop = min(start + _ROWS, block.q.shape[-2])
-        top, log_total = whole.top[..., start:stop, None], whole.log_total[..., start:stop, None]
-        weights = (_scores(block, start, stop, k) - top - log_total).exp_()
-        grad, out = whole.grad[..., start:stop, :].to(dtype), whole.out[..., start:stop, :].to(dtype)
-        dv += weights.mT @ grad
-        of_scores = weights.mul_(grad @ v.mT - (grad * out).sum(-1, keepdim=True))
-        if scores_grad is not None:
-            into = _cut(scores_grad, -2, start, stop)
-            into += of_scores.sum_to_size(into.shape)
-        dq[..., start:stop, :] = of_scores @ k * block.scale
-        dk += of_scores.mT @ block.q[..., start:stop, :].to(dtype) * block.scale
-    return dq, dk, dv, scores_grad
+    return grads[0], grads[1], grads[2]
 
 
 # ---- parts of a softmax ----------------------------------------------------------------------------------------
 
 
-def _finite(top: Tensor) -> Tensor:
-    """The largest score of rows, and 0 for those that see no key, where ``-inf - -inf`` would be no number."""
-    return top.masked_fill(top == float("-inf"), 0.0)
-
-
-def _not_zero(total: Tensor) -> Tensor:
-    return total.masked_fill(total == 0, 1.0)
-
-
-def _cut(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
-    """A stretch along a dim, which may have the size 1 for any."""
-    return x if x.shape[dim] == 1 else x.narrow(dim, start, stop - start)
+def _finite(lse: Tensor) -> Tensor:
+    """The logarithms of sums, and 0 for rows that see no key, where ``-inf - -inf`` would be no number."""
+    return lse.masked_fill(lse == float("-inf"), 0.0)
 
 
 def _merge(into: _Part, part: _Part) -> None:
     """Add to the result over some keys, in place, that over others."""
-    top = torch.maximum(into.top, part.top)
-    old, new = (one.total * (one.top - _finite(top)).exp() for one in (into, part))
-    total = old + new
-    into.out.mul_((old / _not_zero(total))[..., None]).add_(part.out * (new / _not_zero(total))[..., None])
-    into.top.copy_(top)
-    into.total.copy_(total)
+    lse = torch.logaddexp(into.lse, part.lse)
+    old, new = ((one.lse - _finite(lse)).exp() for one in (into, part))
+    into.out.mul_(old[..., None]).add_(part.out * new[..., None].to(part.out.dtype))
+    into.lse.copy_(lse)
 
 
 class _Heads:
     """Keys and values of one chunk as one row of numbers, which travels, and as tensors ``[b, heads, n, d]``."""
 
-    def __init__(self, k: Tensor, v: Tensor, repeats: int) -> None:
-        self._lead, self._widths, self._repeats = k.shape[:2], (k.shape[-1], v.shape[-1]), repeats
+    def __init__(self, k: Tensor, repeats: int) -> None:
+        self._lead, self._width, self._repeats = k.shape[:2], k.shape[-1], repeats
 
     def numbers(self, length: int) -> int:
         """How many numbers the keys and values of ``length`` positions are."""
-        return prod(self._lead) * length * sum(self._widths)
+        return 2 * prod(self._lead) * length * self._width
 
-    def split(self, row: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, as views of the row."""
-        sizes = [prod(self._lead) * length * width for width in self._widths]
-        k, v = row.split(sizes)
-        return k.view(*self._lead, length, self._widths[0]), v.view(*self._lead, length, self._widths[1])
+    def split(self, row: Tensor, length: int) -> Tensor:
+        """Keys and values, as views of the row: ``[2, b, heads, n, d]``."""
+        return row.view(2, *self._lead, length, self._width)
 
     def repeated(self, x: Tensor) -> Tensor:
         """One head for each of the queries' heads."""
@@ -347,6 +243,11 @@ class _Heads:
 
 def _joined(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([k.detach().reshape(-1), v.detach().reshape(-1)])
+
+
+def _cut(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """A stretch along a dim, which may have the size 1 for any."""
+    return x if x.shape[dim] == 1 else x.narrow(dim, start, stop - start)
 
 
 def _block(ring: Ring, piece: Piece, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> _Block:
@@ -368,36 +269,25 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
         ctx.set_materialize_grads(False)
         keys, rank, size = ring.keys, ring.rank, ring.size
-        heads = _Heads(k, v, q.shape[1] // k.shape[1])
+        heads = _Heads(k, q.shape[1] // k.shape[1])
         dtype = _sum_dtype(q.dtype)
-        batch, number, rows, _ = q.shape
         # Heads and positions lie in memory as those of q do, as torch's kernels have it: models join heads by a view.
-        if v.shape[-1] == q.shape[-1]:
-            out = torch.zeros_like(q, dtype=dtype)
-        else:
-            out = q.new_zeros(batch, number, rows, v.shape[-1], dtype=dtype)
-        found = _Part(
-            out,
-            q.new_full((batch, number, rows), float("-inf"), dtype=dtype),
-            q.new_zeros((batch, number, rows), dtype=dtype),
-        )
+        found = _Part(torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float64))
         here = _joined(k, v)
         for step in range(size):
             source, behind = (rank - step) % size, (rank - step - 1) % size
-            coming = None
-            if step < size - 1:
-                coming = PassedOn(here, heads.numbers(ring.count(behind)), keys)
+            coming = pass_on(here, heads.numbers(ring.count(behind)), keys) if step < size - 1 else None
             plan = ring.pieces(source, mask is not None)
             if plan:
-                some_k, some_v = (heads.repeated(x) for x in heads.split(here, ring.count(source)))
+                some_k, some_v = map(heads.repeated, heads.split(here, ring.count(source)))
             for piece in plan:
                 part = _forward(_block(ring, piece, q, some_k, some_v, mask))
-                stretch = slice(*piece.rows)
-                _merge(_Part(found.out[:, :, stretch], found.top[..., stretch], found.total[..., stretch]), part)
+                rows = slice(*piece.rows)
+                _merge(_Part(found.out[:, :, rows], found.lse[..., rows]), part)
             if coming is not None:
-                here = coming.wait()
+                here = coming()
         result = found.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, mask, result, _finite(found.top), _not_zero(found.total).log())
+        ctx.save_for_backward(q, k, v, mask, result, _finite(found.lse).to(dtype))
         ctx.ring, ctx.heads = ring, heads
         return result
 
@@ -410,44 +300,38 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def _grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask, out, top, log_total = ctx.saved_tensors
+        q, k, v, mask, out, lse = ctx.saved_tensors
         ring, heads = ctx.ring, ctx.heads
         keys, rank, size = ring.keys, ring.rank, ring.size
         dtype = _sum_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=dtype)
-        dmask = torch.zeros_like(mask, dtype=dtype) if ctx.needs_input_grad[3] else None
         here = _joined(k, v)
         returning = None  # the gradients of the keys that are here, of the ranks where these were before
         for step in range(size):
             source, behind = (rank - step) % size, (rank - step - 1) % size
-            coming = None
-            if step < size - 1:
-                coming = PassedOn(here, heads.numbers(ring.count(behind)), keys)
+            coming = pass_on(here, heads.numbers(ring.count(behind)), keys) if step < size - 1 else None
             length = ring.count(source)
             grads = here.new_zeros(heads.numbers(length), dtype=dtype)
             plan = ring.pieces(source, mask is not None)
             if plan:
-                some_k, some_v = (heads.repeated(x) for x in heads.split(here, length))
+                some_k, some_v = map(heads.repeated, heads.split(here, length))
                 sums = heads.split(grads, length)
             for piece in plan:
                 rows, columns = slice(*piece.rows), slice(*piece.keys)
-                whole = _Whole(grad[..., rows, :], out[..., rows, :], top[..., rows], log_total[..., rows])
-                found = _backward(_block(ring, piece, q, some_k, some_v, mask), whole)
+                whole = _Part(out[..., rows, :], lse[..., rows])
+                found = _backward(_block(ring, piece, q, some_k, some_v, mask), grad[..., rows, :], whole)
                 dq[..., rows, :] += found[0]
-                for total, one in zip(sums, found[1:3], strict=True):
+                for total, one in zip(sums, found[1:], strict=True):
                     total[..., columns, :] += heads.summed(one.to(dtype))
-                if dmask is not None and found[3] is not None:
-                    into = _cut(_cut(dmask, -2, *piece.rows), -1, *piece.columns)
-                    into += found[3]
             if returning is not None:
-                grads += returning.wait()
+                grads += returning()
             if size > 1:
-                returning = PassedOn(grads, heads.numbers(ring.count(behind)), keys)
+                returning = pass_on(grads, heads.numbers(ring.count(behind)), keys)
             if coming is not None:
-                here = coming.wait()
-        home = grads if returning is None else returning.wait()
+                here = coming()
+        home = grads if returning is None else returning()
         dk, dv = heads.split(home, ring.count(rank))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None if dmask is None else dmask.to(mask.dtype), None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 def _dtype(x: Tensor) -> torch.dtype:
@@ -461,10 +345,10 @@ def _dtype(x: Tensor) -> torch.dtype:
 def can_ring(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, queries: Chunks, keys: Chunks) -> bool:
     """Whether :func:`ring_attention` can compute attention of whole sequences of these shapes.
 
-    Batch dims of q, k and v must be equal, heads of q a multiple of those of k and v, and a mask must have the shape
-    ``[..., s, t]`` up to dims of size 1.
+    torch must have a fused kernel for it. Batch dims of q, k and v must be equal, heads of q a multiple of those of k and v, and
+    a mask, of bool, must have the shape ``[..., s, t]`` up to dims of size 1.
     """
-    if queries.group is not keys.group or not q.is_floating_point() or len({_dtype(x) for x in (q, k, v)}) > 1:
+    if queries.group is not keys.group or _kernel(q, k, v, mask) is None:
         return False
     if not q.ndim == k.ndim == v.ndim >= 2 or not q.numel() or not k.numel() or not v.numel():
         return False
@@ -472,12 +356,11 @@ def can_ring(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, queries: Chun
         return False
     if q.ndim > 2 and q.shape[-3] % k.shape[-3]:
         return False
-    if mask is None:
-        return True
-    if not (mask.dtype == torch.bool or mask.is_floating_point()) or not 2 <= mask.ndim <= q.ndim:
-        return False
     whole = (*q.shape[:-1], k.shape[-2])
-    return all(size in (1, full) for size, full in zip(reversed(mask.shape), reversed(whole), strict=False))
+    return mask is None or (
+        2 <= mask.ndim <= q.ndim
+        and all(size in (1, full) for size, full in zip(reversed(mask.shape), reversed(whole), strict=False))
+    )
 
 
 def ring_attention(
@@ -494,15 +377,15 @@ def ring_attention(
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` of this rank's queries with the keys and values of all ranks.
 
-    q ``[..., heads, s/cp, d]``, k ``[..., groups, t/cp, d]`` and v ``[..., groups, t/cp, e]`` → ``[..., heads, s/cp, e]``, in which
-    each group of keys serves ``heads / groups`` heads. Forward: k and v are sent on ``cp - 1`` times. Backward: likewise, and
-    their gradients ``cp`` times, in float32 where they have 16 bits, so that they are rounded once. It has no second derivative.
+    q ``[..., heads, s/cp, d]``, k and v ``[..., groups, t/cp, d]`` → ``[..., heads, s/cp, d]``, in which each group of keys serves
+    ``heads / groups`` heads. Forward: k and v are sent on ``cp - 1`` times. Backward: likewise, and their gradients ``cp`` times,
+    in float32 where they have 16 bits, so that they are rounded once. It has no second derivative.
 
     Args:
         q: this rank's queries.
         k: this rank's keys.
         v: this rank's values.
-        mask: the rows of this rank's queries and the columns of all keys, ``[..., s/cp, t]``, of bool or numbers.
+        mask: the rows of this rank's queries and the columns of all keys, ``[..., s/cp, t]``, of bool.
         queries: how the queries are dealt out.
         keys: how keys and values are.
         is_causal: whether a query reads keys at its own position and before it alone.
@@ -510,7 +393,7 @@ def ring_attention(
         gathered: whether k and v are those of all ranks, ``[..., groups, t, d]``; nothing is sent then.
     """
     ring = Ring(queries, keys, is_causal, 1 / sqrt(q.shape[-1]) if scale is None else scale, gathered)
-    lead, number = q.shape[:-3], q.shape[-3] if q.ndim > 2 else 1
+    lead, shape = q.shape[:-3], q.shape
 
     def flat(x: Tensor) -> Tensor:
         return x.reshape(prod(lead), x.shape[-3] if x.ndim > 2 else 1, *x.shape[-2:])
@@ -524,4 +407,4 @@ def ring_attention(
     q, k, v = (x.to(_dtype(x)) for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
         out: Tensor = _RingAttention.apply(flat(q), flat(k), flat(v), mask, ring)  # type: ignore[no-untyped-call]
-    return out.reshape(*lead, number, *out.shape[-2:]) if q.ndim > 2 else out.reshape(out.shape[-2:])
+    return out.reshape(shape)

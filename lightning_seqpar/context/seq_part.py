@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.context.exchange import gather_for_parts, gather_positions, share
-from lightning_seqpar.distributed.autograd import (
-    GivenAway,
-    input_nodes,
-    leaf_of,
-    memory_of,
-    outputs_of,
-    without_overrides,
-)
+from lightning_seqpar.distributed.autograd import input_nodes, leaf_of, outputs_of, without_overrides
 
 
 @dataclass(frozen=True)
@@ -105,7 +97,6 @@ class SeqPart(Tensor):
 
     _local: Tensor
     _place: Place
-    _memory: _Memory | None = None
     _guarded: bool = False
 
     @staticmethod
@@ -216,29 +207,11 @@ class SeqPart(Tensor):
         with without_overrides():
             self.register_hook(refuse)  # type: ignore[no-untyped-call]
 
-    def _made_memory(self) -> _Memory:
-        """What this sequence and its views have in common."""
-        if self._memory is None:
-            self._memory = _Memory([weakref.ref(self)], [])
-        return self._memory
-
-    def _share(self, other: SeqPart) -> None:
-        """Take note that ``other``, a view of this sequence, has the same memory."""
-        other._memory = self._made_memory()
-        other._memory.views.append(weakref.ref(other))
-
-    def _gave_copy(self, copy: Tensor) -> None:
-        """Take note that ``copy`` was given away where torch gives a view: no change in place may be lost."""
-        self._made_memory().copies.append(GivenAway(copy))
-
     def _changed(self) -> None:
         """Make what a change in place has done to the part known to those that ask the object: whether it has a graph."""
-        memory = self._memory
-        views = [self] if memory is None else [view for ref in memory.views if (view := ref()) is not None]
         with without_overrides():
-            for view in views:
-                if view._local.requires_grad and not view.requires_grad:
-                    view.requires_grad_()
+            if self._local.requires_grad and not self.requires_grad:
+                self.requires_grad_()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The shape of the whole and the rank; no numbers, which would take a collective."""
@@ -266,12 +239,10 @@ class SeqPart(Tensor):
         if not args and "input" in named:
             args = (named.pop("input"),)
         if named.get("out") is None:
-            handler = HANDLERS.get(func)
-            if handler is not None:
-                out = handler(func, *((args, named) if func in COMPOSED else _shared(args, named)))
+            handling = HANDLERS.get(func)
+            if handling is not None and handling.fits(args, named):
+                out = handling.run(func, *((args, named) if handling.composed else _shared(args, named)))
                 if out is not NotImplemented:
-                    if func in VIEWS:
-                        _note_views(args[0], out)
                     return out
         return on_whole(func, args, named)
 
@@ -306,18 +277,12 @@ class _OfFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.node, ctx.place = node, place
         ctx.places = [one._place if isinstance(one, SeqPart) else None for one in given]
-        ctx.given = [(one, one._local._version) for one in given if isinstance(one, SeqPart)]
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
-        if any(one._local._version != version for one, version in ctx.given):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a sequence that "
-                f"{type(ctx.node).__name__.removesuffix('Backward')} was given"
-            )
         grads = ctx.node.apply(SeqPart.wrap(grad, ctx.place))
         grads = grads if isinstance(grads, tuple) else (grads,)
         needed = ctx.needs_input_grad[4:]
@@ -346,33 +311,6 @@ def share_of(grad: Tensor | None, place: Place | None, chunks: Chunks) -> Tensor
     return place.own(whole_of(grad))
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """What the sequences that are views of one another have in common.
-
-    Args:
-        views: these sequences.
-        copies: those that were given away in a view's place.
-    """
-
-    views: list[weakref.ref[SeqPart]]
-    copies: list[GivenAway]
-
-    def check(self) -> None:
-        """Raise where a copy was changed.
-
-        Raises:
-            RuntimeError: then.
-        """
-        for copy in self.copies:
-            if copy.is_changed:
-                raise RuntimeError(
-                    "a view of a sequence of which each rank holds a part was changed in place, but it was a copy, and the change "
-                    "did not reach the sequence; write the change as a new tensor (torch.where, torch.cat, x = x + y), or "
-                    "x = x.whole() first (on all ranks)"
-                )
-
-
 def _settle(values: Iterable[Any]) -> None:
     """Look after the sequences among the arguments of a function, before anything reads their parts."""
     enabled = torch.is_grad_enabled()
@@ -389,8 +327,6 @@ def _settle(values: Iterable[Any]) -> None:
                 value._local = value._local.detach().requires_grad_()
             elif trains and not enabled and not value._guarded:
                 value._guard()
-            if value._memory is not None and value._memory.copies:
-                value._memory.check()
         elif type(value) in (tuple, list):
             _settle(value)
 
@@ -413,22 +349,6 @@ def _shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
     return given
 
 
-def _note_views(x: Any, out: Any) -> None:
-    """Of what a function of views returned: what has the memory of ``x``, and what has not."""
-    if not isinstance(x, SeqPart):
-        return
-    memory: int | None = None
-    for view in out if isinstance(out, tuple | list) else (out,):
-        if not isinstance(view, SeqPart):
-            x._gave_copy(view)
-        # Sharded logits note their views themselves; to ask for their memory would make it.
-        elif view is not x and type(view._local) is type(x._local) is Tensor:
-            if memory is None:
-                memory = memory_of(x._local)
-            if memory_of(view._local) == memory:
-                x._share(view)
-
-
 def _chunks_of(args: Any) -> Chunks:
     found: list[SeqPart] = []
     tree_map_only(SeqPart, found.append, args)
@@ -436,12 +356,32 @@ def _chunks_of(args: Any) -> Chunks:
 
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-HANDLERS: dict[Any, Handler] = {}
-"""By function, what runs it on parts; ``NotImplemented`` leaves it to :func:`on_whole`. Filled by the modules of this package."""
-COMPOSED: set[Any] = set()
-"""Functions whose handler runs other functions of sequences: these share the whole tensors beside them, which happens once."""
-VIEWS: set[Any] = set()
-"""Functions with a handler whose result is a view of their first argument: a change of it in place changes the argument."""
+
+
+class Handling(NamedTuple):
+    """What runs a function on parts; it may return ``NotImplemented``, which leaves the function to :func:`on_whole`.
+
+    Attributes:
+        run: gets the function and its arguments.
+        first: whether the first argument must be a sequence.
+        only: whether no other argument may be one.
+        composed: whether it runs other functions of sequences: these share the whole tensors beside them, which happens once.
+    """
+
+    run: Handler
+    first: bool = False
+    only: bool = False
+    composed: bool = False
+
+    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether sequences are among the arguments where they must be, and nowhere else."""
+        if (self.first or self.only) and not (args and isinstance(args[0], SeqPart)):
+            return False
+        return not self.only or not any(isinstance(value, SeqPart) for value in (*args[1:], *kwargs.values()))
+
+
+HANDLERS: dict[Any, Handling] = {}
+"""By function. Filled by the modules of this package."""
 
 FACTS = frozenset(
     [
@@ -521,7 +461,6 @@ _OF_MEMORY = frozenset(
      "__cuda_array_interface__", "_make_subclass", "module_load", "pin_memory", "share_memory_", "is_set_to"]
 )  # fmt: skip
 _OF_GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.register_post_accumulate_grad_hook])
-COMPOSED.update(_OF_GRAPH)
 
 
 def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -552,23 +491,18 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     chunks = _chunks_of((args, kwargs))
     if chunks.size > 1 and not chunks.rank:
         warn_of_gather(func, f"the positions of a sequence of which each rank of {chunks.shown}")
-    wholes: dict[int, tuple[SeqPart, Tensor]] = {}
+    wholes: dict[int, Tensor] = {}
 
     def whole(x: SeqPart) -> Tensor:
         if id(x) not in wholes:
-            wholes[id(x)] = x, x.whole()
-        return wholes[id(x)][1]
+            wholes[id(x)] = x.whole()
+        return wholes[id(x)]
 
     plain_args, plain_kwargs = tree_map_only(SeqPart, whole, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     if isinstance(target, SeqPart):
         write(target, plain_args[0])
         return None if result is None else target
-    made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-    for x, copy in wholes.values():
-        for one in made:
-            if memory_of(one) == memory_of(copy):
-                x._gave_copy(one)
     return result
 
 
@@ -600,20 +534,5 @@ def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def write(target: SeqPart, whole: Tensor) -> None:
     """Give a sequence, in place, the numbers of a whole tensor, and its graph; views of it change with it."""
-    changes(target)
     target._local.copy_(target._place.own(share(whole, target._place.chunks)))
     target._changed()
-
-
-def changes(target: SeqPart) -> None:
-    """Refuse a change in place of a sequence of which a copy stands for a view, which would not change with it.
-
-    Raises:
-        RuntimeError: if there is such a copy.
-    """
-    if target._memory is not None and target._memory.copies:
-        raise RuntimeError(
-            f"a change in place of a sequence of which each rank of {target._place.chunks.shown} holds a part, and of which a "
-            "copy was given in a view's place (as x[:, -1]): the copy would not change; write x = x + y, or x = x.whole() first "
-            "(on all ranks)"
-        )

@@ -387,13 +387,8 @@ class LateWeights:
         """Give tensors that are no parameters their values, whole, before the model is sharded."""
         self._fill(self._others)
 
-    @property
-    def count(self) -> int:
-        """How many tensors :meth:`fill_parameters` fills; those that share memory are one."""
-        return len(self._parameters)
-
-    def fill_parameters(self, record: ShardedModel | None, advance: Callable[[], None] = lambda: None) -> None:
-        """Gives every parameter this rank's part of its values, one tensor at a time; ``advance`` is called for each."""
+    def fill_parameters(self, record: ShardedModel | None) -> None:
+        """Gives every parameter this rank's part of its values, or its rows; no more than one whole tensor exists at a time."""
         # What other stages of a pipeline hold has left the meta device already, without values.
         wanted = {
             key: places
@@ -407,31 +402,23 @@ class LateWeights:
                 room = nn.Parameter(empty_on_cpu(parameter), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, room)
 
-        self._fill(wanted, record, advance)
+        self._fill(wanted, record)
         for module in self._model.modules():
             module.__dict__.pop(_SOURCE, None)
 
-    def _fill(
-        self,
-        wanted: Mapping[int, list[_Place]],
-        record: ShardedModel | None = None,
-        advance: Callable[[], None] = lambda: None,
-    ) -> None:
+    def _fill(self, wanted: Mapping[int, list[_Place]], record: ShardedModel | None = None) -> None:
         """Gives tensors, by storage, their values: read from a checkpoint or a file if one has them, else from the record."""
         rank = record.groups.rank("tp") if record is not None else 0
         drawn: dict[int, list[_Place]] = {}
         for key, places in wanted.items():
             read = [self._read(place, _layout(record, place), rank) for place in places]
-            if any(read):
-                advance()
-            else:
+            if not any(read):
                 drawn[key] = places
 
         def draw(key: int, tensor: Callable[[TensorRef], Tensor]) -> None:
             for place in drawn[key]:
                 layout, whole = _layout(record, place), tensor(place.ref)
                 _set(place, whole if layout is None else layout.take(whole, rank))
-            advance()
 
         if drawn:
             self.recorder.replay([place.ref for places in drawn.values() for place in places], draw)

@@ -104,8 +104,8 @@ class Environment:
 
     @property
     def phases(self) -> Phases:
-        """The reports of the phases of the start: on the first rank, with progress bars if the Trainer has one."""
-        return Phases(shows=self.strategy.global_rank == 0, bars=self.trainer.progress_bar_callback is not None)
+        """The reports of the phases of the start, on the first rank."""
+        return Phases(shows=self.strategy.global_rank == 0)
 
     @property
     def has_groups(self) -> bool:

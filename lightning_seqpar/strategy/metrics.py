@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -91,22 +92,6 @@ def _find(value: Any, depth: int, seen: set[int]) -> Iterator[Metric]:
             yield from _find(item, depth - 1, seen)
 
 
-class _MeanLoss:
-    """``on_train_batch_end`` of a learning-rate finder that reads the mean of the replicas' losses.
-
-    Args:
-        read: the finder's own method.
-    """
-
-    def __init__(self, read: Callable[..., None]) -> None:
-        self._read = read
-
-    def __call__(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
-        if isinstance(outputs, Mapping) and isinstance(loss := outputs.get("loss"), Tensor):
-            outputs = {**outputs, "loss": trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")}
-        self._read(trainer, pl_module, outputs, *batch)
-
-
 def share_losses_of_finders(callbacks: Sequence[Any]) -> None:
     """Let Lightning's learning-rate finder read the loss of all replicas.
 
@@ -117,5 +102,12 @@ def share_losses_of_finders(callbacks: Sequence[Any]) -> None:
         callbacks: the trainer's; while a rate is looked for the finder is one of them, made for that search alone.
     """
     for finder in callbacks:
-        if isinstance(finder, _LRCallback) and not isinstance(finder.on_train_batch_end, _MeanLoss):
-            vars(finder)["on_train_batch_end"] = _MeanLoss(finder.on_train_batch_end)
+        if isinstance(finder, _LRCallback) and "on_train_batch_end" not in vars(finder):
+            vars(finder)["on_train_batch_end"] = functools.partial(_read_mean, finder.on_train_batch_end)
+
+
+def _read_mean(read: Callable[..., None], trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
+    """Call a finder's own ``on_train_batch_end`` with the mean of the replicas' losses."""
+    if isinstance(outputs, Mapping) and isinstance(loss := outputs.get("loss"), Tensor):
+        outputs = {**outputs, "loss": trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")}
+    read(trainer, pl_module, outputs, *batch)

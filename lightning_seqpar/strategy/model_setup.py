@@ -13,7 +13,6 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_model
 from lightning_seqpar.init.deferred import DeferredInit
@@ -31,31 +30,15 @@ from lightning_seqpar.parallel.unsharded import change_unsharded
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
-from lightning_seqpar.strategy.averages import (
-    averages_of,
-    save_whole,
-    shard_average,
-)
+from lightning_seqpar.strategy.averages import averages_of, save_whole, shard_average
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.refusals import is_verbose
-from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize, summarize_briefly
+from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize
 from lightning_seqpar.verify.coverage import Coverage, cover
-from lightning_seqpar.verify.guards.config import (
-    syncs_batch_norms,
-)
+from lightning_seqpar.verify.guards.config import syncs_batch_norms
 from lightning_seqpar.verify.guards.model import refuse_overlaps
 from lightning_seqpar.verify.plan_file import write_plan
 from lightning_seqpar.verify.prover import Proved, Prover
-
-_REACHES_NO_MODULE = (
-    "dp",  # "auto" and a number make one topology, which is compared
-    "ddp",  # each fit wraps the model anew
-    "check_every",  # each fit has a schedule of its own
-    "broadcast_batch",  # who reads the data
-    "checkpoint",  # how files are written
-    "elementwise_optimizers",  # each fit makes its optimizers anew
-)
-"""Fields of the configuration that change nothing in a sharded module, each with its reason."""
 
 
 class ModelSetup:
@@ -70,7 +53,6 @@ class ModelSetup:
         self._summarized = False
         self._recorder: DeferredInit | None = None
         self._unsharded_changes: list[ModuleChange] = []  # of a model that is not sharded
-        self._reverts: Callable[[LightningModule], Any] | None = None  # takes back what a plugin has changed
 
     @contextmanager
     def recording(self, *, empty: bool) -> Generator[None, None, None]:
@@ -84,13 +66,10 @@ class ModelSetup:
             yield
 
     def undo(self) -> None:
-        """Take back the changes of a model that is not sharded, and those of a plugin."""
+        """Take back the changes of a model that is not sharded."""
         for change in reversed(self._unsharded_changes):
             change.undo()
         self._unsharded_changes = []
-        if self._reverts is not None and self._env.strategy.lightning_module is not None:
-            self._reverts(self._env.strategy.lightning_module)
-        self._reverts = None
 
     def share_out_averages(
         self, record: ShardedModel | None, to_whole: Callable[[ShardedModel, Mapping[str, Any]], dict[str, Any]]
@@ -116,16 +95,8 @@ class ModelSetup:
         tp = self._env.groups.size("tp")
         earlier = record_of(module)
         config = self._env.config
-        made_by = (
-            self._env.groups.topology,
-            {
-                name: repr(getattr(config, name))
-                for name in ParallelConfig.model_fields
-                if name not in _REACHES_NO_MODULE
-            },
-            self._syncs_batch_norms,
-            tp > 1 or not self._changes_unsharded or self._env.fits,
-        )
+        changes_of_fit = tp > 1 or not self._changes_unsharded or self._env.fits
+        made_by = (self._env.groups.topology, config, self._syncs_batch_norms, changes_of_fit)
         if earlier is not None:
             if earlier.made_by == made_by:
                 return earlier
@@ -140,8 +111,7 @@ class ModelSetup:
             return self._split_unsharded(module, made_by)
         if tp == 1:
             return self._leave_whole(module, made_by)
-        phases = self._env.phases
-        prover = Prover(module, self._env.trainer, self._env.config, self._env.groups, self._env.device, phases)
+        prover = self._prover(module)
         proved = prover.prove()
         plans = proved.plans
         plan_text = "; ".join(f"{plan.source}: {plan.to_yaml()}" for plan in plans)
@@ -150,7 +120,7 @@ class ModelSetup:
         cut = prover.find_cut(plans) if config.pp > 1 else None
         if cut is not None:
             proved.lines += prover.check_stages(plans, cut)
-        with phases.phase("cutting the model"):
+        with self._env.phases.phase("cutting the model"):
             record = parallelize(
                 *(module, plans, self._env.groups),
                 sp=config.sp,
@@ -226,7 +196,7 @@ class ModelSetup:
     def _split_unsharded(self, module: LightningModule, made_by: object) -> ShardedModel:
         """Split a model that tp does not shard along the sequence (cp), into stages (pp), or both, once that is proved."""
         config = self._env.config
-        prover = Prover(module, self._env.trainer, config, self._env.groups, self._env.device, self._env.phases)
+        prover = self._prover(module)
         needs_proof = config.cp > 1 or self._needs_proof
         proved = prover.prove_unsharded() if needs_proof else Proved(prover.find_unsharded())
         plans = proved.plans
@@ -252,6 +222,10 @@ class ModelSetup:
         self._log_summary([*lines, *proved.lines], plans=plans)
         return record
 
+    def _prover(self, module: LightningModule) -> Prover:
+        env = self._env
+        return Prover(module, env.trainer, env.config, env.groups, env.device, env.phases)
+
     @property
     def _tiles(self) -> MLPTiles | None:
         """How MLPs run in tiles; None where they run whole."""
@@ -261,22 +235,6 @@ class ModelSetup:
     def _syncs_batch_norms(self) -> bool:
         """Whether batch norms take their statistics over all replicas."""
         return syncs_batch_norms(self._env.strategy._layer_sync)
-
-    def apply_layer_sync(self, module: LightningModule) -> None:
-        """Let a plugin of the user's change the model before it is trained, as Lightning's own DDP does.
-
-        Raises:
-            ValueError: if it makes another module of the model itself.
-        """
-        sync = self._env.strategy._layer_sync
-        if sync is None or self._syncs_batch_norms:
-            return
-        if sync.apply(module) is not module:
-            raise ValueError(
-                f"plugins=[{type(sync).__name__}()]: its apply() returned another module than the model; exchange "
-                "modules inside the model, and return the model"
-            )
-        self._reverts = sync.revert
 
     @property
     def splits(self) -> bool:
@@ -304,10 +262,9 @@ class ModelSetup:
 
     def _recompute_unsharded(self, module: LightningModule) -> list[ModuleChange]:
         """Let what the configuration names of a model that tp does not shard be recomputed, or run in parts, while it is fitted."""
-        config = self._env.config
         if not self._changes_unsharded or not self._env.fits:
             return []
-        prover = Prover(module, self._env.trainer, config, self._env.groups, self._env.device, self._env.phases)
+        prover = self._prover(module)
         return self._change_unsharded(
             module, prover.prove_unsharded().plans if self._needs_proof else prover.find_unsharded()
         )
@@ -364,11 +321,9 @@ class ModelSetup:
             return
         self._summarized = True
         config = self._env.config
-        about = (self._env.groups.topology, config, self._env.num_processes, VERSION, plan, coverage)
-        if is_verbose():
-            rank_zero_info(summarize(*about))
-        else:
-            rank_zero_info(summarize_briefly(*about, write_plan(plans, summarize(*about)) if plans else ""))
+        about = (self._env.groups.topology, config, self._env.num_processes, plan, coverage)
+        place = None if is_verbose() else write_plan(plans, summarize(*about)) if plans else ""
+        rank_zero_info(summarize(*about, place))
 
     def _make_replicas_equal(self, module: nn.Module) -> None:
         """Send the first rank's weights and buffers to all ranks, while the model is still whole on each. Collective."""
@@ -376,15 +331,13 @@ class ModelSetup:
         # One on the meta device is filled later, from a record or files that are the same on all ranks.
         whole = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()}.values()
         tensors = [part for tensor in whole for part in dense_parts(tensor)]
-        total = sum(tensor.nbytes for tensor in tensors)
-        with torch.no_grad(), self._env.phases.phase("sending the first rank's weights to all", total) as sending:
+        with torch.no_grad(), self._env.phases.phase("sending the first rank's weights to all"):
             for tensor in tensors:
                 staged = tensor.detach().to(self._env.device).contiguous()
                 # As bytes, since backends do not support every dtype.
                 dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=group)
                 if storage_id(staged) != storage_id(tensor):
                     tensor.data.copy_(staged)
-                sending.advance(tensor.nbytes)
 
 
 def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan], coverage: Coverage) -> str:

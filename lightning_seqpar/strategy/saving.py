@@ -5,7 +5,6 @@ Either can be read at any topology.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -51,29 +50,6 @@ from lightning_seqpar.verify.guards.callbacks import refuse_saved_shards
 T = TypeVar("T")
 OWN = "lightning_seqpar"
 """Key of this package's own entry in a checkpoint; plain Lightning ignores it."""
-
-
-class _FileExists:
-    """``ModelCheckpoint.file_exists`` where the name of a checkpoint that is being written is taken too.
-
-    A copy of the callback, and what is pickled of it, has the original in its place.
-
-    Args:
-        original: the callback's method.
-        background: what writes checkpoints.
-    """
-
-    def __init__(self, original: Callable[[Any, Any], bool], background: Background) -> None:
-        self.original, self._background = original, background
-
-    def __call__(self, filepath: Any, trainer: Any) -> bool:
-        return bool(self.original(filepath, trainer)) or local_path(filepath) == self._background.path is not None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.original, memo)
-
-    def __reduce__(self) -> Any:
-        return copy.copy, (self.original,)
 
 
 def take_places(checkpoint: dict[str, Any]) -> list[Any]:
@@ -205,7 +181,7 @@ class Saver:
             later = self._background_groups[1] if meanwhile and self._background_groups else None
             write = write_folder(place, checkpoint, self._facts_of_run(checkpoint), self._env.world, later)
             if meanwhile:
-                self._background.start(place, write)
+                self._background.start(write)
             else:
                 write()
         else:
@@ -341,22 +317,9 @@ class Saver:
         The epoch's loader draws its seed when it starts; in the run that wrote the checkpoint it had done so before.
         """
         self.trains = True
-        if self._env.config.checkpoint.async_save:
-            for callback in self._env.trainer.checkpoint_callbacks:
-                self._reserve_names(callback)
         if self.streams is not None:
             unpack_streams(self.streams, self._env.device)
             self.streams = None
-
-    def _reserve_names(self, callback: Any) -> None:
-        """Let ``ModelCheckpoint`` know that the name of a checkpoint that is being written is taken.
-
-        Its method ``file_exists`` is replaced by one that knows. If an earlier strategy did so, that one is replaced.
-        """
-        present = getattr(callback, "file_exists", None)
-        original = getattr(present, "original", present)
-        if callable(original):
-            callback.file_exists = _FileExists(original, self._background)
 
     def end_training(self) -> None:
         """Wait until the last checkpoint is on the disk."""

@@ -95,8 +95,9 @@ class StageLogs:
         if ends_window and math.isnan(self.window_loss):
             rank_zero_warn(
                 f"lightning_seqpar: the loss is NaN. With pp={self._group.size()} an activation between the blocks is NaN on "
-                "stages that did not make it, and so is a loss that reads one in a way which the first batch did not take (an "
-                "auxiliary loss that begins later). If one process has a number there, train with pp=1"
+                "stages that did not make it, a parameter on those that do not hold it, and so is a loss that reads one in a way "
+                "which the first batch did not take (an auxiliary loss that begins later). If one process has a number there, "
+                "train with pp=1"
             )
         trainer.should_stop |= stops
         if self._is_last:

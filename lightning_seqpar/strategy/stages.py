@@ -54,6 +54,7 @@ class Stages:
         self.stage: Stage | None = None
         self.reduced: list[Tensor] = []
         self.window: InterleavedWindow | None = None
+        self._replaced: list[tuple[Any, str]] = []  # methods of Lightning's loops
 
     def begin(self, stage: Stage) -> None:
         """A training begins."""
@@ -220,7 +221,7 @@ class Stages:
             if (loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0:
                 ask()
 
-        loop.__dict__["_broadcast_sigterm_tensor"] = ask_at_start
+        self._replace(loop, "_broadcast_sigterm_tensor", ask_at_start)
 
     def _finish_in_front_of_hooks(self) -> None:
         """Let what is under way be finished where a validation begins, and at an epoch's end, before any hook runs there.
@@ -230,7 +231,7 @@ class Stages:
         """
         loop = self._env.trainer.fit_loop
         for owner, name in ((loop.epoch_loop.val_loop, "run"), (loop, "on_advance_end")):
-            owner.__dict__[name] = self._finishing(getattr(owner, name))
+            self._replace(owner, name, self._finishing(getattr(owner, name)))
 
     def _tell_loss_of_window(self) -> None:
         """Let ``on_train_batch_end`` be given one loss on all stages, of which the last one alone computes it."""
@@ -243,7 +244,7 @@ class Stages:
                 return out
             return {**out, "loss": torch.full_like(out["loss"], self._logs.window_loss, dtype=torch.float64)}
 
-        loop.__dict__["run"] = with_loss
+        self._replace(loop, "run", with_loss)
 
     def _finishing(self, call: Callable[[], Any]) -> Callable[[], Any]:
         @functools.wraps(call)
@@ -255,11 +256,10 @@ class Stages:
 
     def leave_loops(self) -> None:
         """Give Lightning's loops their methods back."""
-        loop = self._env.trainer.fit_loop
-        for owner, name in (
-            (loop.epoch_loop, "_broadcast_sigterm_tensor"),
-            (loop.epoch_loop.val_loop, "run"),
-            (loop, "on_advance_end"),
-            (loop.epoch_loop.automatic_optimization, "run"),
-        ):
+        for owner, name in self._replaced:
             owner.__dict__.pop(name, None)
+        self._replaced = []
+
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        self._replaced.append((owner, name))
+        owner.__dict__[name] = method

@@ -326,8 +326,6 @@ class Steps:
                 if is_loss:
                     check_loss(loss, self._env.groups)
                     check_readers(loss, record)
-                if record.stage is not None:
-                    record.stage.check_graph(loss)
                 check_parameters(record)
                 check_buffers(record, self._env.groups, self._env.device)
         if (ddp := self._env.ddp) is not None:

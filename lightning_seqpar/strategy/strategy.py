@@ -332,7 +332,7 @@ class SeqParallelStrategy(ParallelStrategy):
                 refuse_notebook(self.num_nodes * self.num_processes)
             if is_hydra_sweep():
                 refuse_sweep(self.num_nodes * self.num_processes)
-        check_layer_sync(self._layer_sync, self.config)
+        check_layer_sync(self._layer_sync)
         self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
@@ -420,12 +420,9 @@ class SeqParallelStrategy(ParallelStrategy):
         if meta_weights is not None:
             if setup.splits:  # before it has weights: of each a rank keeps its rows
                 steps.split = setup.split_over_replicas(module, record)
-            with env.phases.phase("filling the weights", meta_weights.count) as filling:
-                on_every_rank(
-                    lambda: meta_weights.fill_parameters(record, filling.advance),
-                    env.world,
-                    "the model's weights can't be read",
-                )
+            with env.phases.phase("filling the weights"):
+                fill = functools.partial(meta_weights.fill_parameters, record)
+                on_every_rank(fill, env.world, "the model's weights can't be read")
         self.model_to_device()
         if meta_weights is None:
             steps.split = setup.split_over_replicas(module, record)
@@ -446,7 +443,6 @@ class SeqParallelStrategy(ParallelStrategy):
         steps.share_metrics_of_run()
         steps.begin(record)
         if env.fits:
-            setup.apply_layer_sync(module)
             with env.phases.phase("making optimizers"):
                 if env.mean_size > 1 and steps.split is None:
                     steps.wrap_ddp()

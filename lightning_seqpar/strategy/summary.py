@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
-
-from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.nn.lowered_layers import LoweredColumnLinear
+from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.coverage import Coverage
@@ -89,20 +86,9 @@ def _memory(config: ParallelConfig, tp: int) -> str:
 def describe_compiled(record: ShardedModel) -> str:
     """A line on compiled blocks: how many, and what compiling gives up."""
     blocks = {name for region in record.regions for name in region.blocks}
-    kept = 0
-    for name in dict.fromkeys(match.name for match in record.matches if match.rule.style in ("gather", "replace")):
-        if not record.on_shard(name):
-            continue  # whole activations are kept by either form
-        modules = [*record.model.get_submodule(name).modules()]
-        columns = [one for one in modules if isinstance(one, LoweredColumnLinear)]
-        attentions = [one for one in modules if isinstance(one, nn.MultiheadAttention)]
-        widths = [one.in_features * one.weight.element_size() for one in columns]
-        widths += [one.embed_dim * one.in_proj_weight.element_size() for one in attentions]
-        kept += max(widths, default=0)
     return (
         f"compile: {len(blocks)} blocks, one graph for each kind. In them regather and the overlap of weight-gradient products "
-        f"with collectives are off: results of norms and activation functions are kept, and {kept:,} bytes a token and rank of "
-        "gathered inputs"
+        "with collectives are off: results of norms and activation functions, and gathered inputs, are kept"
     )
 
 
@@ -125,12 +111,12 @@ def describe_stages(record: ShardedModel) -> list[str]:
     return lines
 
 
-def _headline(topology: ProcessTopology, ranks_per_node: int, version: str) -> str:
+def _headline(topology: ProcessTopology, ranks_per_node: int) -> str:
     """The line with the sizes of the world and of its axes."""
     world = topology.world_size
     sizes = "".join(f"{' ×' if at else ','} {axis} {size}" for at, (axis, size) in enumerate(topology.larger_axes))
     nodes = max(1, world // ranks_per_node)
-    return f"lightning_seqpar {version}: {world} rank{'s' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}{sizes}"
+    return f"lightning_seqpar {VERSION}: {world} rank{'s' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}{sizes}"
 
 
 def _in_rows(rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
@@ -142,56 +128,33 @@ def summarize(
     topology: ProcessTopology,
     config: ParallelConfig,
     ranks_per_node: int,
-    version: str,
     plan: Sequence[str],
     coverage: Coverage | None = None,
+    place: str | None = None,
 ) -> str:
-    """All that is known at the start of a run, with the plan's rules and reasons.
+    """All that is known at the start of a run, with the plan's rules and reasons, or the most important :data:`LINES` lines of it.
 
     Args:
         topology: the grid of ranks.
         config: the configuration.
         ranks_per_node: how many ranks are on a node.
-        version: the version of this package.
         plan: lines on the plan.
         coverage: how much of the model the plan shards; None if there is no plan.
+        place: the file that holds all of it, which the last of few lines names; empty for none. With None there are all lines.
     """
     tp, dp = (topology.get_dim(axis) for axis in ("tp", "dp"))
     on, off = switches(config, tp, dp, coverage)
     memory = _memory(config, tp)
-    rows = [
-        ("groups", groups_of(topology)),
-        ("plan", plan),
-        ("memory", [memory] * bool(memory)),
-        ("on", [", ".join(on) or "nothing"]),
-        ("off", [", ".join(off)] * bool(off)),
-    ]
-    return "\n".join([_headline(topology, ranks_per_node, version), *_in_rows(rows)])
-
-
-def summarize_briefly(
-    topology: ProcessTopology,
-    config: ParallelConfig,
-    ranks_per_node: int,
-    version: str,
-    plan: Sequence[str],
-    coverage: Coverage | None,
-    place: str,
-) -> str:
-    """The text of :func:`summarize` in :data:`LINES` lines at most, of which the last names the file that holds all of it.
-
-    Args:
-        topology: the grid of ranks.
-        config: the configuration.
-        ranks_per_node: how many ranks are on a node.
-        version: the version of this package.
-        plan: lines on the plan; those that give its rules and reasons are left to the file.
-        coverage: how much of the model the plan shards; None if there is no plan.
-        place: the file; empty if it could not be written.
-    """
-    tp, dp = (topology.get_dim(axis) for axis in ("tp", "dp"))
-    on, off = switches(config, tp, dp, coverage)
-    memory = _memory(config, tp)
+    headline, told_on = _headline(topology, ranks_per_node), ", ".join(on) or "nothing"
+    if place is None:
+        rows = [
+            ("groups", groups_of(topology)),
+            ("plan", plan),
+            ("memory", [memory] * bool(memory)),
+            ("on", [told_on]),
+            ("off", [", ".join(off)] * bool(off)),
+        ]
+        return "\n".join([headline, *_in_rows(rows)])
     groups = [" ".join(line.split()) for line in groups_of(topology)]
     told = [line for line in plan if not line.startswith(_DETAILS)]
     checks = [line for line in told if line.startswith("self-check")]
@@ -203,10 +166,10 @@ def summarize_briefly(
     around = [
         ("groups", ["; ".join(groups)] * bool(groups)),
         ("memory", [memory] * bool(memory)),
-        ("on", [(", ".join(on) or "nothing") + f"; off: {', '.join(off)}" * bool(off)]),
+        ("on", [told_on + f"; off: {', '.join(off)}" * bool(off)]),
     ]
     room = LINES - 2 - len(_in_rows(around))  # the headline, and the line on the file
     body = body[:room]
     where = f"{place} (-v, or SEQPAR_VERBOSE=1, prints it)" if place else "-v, or SEQPAR_VERBOSE=1, prints them"
-    rows = [around[0], ("plan", body), *around[1:], ("rules", [where] if place or len(body) < len(plan) else [])]
-    return "\n".join([_headline(topology, ranks_per_node, version), *_in_rows(rows)])
+    few = [around[0], ("plan", body), *around[1:], ("rules", [where] if place or len(body) < len(plan) else [])]
+    return "\n".join([headline, *_in_rows(few)])

@@ -71,17 +71,7 @@ class Skipping(Biased):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-class BeginsToRead(Biased):
-    """From some step on, the head adds the embedding's mean, which the last stage did not read before."""
-
-    begins = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss + self.embed.weight.mean() if self.begins else loss
-
-
-OWN: dict[str, Any] = {one.__name__: one for one in (Biased, Skipping, BeginsToRead)}
+OWN: dict[str, Any] = {one.__name__: one for one in (Biased, Skipping)}
 
 
 def made(name: str, args: dict[str, Any]) -> L.LightningModule:
@@ -160,23 +150,6 @@ def refused(name: str, args: dict[str, Any]) -> str:
 def test_what_can_not_be_cut_is_refused(name, args, stages, says):
     for told in run_distributed(refused, stages, name, args):
         assert re.search(says, told), told
-
-
-def begin_to_read() -> None:
-    module, data = made("BeginsToRead", {}), batches()
-    stage = stage_of(module, data[0])
-    module.begins = True
-    loss = stage.run(lambda: module.training_step(data[0], 0))
-    stage.check_graph(loss)
-    stage.settle()
-
-
-@sees(
-    "pp: nobody looks at what a stage reads", "HeldParameters.check_graph", "if not self.holds(name)}", "if not name}"
-)
-def test_a_stage_that_begins_to_read_what_it_does_not_hold_is_told():
-    with pytest.raises(RankFailedError, match=r"stage 1 of 2 reads embed\.weight, which is on stage 0"):
-        run_distributed(begin_to_read, 2)
 
 
 def drop_over_tp(sp: bool) -> tuple[int, dict[str, list[Tensor]], Tensor]:
@@ -284,15 +257,33 @@ class MaskOfEmbeddings(Biased):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-OWN |= {one.__name__: one for one in (OwnGenerator, Twice, MaskOfEmbeddings)}
+class BeginsToDrop(Biased):
+    """Drops out the loss from the second batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.dropout(super().training_step(batch, batch_idx), 0.5 * (batch_idx > 0))
 
 
-def run_one(kind: str) -> None:
-    module, data = OWN[kind]().double(), batches()
-    module.log = lambda *given, **more: None
+class Leaving(Biased):
+    """Comes to no block in the second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.embed.weight.sum() if batch_idx else super().training_step(batch, batch_idx)
+
+
+OWN |= {one.__name__: one for one in (OwnGenerator, Twice, MaskOfEmbeddings, BeginsToDrop, Leaving)}
+
+
+def run_two(kind: str, mixed_up: bool) -> None:
+    """Two micro-batches; ``mixed_up`` has their backwards in another order on the first stage."""
+    module, data = made(kind, {}), batches()
     stage = stage_of(module, data[0])
-    for at in range(2):
-        stage.run(lambda at=at: module.training_step(data[at], at)).backward()
+    before = torch.get_rng_state()
+    losses = [stage.run(lambda: module.training_step(data[0], 0))]
+    assert torch.equal(before, torch.get_rng_state())  # as on one process, where nothing draws
+    losses.append(stage.run(lambda: module.training_step(data[1], 1)))
+    for loss in losses[::-1] if mixed_up and not stage.is_last else losses:
+        loss.backward()
 
 
 @sees(
@@ -316,6 +307,20 @@ def run_one(kind: str) -> None:
     "if any(not one for one in",
     case="generator",
 )
+@sees(
+    "pp: draws of a model that drew nothing are not told",
+    "Stage.run",
+    "if drew and self._own_streams:",
+    "if not drew and False:",
+    case="draws",
+)
+@sees(
+    "pp: nobody looks whose gradient came",
+    "Link.receive",
+    "if came.micro_batch != message.micro_batch or",
+    "if came.micro_batch < 0 or",
+    case="mixed up",
+)
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
@@ -325,12 +330,15 @@ def run_one(kind: str) -> None:
             "MaskOfEmbeddings",
             r"stage 1 of 2: what blocks\.2 is given beside its activation .* is not what stage 0 would give it",
         ),
+        ("BeginsToDrop", r"stage \d of 2: the step drew random numbers, as it did not in the example"),
+        ("Leaving", r"stage \d of 2: the step ended without calling"),
+        ("GPT", r"stage 0 waited for the gradient of micro-batch 2, and stage 1 sent that of micro-batch 1"),
     ],
-    ids=["generator", "second pass", "mask"],
+    ids=["generator", "second pass", "mask", "draws", "no blocks", "mixed up"],
 )
 def test_what_would_differ_from_stage_to_stage_is_told(kind, says):
     with pytest.raises(RankFailedError, match=says):
-        run_distributed(run_one, 2, kind)
+        run_distributed(run_two, 2, kind, kind == "GPT")
 
 
 class Probed(Biased):
@@ -374,76 +382,6 @@ def test_what_passed_by_is_no_number_and_what_was_unread_is_there():
     assert first == [False, False] * 2  # its own blocks, behind which the step ends
     assert second == [True, True, False, False] * 2
     assert ratio == pytest.approx(5 / 30)
-
-
-class BeginsToDrop(Biased):
-    """Drops out the loss from some step on."""
-
-    rate = 0.0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.dropout(super().training_step(batch, batch_idx), self.rate)
-
-
-def begin_to_draw() -> None:
-    module, data = BeginsToDrop().double(), batches()
-    stage = stage_of(module, data[0])
-    before = torch.get_rng_state()
-    stage.run(lambda: module.training_step(data[0], 0)).backward()
-    assert torch.equal(before, torch.get_rng_state())  # as on one process, where nothing draws
-    module.rate = 0.5
-    stage.run(lambda: module.training_step(data[0], 0))
-
-
-@sees(
-    "pp: draws of a model that drew nothing are not told",
-    "Stage.run",
-    "if drew and self._own_streams:",
-    "if not drew and False:",
-)
-def test_draws_that_no_example_made_are_told():
-    with pytest.raises(
-        RankFailedError, match=r"stage \d of 2: the step drew random numbers, as it did not in the example"
-    ):
-        run_distributed(begin_to_draw, 2)
-
-
-def mix_up() -> None:
-    module, data = made("GPT", {}), batches()
-    stage = stage_of(module, data[0])
-    losses = [stage.run(lambda at=at: module.training_step(data[at], at)) for at in range(2)]
-    for loss in losses if stage.is_last else losses[::-1]:
-        loss.backward()
-
-
-@sees(
-    "pp: nobody looks whose gradient came",
-    "Link.receive",
-    "if came.micro_batch != message.micro_batch or",
-    "if came.micro_batch < 0 or",
-)
-def test_what_belongs_to_another_micro_batch_is_told():
-    says = r"stage 0 waited for the gradient of micro-batch 2, and stage 1 sent that of micro-batch 1"
-    with pytest.raises(RankFailedError, match=says):
-        run_distributed(mix_up, 2)
-
-
-class Leaving(models.GPT):
-    """A step that comes to no block."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.model.tokens.weight.sum() if batch_idx else super().training_step(batch, batch_idx)
-
-
-def leave_out() -> None:
-    module, data = Leaving().double(), batches()
-    stage = stage_of(module, data[0])
-    stage.run(lambda: module.training_step(data[0], 1))
-
-
-def test_a_step_without_blocks_is_told():
-    with pytest.raises(RankFailedError, match=r"stage \d of 2: the step ended without calling"):
-        run_distributed(leave_out, 2)
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ TOPOLOGIES = {
 @sees(
     "between blocks: the gradient of what is gathered counts tp times",
     "gather_positions",
-    '_Gather if chunks.axis == "cp" else _GatherAlike',
-    "_Gather",
+    '_reduce if chunks.axis == "cp" else enter',
+    "_reduce",
     case="tp2",
 )
 @sees(
@@ -117,7 +117,7 @@ TOPOLOGIES = {
 @sees(
     "between blocks: what a composed function is given is shared twice",
     "SeqPart.__torch_function__",
-    "(args, named) if func in COMPOSED else ",
+    "(args, named) if handling.composed else ",
     "(args, named) if func in _OF_GRAPH else ",
     case="tp2",
 )

@@ -6,8 +6,8 @@ import random
 import warnings
 from typing import Any
 
-import lightning as L
 import numpy as np
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -174,7 +174,7 @@ class Unstartable(IterableDataset):
 def worker_bad_reader(dataset, batch_size):
     strategy = SeqParallelStrategy(tp=2, broadcast_batch=True, timeout=30)
     trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=6)
-    trainer.fit(models.GPT(), DataLoader(dataset, batch_size=batch_size))
+    trainer.fit(models.GPT(), DataLoader(dataset, batch_size))
 
 
 @sees(
@@ -187,10 +187,11 @@ def worker_bad_reader(dataset, batch_size):
 @pytest.mark.parametrize(
     ("dataset", "batch_size", "says"),
     [
-        pytest.param(Stream(16, fail_at=9), 4, "OSError: the shard is gone", id="fails"),
-        pytest.param(Unpicklable(), None, "pickle", id="unpicklable"),
-        pytest.param(Unstartable(), None, "OSError: no such shard", id="unstartable"),
+        (Stream(16, fail_at=9), 4, "OSError: the shard is gone"),
+        (Unpicklable(), None, "pickle"),
+        (Unstartable(), None, "OSError: no such shard"),
     ],
+    ids=["fails", "unpicklable", "unstartable"],
 )
 def test_whatever_ends_the_reader_is_told(dataset, batch_size, says):
     with pytest.raises(RankFailedError, match=f"rank 1: RuntimeError: rank 0, which reads .* raised .*{says}"):

@@ -127,15 +127,15 @@ CASES = [
 
 @sees(
     "cp: the whole gathered for readers that are taken for alike",
-    "exchange:_Gather.backward",
-    "        return _Reduce.apply(grad, ctx.dim, ctx.chunks), None, None  # type: ignore[no-untyped-call]\n",
-    "        return ctx.chunks.own(grad, ctx.dim).clone() * ctx.chunks.size, None, None\n",
+    "exchange:_reduce",
+    "    return _between(x, dim, chunks, _reduced, gather_for_parts)\n",
+    "    return chunks.own(x, dim).clone() * chunks.size\n",
     case="cp2-flat",
 )
 @sees(
     "cp: what lies in front of the blocks gets a sum for a mean",
-    "_Enter.backward",
-    "whole / ctx.chunks.losses if ctx.chunks.losses > 1 else whole",
+    "exchange:_leave",
+    "whole / chunks.losses if chunks.losses > 1 else whole",
     "whole",
     case="cp2-False-9",
 )

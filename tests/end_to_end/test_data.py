@@ -25,7 +25,6 @@ from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
-from tests.helpers.slices import rest
 from tests.mutants import sees
 
 
@@ -189,13 +188,12 @@ class RandomPairs(Sampler):
         return 6
 
 
-def read_at_once(kind: str) -> list[list[int]]:
+def read_at_once() -> list[list[int]]:
     data = torch.utils.data.TensorDataset(torch.arange(12), models.tokens(count=12).tensors[0])
-    own = {"batch_sampler": RandomPairs()} if kind == "batch sampler" else {"shuffle": True, "num_workers": 1}
     module = Reader()
     torch.manual_seed(dist.get_rank())  # as after a resume, or without a seed
     trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=1), max_epochs=2)
-    trainer.fit(module, DataLoader(data, **own) if "batch_sampler" in own else DataLoader(data, 2, **own))
+    trainer.fit(module, DataLoader(data, batch_sampler=RandomPairs()))
     return module.read["train"]
 
 
@@ -204,18 +202,16 @@ def read_at_once(kind: str) -> list[list[int]]:
     "inject_sampler",
     "        sampler.set_epoch(epoch)\n",
     "        pass\n",
-    case="batch sampler",
 )
-@pytest.mark.parametrize("kind", ["batch sampler", "workers"])
-def test_an_order_is_agreed_on_before_it_is_read(kind):
+def test_an_order_is_agreed_on_before_it_is_read():
     """Lightning begins to iterate before it tells the epoch."""
-    one, other = run_distributed(read_at_once, 2, kind)
+    one, other = run_distributed(read_at_once, 2)
     for epoch in (slice(3), slice(3, 6)):
         assert sorted(at for batch in (*one[epoch], *other[epoch]) for at in batch) == list(range(12))
     assert one[:3] != one[3:]
 
 
-def drift(kind: str) -> list[list[int]]:
+def drift() -> list[list[int]]:
     """Rank 0 alone draws random numbers between the epochs, as a plotting callback would."""
 
     class Plots(L.Callback):
@@ -226,7 +222,7 @@ def drift(kind: str) -> list[list[int]]:
     module = Reader()
     strategy = SeqParallelStrategy(tp=2)
     trainer = quiet_trainer(devices=dist.get_world_size(), strategy=strategy, max_epochs=3, callbacks=[Plots()])
-    trainer.fit(module, make_loader(kind, 12, 4))
+    trainer.fit(module, make_loader("shuffled", 12, 4))
     return module.read["train"]
 
 
@@ -238,11 +234,9 @@ def drift(kind: str) -> list[list[int]]:
         ' torch.device("cpu"))\n            self._share_generator(source)\n'
     ),
     "",
-    case="shuffled",
 )
-@pytest.mark.parametrize("kind", ["shuffled", "batch-shuffled"])
-def test_a_draw_of_one_rank_alone_does_not_part_the_replica(kind):
-    first, second = run_distributed(drift, 2, kind)
+def test_a_draw_of_one_rank_alone_does_not_part_the_replica():
+    first, second = run_distributed(drift, 2)
     assert first == second
 
 
@@ -253,18 +247,17 @@ def test_a_users_distributed_sampler_that_counts_ranks_is_refused():
         run_distributed(read, 2, "distributed", 2, 4, None)
 
 
-def noisy(workers: int) -> list[list[int]]:
+def noisy() -> list[list[int]]:
     L.seed_everything(3, workers=True, verbose=False)
     module = Reader()
     trainer = quiet_trainer(devices=dist.get_world_size(), strategy=SeqParallelStrategy(tp=2), max_epochs=1)
-    trainer.fit(module, DataLoader(Numbered(4, noise=True), 2, num_workers=workers))
+    trainer.fit(module, DataLoader(Numbered(4, noise=True), 2, num_workers=1))
     return [row.tolist() for row in module.rows]
 
 
-@pytest.mark.parametrize("workers", [rest(0), 1])
 @pytest.mark.more
-def test_augmentations_are_the_same_within_a_replica(workers):
-    first, second = run_distributed(noisy, 2, workers)
+def test_augmentations_are_the_same_within_a_replica():
+    first, second = run_distributed(noisy, 2)
     assert first == second
 
 

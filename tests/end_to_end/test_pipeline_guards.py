@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
@@ -187,21 +186,6 @@ def test_layers_must_be_all_blocks():
         assert "pp_layers=[2, 2]: they are 4 blocks together, and the model has 3 blocks" in told
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"pp": 2, "pp_layers": [1, 2, 3]}, r"pp_layers=\[1, 2, 3\] with pp=2: .* write 2 numbers"),
-        ({"pp": 2, "pp_layers": [0, 2]}, r"pp_layers=\[0, 2\]: .* each at least 1"),
-        ({"pp": 2, "pp_layers": "9,9"}, r"pp_layers='9,9': .* write a list of whole numbers"),
-        ({"pp_layers": [3, 3]}, r"pp_layers=\[3, 3\] with pp=1: .* write 1 number"),
-    ],
-)
-def test_wrong_layers(fields, says):
-    with pytest.raises(ValidationError, match=says):
-        ParallelConfig(**fields)
-
-
 def test_the_bubble_is_told():
     assert describe_bubble(2, 4) == (
         "pp=4 with accumulate_grad_batches=2: each stage waits 60% of the time for others, since there are fewer micro-batches "
@@ -256,9 +240,18 @@ def held_by(sizes: dict[str, int]) -> tuple[int, int]:
     trainer.fit(module, models.loader(2, length=9))
     stage = record_of(module).stage
     held = [p for name, p in module.named_parameters() if stage.holds(name)]
+    absent = [p for name, p in module.named_parameters() if not stage.holds(name)]
+    assert all(p.untyped_storage().nbytes() == p.element_size() for p in absent)
     return sum(p.numel() for p in held), sum(p.nbytes for p in held)
 
 
+@sees(
+    "pp: a stage holds all parameters",
+    "HeldParameters.leave_out",
+    ".expand(parameter.shape)",
+    ".repeat(*parameter.shape)",
+    case="{'pp': 2}",
+)
 @pytest.mark.parametrize("sizes", [{"pp": 2}, rest({"pp": 2, "tp": 2})], ids=str)
 def test_stages_hold_what_is_said_of_them(sizes):
     module, batch = models.GPT(tied=False).double(), next(iter(models.loader(2, length=9, count=2)))

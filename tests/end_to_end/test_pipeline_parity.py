@@ -24,6 +24,7 @@ LLAMA = ("HuggingFace", {"family": "llama"})
 CACHED = ("HuggingFace", {"family": "llama", "use_cache": True})  # as the library has it, and with buffers
 DEEP: tuple[str, dict[str, Any]] = ("GPT", {"tied": True, "layers": 4})
 UNTIED: tuple[str, dict[str, Any]] = ("GPT", {"tied": False, "layers": 5})
+ENCODER: tuple[str, dict[str, Any]] = ("Encoder", {"batch_first": False})
 DEEP_LLAMA = ("HuggingFace", {"family": "llama", "num_hidden_layers": 4})
 BIASED: tuple[str, dict[str, Any]] = ("distributed.test_pipeline:Biased", {})
 ADAPTED = ("Adapted", {"family": "llama", "targets": ["q_proj", "down_proj"]})
@@ -103,6 +104,78 @@ FAMILIES = [
 @pytest.mark.more
 def test_stages_beside_all_else_are_one_process(world, cases):
     check_cases(world, cases, HOW)
+
+
+@sees(
+    "pp: the micro-batch that came last goes back first",
+    "OneForwardOneBackward.add",
+    "self._waiting.popleft()()",
+    "self._waiting.pop()()",
+    case="pp2",
+)
+@sees(
+    "pp: gradients of tied weights not summed",
+    "HeldParameters.sum_shared",
+    "        if not shared:\n",
+    "        if shared:\n",
+    case="pp2",
+)
+@sees(
+    "pp: what comes back is scaled by what stands for the loss",
+    "_HandOn.backward",
+    "ctx.message)[0] if ctx.wants",
+    "ctx.message)[0] * grad if ctx.wants",
+    case="pp2",
+)
+@sees(
+    "pp: a stage's activation is that of another block",
+    "Stage._take_at",
+    "self._is_awaited = False",
+    "self._is_awaited = name == self._cut.blocks[self.number][0]",
+    case="pp2",
+)
+@sees(
+    "pp: a stage's graph is followed across the cut",
+    "_Traced.take",
+    "put_argument(where, _changeable(leaf), args, kwargs)",
+    "put_argument(where, x, args, kwargs)",
+    case="pp2",
+)
+@sees(
+    "pp: tied weights count twice in the norm",
+    "global_grad_norm",
+    'found.stages[0] != groups.rank("pp")',
+    'groups.rank("pp") not in found.stages',
+    case="pp2",
+)
+@sees(
+    "pp: a stage's norm is that of its own gradients",
+    "global_grad_norm",
+    "    if in_stages:\n        dist.all_reduce",
+    "    if norm_type < 0:\n        dist.all_reduce",
+    case="pp2",
+)
+@sees(
+    "pp: parameters as the last stage has them",
+    "from_holder",
+    'groups.ranks("pp")[layout.stages[0]]',
+    'groups.ranks("pp")[-1]',
+    case="pp2",
+)
+@sees(
+    "pp: a window's last backwards do not run",
+    "Stages.run_when_due",
+    "is_last else backward, is_last=is_last)",
+    "is_last else backward, is_last=False)",
+    case="pp2",
+)
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [(2, {"pp": 2}), (4, {"pp": 2, "tp": 2}), rest(4, {"pp": 2, "tp": 2, "sp": False})],
+    ids=["pp2", "pp2-tp2", "pp2-tp2-no-sp"],
+)
+def test_stages_are_one_process(world, sizes):
+    check_cases(world, [(*case, sizes) for case in (TIED, UNTIED, ENCODER)], HOW)
 
 
 class Grows(models.GPT):

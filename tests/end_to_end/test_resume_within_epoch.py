@@ -46,13 +46,7 @@ def make_loader(kind: str, each: int) -> DataLoader[Any]:
         return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), each, drop_last=False))
     if kind == "sampler of one's own":
         return DataLoader(data, each, sampler=Own(24))
-    if kind == "single samples":
-        return DataLoader(models.tokens(count=6), batch_size=None, collate_fn=one_more)
     return DataLoader(data, each, shuffle=kind != "in order")
-
-
-def one_more(sample: Any) -> Any:
-    return [tensor.unsqueeze(0) for tensor in sample]
 
 
 class Read(Callback):
@@ -123,11 +117,7 @@ def both(folder: str, kind: str, config: dict[str, Any], replicas: int) -> None:
         rest("workers", {"tp": 2, "broadcast_batch": True}, 1),
         rest("sampler of one's own", {"tp": 2}, 1),
         rest("in order", {"tp": 2}, 1),
-        rest("batch sampler", {"tp": 2}, 1),
         rest("batch sampler", {"tp": 2}, 2),
-        rest("workers", {"tp": 2}, 2),
-        rest("sampler of one's own", {"tp": 2}, 2),
-        rest("single samples", {"tp": 2}, 1),
         rest("own generator", {"tp": 2, "data_parallel": "fsdp", "checkpoint": {"format": "sharded"}}, 2),
     ],
     ids=str,

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from byte_gpt import Block, ByteGPT
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
@@ -276,24 +275,7 @@ def test_the_norm_of_several_ranks_is_that_of_one():
         torch.testing.assert_close({**found, **merged}, want, rtol=0, atol=1e-9)
 
 
-# ---- plugins, and what is refused --------------------------------------------------------------------------------
-
-
-class Counting(LayerSync):
-    """A plugin of the user's that exchanges a module."""
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        model.model.frozen = nn.Identity()  # type: ignore[union-attr]
-        return model
-
-    def revert(self, model: nn.Module) -> nn.Module:
-        model.model.frozen = nn.BatchNorm1d(16)  # type: ignore[union-attr]
-        return model
-
-
-class Elsewhere(Counting):
-    def apply(self, model: nn.Module) -> nn.Module:
-        return nn.Sequential(model)
+# ---- what is refused -----------------------------------------------------------------------------------------
 
 
 class Classes(Callback):
@@ -316,11 +298,7 @@ def manners() -> None:
             fit(module, strategy, **options)
 
     module = BatchNorms()
-    assert fit(module, {}, plugins=[Counting()]) is nn.Identity
-    assert type(module.model.frozen) is nn.BatchNorm1d
-    says = r"plugins=\[Elsewhere\(\)\]: its apply\(\) returned another module than the model"
-    refused(module, says, {}, plugins=[Elsewhere()])
-    module, split = BatchNorms(), {"data_parallel": "fsdp"}
+    split = {"data_parallel": "fsdp"}
     assert fit(module, split, sync_batchnorm=True) is not nn.BatchNorm1d
     assert fit(module, split) is nn.BatchNorm1d
     module = BatchNorms(within=True)
@@ -345,14 +323,8 @@ def manners() -> None:
 @sees(
     "a second run keeps the synced batch norms of the first",
     "ModelSetup.shard",
-    "            self._syncs_batch_norms,\n",
-    "",
+    "config, self._syncs_batch_norms, changes",
+    "config, changes",
 )
-@sees(
-    "a plugin of the user's is not taken back",
-    "ModelSetup.undo",
-    "self._reverts(self._env.strategy.lightning_module)",
-    "pass",
-)
-def test_plugins_and_refusals():
+def test_what_cannot_be_synced_is_refused():
     run_distributed(manners, 2)

@@ -551,13 +551,6 @@ def kept_with(strategy: dict[str, Any]) -> list[int]:
 
 
 @sees(
-    "cp: views of sharded logits make them whole",
-    "seq_part:_note_views",
-    "view is not x and type(view._local) is type(x._local) is Tensor",
-    "view is not x",
-    case="cp2",
-)
-@sees(
     "loss_chunk without tp is ignored",
     "change_unsharded",
     "if loss_chunk is not None:",

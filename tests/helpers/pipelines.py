@@ -15,16 +15,11 @@ Case = tuple[str, dict[str, Any], dict[str, Any]]
 """A model, how it is made, and the fields of the strategy."""
 
 
-def strategy_of(sizes: dict[str, Any] | None) -> Any:
-    """The strategy of these sizes; for None that of one process."""
-    return "auto" if sizes is None else SeqParallelStrategy(**sizes)
-
-
 def trainer_of(sizes: dict[str, Any] | None, **more: Any) -> Any:
     """A trainer on one process (None), or of a strategy of these sizes."""
     devices = 1 if sizes is None else dist.get_world_size()
     options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05, "max_steps": 3, **more}
-    return quiet_trainer(devices=devices, strategy=strategy_of(sizes), **options)
+    return quiet_trainer(devices=devices, strategy="auto" if sizes is None else SeqParallelStrategy(**sizes), **options)
 
 
 def fit_all(cases: list[Case], world: int, how: dict[str, Any]) -> list[Any]:

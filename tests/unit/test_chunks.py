@@ -46,13 +46,6 @@ def test_every_position_is_held_once(deal, length, size):
     assert max(chunks.counts) - min(chunks.counts) <= runs, "as even as it goes"
 
 
-@given(lengths, sizes)
-def test_contiguous_positions_follow_the_ranks(length, size):
-    chunks = chunks_of(contiguous, length, size)
-    assert [at for positions in held(chunks) for at in positions] == list(range(length))
-    assert chunks.is_even == (length % size == 0)
-
-
 @given(st.integers(1, 8), sizes)
 def test_zigzag_evens_out_causal_work(each, size):
     """Queries and keys before them, of every rank: equally many where the length divides by twice the ranks."""
@@ -115,16 +108,3 @@ def test_a_slice_keeps_what_each_rank_holds_of_it(deal, length, size, data):
         whole = torch.randn(length)[start:stop]
         assert torch.equal(sliced.own(whole, 0), whole[held(sliced)[rank]]), "also where a rank holds none of it"
         assert all(sliced.ranges), "no rank without a run, which may be empty"
-
-
-@given(deals, deals, lengths, lengths, sizes)
-def test_the_same_chunks_are_told_from_others(one, other, length, another, size):
-    group = Group(0)
-    first, second = (
-        Chunks(group, n, deal(n, size))  # type: ignore[arg-type]
-        for n, deal in ((length, one), (another, other))
-    )
-    assert first.same(second) == (held(first) == held(second) and first.ranges == second.ranges)
-    assert first.same(first)
-    elsewhere = Chunks(Group(0), length, one(length, size))  # type: ignore[arg-type]
-    assert not first.same(elsewhere), "of another group"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_seqpar.pipeline.schedule import Part, interleave, warm_up
+from lightning_seqpar.pipeline.schedule import interleave, warm_up
 from tests.mutants import sees
 
 FORWARD, BACKWARD = 1.0, 2.0
@@ -57,16 +57,3 @@ def test_no_stage_waits_for_ever_and_steps_take_what_the_formula_says(stages):
             if micro >= stages:
                 assert took == pytest.approx(3 * (micro + (stages - 1) / chunks)), (chunks, micro)
             assert kept <= warm_up(0, stages, chunks, micro) + 1
-
-
-@pytest.mark.parametrize(("stages", "chunks", "micro"), [(2, 2, 5), (4, 2, 7), (3, 3, 3), (4, 4, 1)])
-def test_each_part_runs_once_and_in_the_same_order_on_all_stages(stages, chunks, micro):
-    orders = [interleave(stage, stages, chunks, micro) for stage in range(stages)]
-    everything = {Part(at, chunk, back) for at in range(micro) for chunk in range(chunks) for back in (False, True)}
-    for order in orders:
-        assert set(order) == everything
-        assert len(order) == len(everything)
-        for back in (False, True):  # neighbours send in the order in which the other receives
-            assert [part for part in order if part.is_backward is back] == [
-                part for part in orders[0] if part.is_backward is back
-            ]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lightning_seqpar import ParallelConfig, ProcessTopology, ShardingPlan
-from lightning_seqpar.strategy.summary import LINES, groups_of, summarize, summarize_briefly
+from lightning_seqpar.config import VERSION
+from lightning_seqpar.strategy.summary import LINES, groups_of, summarize
 from lightning_seqpar.verify.coverage import Coverage, Whole
 from lightning_seqpar.verify.plan_file import write_plan
 from tests.mutants import sees
@@ -15,12 +16,12 @@ from tests.mutants import sees
 
 def summary(world: int, per_node: int, coverage: Coverage | None = None, **fields) -> str:
     config = ParallelConfig(**fields)
-    return summarize(ProcessTopology.from_config(config, world), config, per_node, "0.1.0", ["the plan"], coverage)
+    return summarize(ProcessTopology.from_config(config, world), config, per_node, ["the plan"], coverage)
 
 
 def test_two_replicas_on_two_nodes():
     assert summary(8, 4, tp=4) == (
-        "lightning_seqpar 0.1.0: 8 ranks on 2 nodes, dp 2 × tp 4\n"
+        f"lightning_seqpar {VERSION}: 8 ranks on 2 nodes, dp 2 × tp 4\n"
         "  groups  dp  [0 4] [1 5] [2 6] [3 7]\n"
         "          tp  [0 1 2 3] [4 5 6 7]\n"
         "  plan    the plan\n"
@@ -31,7 +32,7 @@ def test_two_replicas_on_two_nodes():
 
 def test_one_process():
     assert summary(1, 1) == (
-        "lightning_seqpar 0.1.0: 1 rank on 1 node\n"
+        f"lightning_seqpar {VERSION}: 1 rank on 1 node\n"
         "  plan    the plan\n"
         "  on      nothing\n"
         "  off     tp, sp, ddp (one replica)"
@@ -46,14 +47,6 @@ def test_what_is_recomputed_is_said_with_and_without_tensor_parallelism():
     assert (
         "computed again in the backward; recompute selective: the attention of each block runs again in the backward; loss_chunk:"
         in told
-    )
-
-
-def test_tp_outermost():
-    told = summary(4, 2, tp=2, order="tp-dp-cp-pp", sp=False, broadcast_batch=True)
-    assert "groups  tp  [0 2] [1 3]" in told
-    assert (
-        "on      tp (linears split), ddp (over the replicas), broadcast_batch (one rank of each replica reads)" in told
     )
 
 
@@ -99,7 +92,7 @@ PLAN = ["inferred", "why: a reason", "rule: {pattern: h.*}", "vocabulary: sharde
 def test_the_text_at_the_start_has_few_lines(world, fields, plan):
     config = ParallelConfig(**fields)
     topology = ProcessTopology.from_config(config, world)
-    lines = summarize_briefly(topology, config, 8, "0.1.0", plan, None, "/cache/plan.yaml").splitlines()
+    lines = summarize(topology, config, 8, plan, None, "/cache/plan.yaml").splitlines()
     assert len(lines) <= LINES
     assert not any("why: " in line or "rule: " in line or "gloo_twins" in line for line in lines)
     assert any("self-check: passed" in line for line in lines) == ("self-check: passed" in plan)
@@ -117,10 +110,6 @@ def test_the_file_of_a_plan_is_a_plan(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert write_plan(plans, "") == "", "its folder can't be made"
-
-
-def test_every_axis():
-    assert "cp  [0 2] [1 3] [4 6] [5 7] ... (8 groups)" in summary(16, 8, tp=2, cp=2, pp=2)
 
 
 @pytest.mark.parametrize("sizes", [[16, 1024, 1, 8], [1, 2, 1, 64], [8, 8, 8, 8]])

@@ -68,15 +68,13 @@ def syncs_batch_norms(plugin: LayerSync | None) -> bool:
     return type(plugin) is TorchSyncBatchNorm
 
 
-def check_layer_sync(plugin: LayerSync | None, config: ParallelConfig) -> None:
-    """Refuse a ``LayerSync`` plugin of the user's where it would replace modules that are sharded."""
-    if plugin is None or syncs_batch_norms(plugin) or (config.tp == 1 and config.data_parallel == "ddp"):
-        return
-    raise ValueError(
-        f"plugins=[{type(plugin).__name__}()] with tp={config.tp}, data_parallel={config.data_parallel!r}: a LayerSync plugin of "
-        "yours would exchange modules of a model that is sharded; use Trainer(sync_batchnorm=True), which takes the statistics "
-        "over all replicas, or tp=1 with data_parallel='ddp', which runs the plugin"
-    )
+def check_layer_sync(plugin: LayerSync | None) -> None:
+    """Refuse a ``LayerSync`` plugin of the user's, which would exchange modules of a model that is sharded."""
+    if plugin is not None and not syncs_batch_norms(plugin):
+        raise ValueError(
+            f"plugins=[{type(plugin).__name__}()]: a LayerSync plugin of yours would exchange modules of a model that is sharded; "
+            "use Trainer(sync_batchnorm=True), which takes the statistics over all replicas, or exchange them in your model"
+        )
 
 
 COMPILE_OPTIONS = ("backend", "mode", "options", "dynamic")
