@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from lightning_seqpar.activations.norm_recompute import apply_mask, dropout, drops
 from lightning_seqpar.activations.replay import REPLAYED, Autocast, is_constant, is_plain
 from lightning_seqpar.distributed.autograd import (
     function_mode,
@@ -189,8 +188,6 @@ class ElementwiseRecompute(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self._spoiled or not self._records or name == "__get__":
             return func(*args, **kwargs)
-        if name == "dropout" and (dropped := self._dropout(*args, **kwargs)) is not None:
-            return dropped
         if (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")) or "out" in kwargs:
             self._spoiled = any(id(value) in self._slots for value in (*args, *kwargs.values()))
         elif kwargs.get("inplace"):
@@ -198,17 +195,6 @@ class ElementwiseRecompute(TorchFunctionMode):
         out = func(*args, **kwargs)
         if name in REPLAYED and not self._spoiled:
             self._note(func, args, kwargs, out)
-        return out
-
-    def _dropout(self, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor | None:
-        """Run a dropout that keeps a mask of bytes, and record its mask; None where torch's own must run."""
-        if not training or inplace or not drops(x, p):
-            return None
-        top = saved_tensor_hooks()
-        if top is None or top[0] != self._pack:
-            return None  # inside an activation checkpoint, which runs again without this mode and must save the same
-        out, mask = dropout(x, p)
-        self._note(apply_mask, (x, mask, p), {}, out)
         return out
 
     def _note(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -273,10 +259,9 @@ class ElementwiseRecompute(TorchFunctionMode):
 
     def _settle(self) -> bool:
         """Let go of saved tensors that can be recomputed; False if they are no larger than what must be kept for that."""
-        homes = [(packed, packed.tensor.untyped_storage()) for packed in self._packed if packed.tensor is not None]
-        self._keep_odd_views()
-        dropped = [(packed, self._homes[storage_id(home)]) for packed, home in homes if storage_id(home) in self._homes]
-        kept = {storage_id(home) for _, home in homes if storage_id(home) not in self._homes}
+        saved = [(packed, packed.tensor) for packed in self._packed if packed.tensor is not None]
+        kept = {storage_id(tensor) for _, tensor in saved if not self._can_view(tensor)}
+        dropped = [(packed, self._homes[home]) for packed, tensor in saved if (home := storage_id(tensor)) not in kept]
         needed = {slot for _, slot in dropped}
         steps = []
         for step in reversed(self._steps):
@@ -290,7 +275,9 @@ class ElementwiseRecompute(TorchFunctionMode):
             for _, tensor in kept_sources
             if not isinstance(tensor, Parameter) and storage_id(tensor) not in kept
         }
-        gain = {storage_id(home): home.nbytes() for _, home in homes if storage_id(home) in self._homes}
+        gain = {
+            home: tensor.untyped_storage().nbytes() for _, tensor in saved if (home := storage_id(tensor)) not in kept
+        }
         if sum(tensor.untyped_storage().nbytes() for tensor in extra.values()) >= sum(gain.values()):
             return False
         self._steps, self._sources = steps[::-1], sources
@@ -301,17 +288,15 @@ class ElementwiseRecompute(TorchFunctionMode):
         self._dropped = frozenset(id(packed) for packed, _ in dropped)
         return True
 
-    def _keep_odd_views(self) -> None:
-        """Keep memory that a node reads as another type than it was made as, or conjugated: a view would give other numbers."""
-        for packed in self._packed:
-            tensor = packed.tensor
-            home = None if tensor is None else storage_id(tensor)
-            slot = None if home is None else self._homes.get(home)
-            made = None if slot is None else self._tensors[slot]
-            if tensor is None or home is None or made is None:
-                continue
-            if tensor.dtype != made.dtype or any(t.is_conj() or t.is_neg() for t in (tensor, made)):
-                del self._homes[home]
+    def _can_view(self, tensor: Tensor) -> bool:
+        """Whether a view of what is recomputed has the tensor's numbers: not as another type than it was made as, or conjugated."""
+        slot = self._homes.get(storage_id(tensor))
+        made = None if slot is None else self._tensors[slot]
+        return (
+            made is not None
+            and tensor.dtype == made.dtype
+            and not any(t.is_conj() or t.is_neg() for t in (tensor, made))
+        )
 
     # ---- recomputing -----------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Norms and dropouts that save less for the backward, made in place from the user's own modules.
+"""Norms that save less for the backward, made in place from the user's own modules.
 
 A norm written in Python saves its input two or three times over, and the linears behind it save its output. Here the input
 alone is saved: the backward runs the module's own forward once more (element-wise work, no matrix product), and the
@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import has_torch_function_unary
 
 from lightning_seqpar.activations.policy import keeper
 from lightning_seqpar.activations.replay import Autocast, is_plain
 from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.distributed.autograd import function_mode, is_node_of, leaf_of, once_differentiable, reach
 from lightning_seqpar.distributed.collectives import passes_none
-from lightning_seqpar.distributed.rng import drawn_apart, get_streams, kept_streams
+from lightning_seqpar.distributed.rng import get_streams, kept_streams
 
 _STATE = "_seqpar_norm"
 """Attribute of a norm that has its :class:`_NormState`."""
@@ -310,95 +309,24 @@ def _try(module: nn.Module, x: Tensor) -> bool:
     return not _reads_others(out, [leaf, *leaves])
 
 
-# ---- dropout ---------------------------------------------------------------------------------------------------
-
-
-class _Dropout(torch.autograd.Function):
-    """Dropout with the numbers that torch's draws on the CPU, which saves one byte per element instead of a factor.
-
-    ============  =============  ==================
-    tensor        shape          saved for backward
-    ============  =============  ==================
-    x             any            —
-    mask          as ``x``       itself, as bool
-    y             as ``x``       —
-    ============  =============  ==================
-
-    Forward: ``y = x · mask / (1 - p)``. Backward: ``dx = dy · mask / (1 - p)``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, mask: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.p = p
-        ctx.save_for_backward(mask)
-        return apply_mask(x, mask, p)
-
-    @staticmethod
-    @passes_none
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (mask,) = ctx.saved_tensors
-        return apply_mask(grad, mask, ctx.p), None, None
-
-
-def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """``x / (1 - p)`` where the mask is true, zero elsewhere."""
-    return x * mask.to(x.dtype).div_(1 - p)
-
-
-def dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """``F.dropout(x, p)`` in training on the CPU, for ``0 < p < 1``, and its mask (bool, the shape of ``x``)."""
-    mask = torch.empty_like(x).bernoulli_(1 - p).bool()
-    return _Dropout.apply(x, p, mask), mask  # type: ignore[no-untyped-call]
-
-
-def drops(x: Any, p: float) -> bool:
-    """Whether a dropout of ``x`` runs on the CPU with a gradient: torch's own would save a factor where a byte is enough."""
-    return (
-        is_plain(x)
-        and 0 < p < 1
-        and x.device.type == "cpu"  # on other devices torch's own saves a byte
-        and x.is_floating_point()
-        and x.numel() > 0
-        and torch.is_grad_enabled()
-        and x.requires_grad
-    )
-
-
-def _forward_dropout(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of an ``nn.Dropout`` that saves a mask of bytes; the user's own where that makes no difference."""
-    x = args[0] if len(args) == 1 and not kwargs else None
-    if isinstance(x, SeqPart) and self.training and self.p and not self.inplace:
-        with drawn_apart(x.place.chunks.rank):
-            return x.like(_forward_dropout(self, x.local))
-    if x is None or not self.training or self.inplace or not drops(x, self.p):
-        return _plain(self, *args, **kwargs)  # type: ignore[no-any-return]
-    if has_torch_function_unary(x):  # under ElementwiseRecompute, which does the same and records it
-        return _plain(self, x)  # type: ignore[no-any-return]
-    return dropout(x, self.p)[0]
-
-
 # ---- classes ---------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def _recomputing_class(cls: Any, forward: Any) -> Any:
-    """A subclass that looks like ``cls`` and has another forward."""
-    own = {"forward": forward, "_seqpar_plain": cls.forward, "__doc__": cls.__doc__, "__module__": cls.__module__}
+def _recomputing_class(cls: Any) -> Any:
+    """A subclass that looks like ``cls`` and has :func:`_forward`."""
+    own = {"forward": _forward, "_seqpar_plain": cls.forward, "__doc__": cls.__doc__, "__module__": cls.__module__}
     made = type(cls.__name__, (cls,), own)
     made.__qualname__ = cls.__qualname__
     return made
 
 
-def make_recomputing(module: nn.Module, saves: Callable[[int], bool]) -> None:
-    """Turn a norm (see :func:`is_norm`) or an ``nn.Dropout`` into the form that saves less, in place.
+def make_recomputing(norm: nn.Module, saves: Callable[[int], bool]) -> None:
+    """Turn a norm (see :func:`is_norm`) into the form that saves its input alone, in place.
 
     Args:
-        module: the module, whose class is changed.
-        saves: whether an activation of so many bytes is worth recomputing; a dropout's mask always is.
+        norm: the module, whose class is changed.
+        saves: whether an activation of so many bytes is worth recomputing.
     """
-    forward = _forward_dropout if isinstance(module, nn.Dropout) else _forward
-    if forward is _forward:
-        module.__dict__[_STATE] = _NormState(saves)
-    module.__class__ = _recomputing_class(type(module), forward)  # type: ignore[arg-type]
+    norm.__dict__[_STATE] = _NormState(saves)
+    norm.__class__ = _recomputing_class(type(norm))  # type: ignore[arg-type]

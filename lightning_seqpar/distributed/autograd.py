@@ -164,21 +164,6 @@ def tensor_hooks(tensor: Tensor) -> list[int]:
     return [*(tensor._backward_hooks or {}), *(getattr(tensor, "_post_accumulate_grad_hooks", None) or {})]
 
 
-def has_node_hooks(node: Any) -> bool:
-    """Whether Python code registered hooks on a node."""
-    for register in (node.register_prehook, node.register_hook):
-        handle = register(_ignore)  # the handle of a new hook is the only way to see the others
-        hooks = handle.hooks_dict_ref()
-        handle.remove()
-        if hooks:
-            return True
-    return False
-
-
-def _ignore(*grads: Any) -> None:
-    """A hook that does nothing."""
-
-
 # ---- hooks and modes that are active ---------------------------------------------------------------------------
 
 

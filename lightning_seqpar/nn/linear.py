@@ -21,7 +21,6 @@ from lightning_seqpar.activations.wgrad_overlap import (
     WgradProduct,
     cast,
     is_wanted,
-    kept_grad,
     once,
     rows_of,
 )
@@ -137,7 +136,7 @@ class ShardedLinear(torch.autograd.Function):
             if ctx.late is not None and ctx.is_plain:
                 ctx.late.put(WgradProduct(rows, read, weight.dtype, ctx.transposed))
             else:
-                grad_w = WgradProduct(rows, read, weight.dtype).make(kept_grad(ctx, 1))
+                grad_w = WgradProduct(rows, read, weight.dtype).make()
         grad_b = rows.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_w, grad_b, None, None, None, None
 

@@ -183,9 +183,9 @@ def reference(**case: Any) -> Any:
 )
 @sees(
     "the gradient through the statistics of other replicas is lost",
-    "_SyncedBatchNorm.backward",
-    "(all_reduce(sums, ctx.group) / ctx.total)",
-    "(sums * ctx.group.size() / ctx.total)",
+    "_moments",
+    "means, variances, counts = gathered.split(",
+    "means, variances, counts = gathered.detach().split(",
     case="tp1",
 )
 @sees(
@@ -252,10 +252,6 @@ def norms_and_copies() -> Any:
         each(x)
         means.append(each.running_mean[0].item())
     half = synced(nn.BatchNorm2d(2))(x.bfloat16()).dtype
-    twice = torch.autograd.grad(norm(x.requires_grad_()).pow(2).sum(), x, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        twice.sum().backward()
-    x = x.detach()
     lonely = None
     try:
         norm(x[: int(dist.get_rank() == 0)])
