@@ -128,12 +128,8 @@ class ElementwiseRecompute(TorchFunctionMode):
             return None  # a mode may change what functions do, and would not see the recomputation
         made = ElementwiseRecompute(count)
         made.__enter__()  # type: ignore[no-untyped-call]
-        push_saved_tensor_hooks(made._pack, made._unpack)
+        push_saved_tensor_hooks(made._pack, _SavedTensor.unpack)
         return made
-
-    def add(self, out: Tensor) -> None:
-        """Add a column's output, ``[b, s, f/tp]``, from which the rest is recomputed."""
-        self._add_source(out)
 
     def pause(self) -> None:
         """Stop recording where the row linear begins; what it saves still counts."""
@@ -209,7 +205,7 @@ class ElementwiseRecompute(TorchFunctionMode):
             return
         for tensor in tensors:
             if id(tensor) not in self._slots:
-                self._add_source(tensor)
+                self.add_source(tensor)
         slots = tuple(self._slots[id(p)] if id(p) in self._slots else self._add(p) for p in parts)
         for part, slot in zip(parts, slots, strict=True):
             home = storage_id(part)
@@ -232,8 +228,8 @@ class ElementwiseRecompute(TorchFunctionMode):
         self._versions.append(tensor._version)
         return slot
 
-    def _add_source(self, tensor: Tensor) -> None:
-        """Add a tensor that nothing recorded makes: it must be kept if it is needed."""
+    def add_source(self, tensor: Tensor) -> None:
+        """Add a tensor that nothing recorded makes, as a column's output ``[b, s, f/tp]``: it is kept if it is needed."""
         self._sources.append(self._add(tensor))
         home = storage_id(tensor)
         if home not in self._homes:
@@ -247,11 +243,6 @@ class ElementwiseRecompute(TorchFunctionMode):
         if self._keeps:
             self._packed.append(packed)
         return packed
-
-    @staticmethod
-    def _unpack(kept: _SavedTensor) -> Tensor:
-        """The hook that autograd calls to read a saved tensor."""
-        return kept.unpack()
 
     def _is_intact(self) -> bool:
         """Whether no recorded tensor was changed in place."""
@@ -367,7 +358,7 @@ class ElementwiseSpans:
                 return
             self._span, self._columns = ElementwiseRecompute.open(), []
         if self._span is not None:
-            self._span.add(out)
+            self._span.add_source(out)
             self._columns.append(column)
 
     @contextmanager

@@ -149,28 +149,21 @@ def defer_wgrad(weight: Tensor, number: int | None) -> tuple[Tensor, DeferredWgr
 # ---- collectives -----------------------------------------------------------------------------------------------
 
 
-class _Sum(NamedTuple):
-    """The sum of the columns' input-gradient products in one backward.
-
-    Attributes:
-        left: number of columns whose product is still to come.
-        total: the sum so far, ``[b·s, h]``; None before the first product.
-    """
-
-    left: int
-    total: Tensor | None
-
-
 class BackwardExchange:
     """What the nodes of one collective's backward hand to each other.
 
     The column linears that read what the collective made sum their input gradients here, in one tensor. The node that starts
     the backward's collective leaves it here for the node that waits.
+
+    Attributes:
+        overlap_seq_nr: the sequence number at which weight-gradient products run under the collective; None for no overlap.
     """
 
     def __init__(self) -> None:
+        self.overlap_seq_nr: int | None = None
         self._pending: PerBackward[Pending] = PerBackward()
-        self._sums: PerBackward[_Sum] = PerBackward()
+        # The number of columns whose product is still to come, and the sum so far, [b·s, h]; None before the first product.
+        self._sums: PerBackward[tuple[int, Tensor | None]] = PerBackward()
         self._columns: list[weakref.ref[Any]] = []
 
     def add_column(self, ctx: Any) -> None:
@@ -188,7 +181,7 @@ class BackwardExchange:
         Returns:
             The sum, ``[b·s, h]``, for the last column of the backward; None for the others.
         """
-        left, total = self._sums.take() or _Sum(self._count(), None)
+        left, total = self._sums.take() or (self._count(), None)
         right = cast(weight, grad.dtype)
         if total is None:
             total = cast(torch.mm(grad, right), dtype)
@@ -200,14 +193,14 @@ class BackwardExchange:
 
     def skip_product(self) -> Tensor | None:
         """Count a column whose output has no gradient; the sum if it is the last, else None."""
-        left, total = self._sums.take() or _Sum(self._count(), None)
+        left, total = self._sums.take() or (self._count(), None)
         return self._end(left, total)
 
     def _end(self, left: int, total: Tensor | None) -> Tensor | None:
         """Return the sum to the last column, and keep it for the next one otherwise."""
         if left <= 1:
             return total
-        self._sums.put(_Sum(left - 1, total))
+        self._sums.put((left - 1, total))
         return None
 
     def _count(self) -> int:
@@ -266,34 +259,21 @@ class _ReduceScatterOver(_CollectiveOver):
     """The same of a reduce-scatter, behind which every rank has its shard of a sum over ranks."""
 
 
-class OverlapWindow(NamedTuple):
-    """Where weight-gradient products may run during the backward of one collective.
-
-    Attributes:
-        overlap_seq_nr: the autograd sequence number at which to schedule them, or None for no overlap.
-        exchange: where column linears that read what the collective made sum their input-gradient products.
-    """
-
-    overlap_seq_nr: int | None
-    exchange: BackwardExchange
-
-
 def _over(
     function: Any, x: Tensor, collective: Callable[[Tensor], Tensor], start: Callable[[Tensor], Pending]
-) -> tuple[Tensor, OverlapWindow]:
+) -> tuple[Tensor, BackwardExchange]:
     """Apply ``function`` behind a node that waits for its backward's collective, and number the two nodes."""
-    slot = BackwardExchange()
-    waits: Tensor = _Wait.apply(x, slot)  # type: ignore[no-untyped-call]
-    number = None
+    exchange = BackwardExchange()
+    waits: Tensor = _Wait.apply(x, exchange)  # type: ignore[no-untyped-call]
     if waits.grad_fn is not None:
-        number = sequence_nr(waits.grad_fn)
+        exchange.overlap_seq_nr = number = sequence_nr(waits.grad_fn)
         # The node that waits runs after the products; the one that starts is made next and has a higher number than they.
         set_sequence_nr(waits, max(number - 1, 0))
-    return function.apply(waits, slot, collective, start), OverlapWindow(number, slot)
+    return function.apply(waits, exchange, collective, start), exchange
 
 
-def gather_over(x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, OverlapWindow]:
-    """:func:`gather_from_sequence_parallel_region`, and the window of its backward's reduce-scatter.
+def gather_over(x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, BackwardExchange]:
+    """:func:`gather_from_sequence_parallel_region`, and the exchange of its backward's reduce-scatter.
 
     Args:
         x: this rank's shard.
@@ -309,13 +289,13 @@ def gather_over(x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[
     )
 
 
-def copy_over(x: Tensor, group: ProcessGroup) -> tuple[Tensor, OverlapWindow]:
-    """:func:`copy_to_tensor_parallel_region`, and the window of its backward's all-reduce."""
+def copy_over(x: Tensor, group: ProcessGroup) -> tuple[Tensor, BackwardExchange]:
+    """:func:`copy_to_tensor_parallel_region`, and the exchange of its backward's all-reduce."""
     return _over(_CollectiveOver, x, lambda x: x.view_as(x), lambda grad: PendingAllReduce(grad, group, async_op=True))
 
 
-def reduce_scatter_over(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, OverlapWindow]:
-    """:func:`reduce_scatter_to_sequence_parallel_region` of a term of a sum, and the window of its backward's all-gather."""
+def reduce_scatter_over(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, BackwardExchange]:
+    """:func:`reduce_scatter_to_sequence_parallel_region` of a term of a sum, and the exchange of its backward's all-gather."""
     length = x.shape[dim]
     return _over(
         _ReduceScatterOver,

@@ -49,11 +49,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype 
     return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
 
-def _itself(x: Tensor) -> Tensor:
-    """The input, which was saved whole."""
-    return x
-
-
 class ShardedLinear(torch.autograd.Function):
     """The product of a column or row linear; keeps the *shard* of a gathered input and gathers it again (arXiv 2205.05198).
 
@@ -132,7 +127,7 @@ class ShardedLinear(torch.autograd.Function):
             grad_x = grad_x.view(ctx.x_shape)
         grad_w = None
         if kept is not None:
-            read = functools.partial(ctx.gathered.take if ctx.gathered is not None else _itself, kept)
+            read = functools.partial(ctx.gathered.take, kept) if ctx.gathered is not None else lambda: kept
             if ctx.late is not None and ctx.is_plain:
                 ctx.late.put(WgradProduct(rows, read, weight.dtype, ctx.transposed))
             else:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_seqpar.activations.policy import SavePolicy, keeper
 from lightning_seqpar.activations.regather import RegatheredInput
-from lightning_seqpar.activations.wgrad_overlap import BackwardExchange, DeferredWgrad, OverlapWindow, defer_wgrad
+from lightning_seqpar.activations.wgrad_overlap import BackwardExchange, DeferredWgrad, defer_wgrad
 from lightning_seqpar.distributed.autograd import input_node, node_classes
 from lightning_seqpar.region.frames import FrameStack, GatheredActivation
 
@@ -32,32 +31,29 @@ class ColumnInputs:
         """A module with gathered inputs begins."""
         self._frames.current.gather_scopes.append([])
 
-    def close(self) -> list[Any]:
-        """It ended, or raised.
-
-        Returns:
-            The graph nodes of what was gathered for it.
-        """
+    def close(self) -> None:
+        """It ended, or raised."""
         frame = self._frames.current
-        nodes = frame.gather_scopes.pop() if frame.gather_scopes else []
+        del frame.gather_scopes[-1:]
         if not frame.gather_scopes:
             for read in frame.gathered:
                 if read.handle is not None:
                     read.handle.kept = None  # now the graph alone holds it
             frame.gathered, frame.wholes = [], []
-        return nodes
 
-    def add(self, whole: Tensor, handle: RegatheredInput | None, window: OverlapWindow) -> None:
+    def add(self, whole: Tensor, handle: RegatheredInput | None, exchange: BackwardExchange) -> None:
         """An activation was gathered (or copied) for columns.
 
         Args:
             whole: the activation, ``[b, s, h]``.
             handle: what columns may keep in its place for the backward; None for the activation itself.
-            window: what may run under the backward of the gather.
+            exchange: of the nodes of the gather's backward.
         """
         if torch.is_grad_enabled():
             handle = handle if handle is not None and handle.keeps_less else None
-            self._frames.current.gathered.append(GatheredActivation(weakref.ref(whole), whole._version, handle, window))
+            self._frames.current.gathered.append(
+                GatheredActivation(weakref.ref(whole), whole._version, handle, exchange)
+            )
         self.add_whole(whole)
 
     def add_whole(self, whole: Tensor) -> None:
@@ -115,8 +111,8 @@ class ColumnInputs:
         read = self._find(x)
         if read is None:
             return weight, None, None
-        number = read.window.overlap_seq_nr if policy.overlaps(x.nbytes) else None
-        return *defer_wgrad(weight, number), read.window.exchange if x._version == read.version else None
+        number = read.exchange.overlap_seq_nr if policy.overlaps(x.nbytes) else None
+        return *defer_wgrad(weight, number), read.exchange if x._version == read.version else None
 
     def _find(self, x: Tensor) -> GatheredActivation | None:
         return next((read for read in self._frames.current.gathered if read.whole() is x), None)

@@ -261,8 +261,8 @@ def return_whole(regions: Sequence[SequenceRegion]) -> Callable[..., Any]:
         if any(isinstance(x, SeqPart) for x in leaves):
             out = tree_map_only(SeqPart, over_tp, out)
         for region in regions:
-            if region.sharded_outputs.has(leaves):
-                out = tree_map_only(Tensor, region.sharded_outputs.whole, out)
+            if region.observers.sharded_outputs.has(leaves):
+                out = tree_map_only(Tensor, region.observers.sharded_outputs.whole, out)
         return out
 
     return hook
@@ -282,16 +282,13 @@ def close_gather(
     """
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        first = out[0] if isinstance(out, list | tuple) and out else out
-        region.close_gather(first if isinstance(first, Tensor) else None, name)
+        region.close_gather()
         if out is None:  # it raised
             region.rng.end_features()
         elif heads is not None and isinstance(out, list | tuple):
             for item in out[1:]:
                 if isinstance(item, Tensor):
                     region.observers.heads_made(item, name, heads)
-        if is_block:
-            region.observers.block_ended(first, name)
         region.frames.finish(name)
         if not (is_block or is_exit) and region.frames.current.is_call_of(name):
             return _end(region, name, out)

@@ -1,9 +1,14 @@
-"""Whether activations are shards where they must be, and whole where they must be."""
+"""Whether activations are shards where they must be, and whole where they must be: by their shape, and by what made them."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from typing import Any
 
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_seqpar.distributed.autograd import children, leaf_of, reach, sequence_nr
 from lightning_seqpar.region.frames import FrameStack
 
 
@@ -115,4 +120,37 @@ class ShardPlacement:
             raise ValueError(
                 f"{module}: its output has shape {list(x.shape)}, which is no activation of {length} positions at "
                 f"dim {self._dim}; 'whole' takes a module that maps activations to activations"
+            )
+
+
+def check_ancestry(x: Tensor, gathers: Sequence[Any], module: str) -> None:
+    """The input of a column linear must depend on activations through a gather alone.
+
+    The gradient of a column's input is one term of a sum on each rank, and only the backward of a gather (or of a copy) sums the
+    terms.
+
+    Args:
+        x: the input, ``[b, s, h]``.
+        gathers: graph nodes of what was gathered for the modules that are running.
+        module: the column's name.
+
+    Raises:
+        ValueError: naming the module, if it depends on an activation that was not gathered for it.
+    """
+    if x.grad_fn is None or not gathers or x.grad_fn in gathers:
+        return
+    first = min(sequence_nr(node) for node in gathers)
+
+    def follow(node: Any) -> list[Any]:
+        return [] if node in gathers else children(node)
+
+    for node in reach(x.grad_fn, follow):
+        if node in gathers:
+            continue
+        leaf = leaf_of(node)
+        if sequence_nr(node) < first if leaf is None else not isinstance(leaf, Parameter):
+            raise ValueError(
+                f"{module}: its input depends on a whole activation that was not gathered for it (encoder states?), "
+                "whose gradient would be a part on each rank; name that argument in a gather rule if it is a shard, in a "
+                "copy rule if it is whole already"
             )

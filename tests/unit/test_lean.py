@@ -264,7 +264,7 @@ def through(body: Any, *columns: Tensor, row: Tensor, lean: bool = True) -> tupl
     """What a body makes of columns' outputs, what a row makes of that, and whether anything is made again."""
     stretch = ElementwiseRecompute.open() if lean else None
     for column in columns if stretch is not None else ():
-        stretch.add(column)
+        stretch.add_source(column)
     inner = body(*columns)
     if stretch is not None:
         stretch.pause()
