@@ -332,11 +332,7 @@ class ElementwiseRecompute(TorchFunctionMode):
 
 
 class ElementwiseSpans:
-    """Opens and closes the spans of one region, one at a time: at its column and row linears.
-
-    Args:
-        worth: whether an activation of so many bytes on a rank is worth recomputing.
-    """
+    """Opens and closes the spans of one region, one at a time: at its column and row linears."""
 
     def __init__(self, worth: Callable[[int], bool]) -> None:
         self._worth = worth
@@ -349,7 +345,6 @@ class ElementwiseSpans:
 
         Args:
             out: the output, ``[b, s, f/tp]``.
-            column: the layer, whose ``recomputes_elementwise`` says whether a span was worthwhile last time.
         """
         if not column.recomputes_elementwise or not out.requires_grad or not torch.is_grad_enabled():
             return

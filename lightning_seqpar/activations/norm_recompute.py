@@ -66,7 +66,6 @@ class NormCall:
     """One call of a norm, which can be run again from its input.
 
     Args:
-        module: the norm.
         x: its input, ``[..., h]``.
 
     Attributes:
@@ -197,10 +196,6 @@ class _Norm(torch.autograd.Function):
 def saved_by(ctx: Any, call: NormCall | None) -> tuple[Tensor, ...]:
     """The saved tensors of a node that may have saved a norm's input.
 
-    Args:
-        ctx: the node's context.
-        call: the norm's call; None if it saved no norm's input.
-
     Raises:
         RuntimeError: naming the norm and the remedies, if its input was changed in place.
     """
@@ -295,11 +290,6 @@ def _recomputing_class(cls: Any) -> Any:
 
 
 def make_recomputing(norm: nn.Module, saves: Callable[[int], bool]) -> None:
-    """Turn a norm (see :func:`is_norm`) into the form that saves its input alone, in place.
-
-    Args:
-        norm: the module, whose class is changed.
-        saves: whether an activation of so many bytes is worth recomputing.
-    """
+    """Turn a norm (see :func:`is_norm`) into the form that saves its input alone, in place."""
     norm.__dict__[_STATE] = _NormState(saves)
     norm.__class__ = _recomputing_class(type(norm))  # type: ignore[arg-type]

@@ -19,8 +19,6 @@ class RegatheredInput:
 
     Args:
         x: the shard ``[b, s/tp, h]``; or, with ``length`` None, the activation that is whole on every rank, ``[b, s, h]``.
-        dim: the tensor dim of the sequence.
-        group: the group over which it is gathered.
         length: number of positions of the whole activation; None if nothing is gathered.
 
     Attributes:

@@ -132,7 +132,6 @@ def defer_wgrad(weight: Tensor, number: int | None) -> tuple[Tensor, DeferredWgr
     """Prepare a weight for one linear so that its gradient is made under a collective of the backward.
 
     Args:
-        weight: the weight.
         number: the autograd sequence number at which the product is to run; None for no overlap.
 
     Returns:
@@ -176,7 +175,6 @@ class BackwardExchange:
         Args:
             grad: the column's output gradient ``dy``, ``[b·s, f/tp]``.
             weight: its weight, ``[f/tp, h]``.
-            dtype: of the sum.
 
         Returns:
             The sum, ``[b·s, h]``, for the last column of the backward; None for the others.
@@ -273,14 +271,7 @@ def _over(
 
 
 def gather_over(x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, BackwardExchange]:
-    """:func:`gather_from_sequence_parallel_region`, and the exchange of its backward's reduce-scatter.
-
-    Args:
-        x: this rank's shard.
-        dim: the tensor dim of the sequence.
-        group: the tensor-parallel group.
-        length: number of positions of the whole.
-    """
+    """:func:`gather_from_sequence_parallel_region`, and the exchange of its backward's reduce-scatter."""
     return _over(
         _CollectiveOver,
         x,

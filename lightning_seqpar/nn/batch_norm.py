@@ -150,11 +150,6 @@ def make_synced(module: nn.Module, name: str, group: ProcessGroup) -> None:
     The object, its parameters, its buffers and their names stay; what its class computes beside the norm is computed as before. In
     evaluation mode nothing is sent. Copies are synced too; pickled, it is the module that it was.
 
-    Args:
-        module: the batch norm.
-        name: of the module, for the error.
-        group: the ranks, which call it together.
-
     Raises:
         ValueError: if its forward was replaced on the object, or it is a script of TorchScript.
     """

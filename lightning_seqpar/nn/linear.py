@@ -208,10 +208,6 @@ class _ParallelLinear(nn.Linear):
         """Turn ``linear`` into this class in place and cut its parameters.
 
         Args:
-            linear: the user's module.
-            shard: how its weight is split.
-            region: the sequence region that it is in.
-            name: its name in the model.
             kind: whether its weight is ``[out, in]`` or ``[in, out]``.
         """
         out_features, in_features = features(linear, kind)

@@ -18,11 +18,7 @@ _PASSING = node_classes("ToCopy", "View", "UnsafeView", "Alias")
 
 
 class ColumnInputs:
-    """What was gathered or copied for the modules that are running, found again by the tensor that a column reads.
-
-    Args:
-        frames: the calls of the region's blocks, which hold it.
-    """
+    """What was gathered or copied for the modules that are running, found again by the tensor that a column reads."""
 
     def __init__(self, frames: FrameStack) -> None:
         self._frames = frames
@@ -47,7 +43,6 @@ class ColumnInputs:
         Args:
             whole: the activation, ``[b, s, h]``.
             handle: what columns may keep in its place for the backward; None for the activation itself.
-            exchange: of the nodes of the gather's backward.
         """
         if torch.is_grad_enabled():
             handle = handle if handle is not None and handle.keeps_less else None
@@ -97,11 +92,6 @@ class ColumnInputs:
         self, x: Tensor, weight: Tensor, policy: SavePolicy
     ) -> tuple[Tensor, DeferredWgrad | None, BackwardExchange | None]:
         """Let the products of a column's backward run where they cost least.
-
-        Args:
-            x: the column's input.
-            weight: of the column.
-            policy: says whether the weight-gradient product waits.
 
         Returns:
             The weight to multiply with; where the weight-gradient product is left, to run under the reduction of the input's

@@ -59,16 +59,6 @@ class DataPath:
     Without sequence parallelism ``enter``, ``leave``, ``suspend`` and ``resume`` return what they are given, ``gather`` copies
     (f) and ``reduce`` all-reduces (f̄).
 
-    Args:
-        group: the tensor-parallel process group.
-        dim: the tensor dim of the sequence.
-        policy: what is kept for the backward, and which products wait for a collective.
-        frames: the calls of the region's blocks.
-        rng: which random stream draws come from.
-        columns: what is gathered for columns.
-        observers: what is told of each event.
-        context: the context-parallel axis; None where it has one rank.
-
     Between blocks a shard is a part of a sequence (:class:`~lightning_seqpar.context.seq_part.SeqPart`), which ``wrap`` makes and
     ``enter`` takes; code there sees the whole shape. With context parallelism ``s`` counts this rank's positions, and what is whole
     over tp is a part of a sequence too.

@@ -120,11 +120,6 @@ class Frame:
 class FrameStack:
     """The calls of a region's blocks that are under way, and the inputs that a backward may compute from again.
 
-    Args:
-        size: number of tensor-parallel ranks.
-        dim: the tensor dim of the sequence.
-        region: what messages call the region.
-
     Attributes:
         current: the frame of the innermost call; outside of any call a frame that no call opened.
     """
@@ -157,10 +152,6 @@ class FrameStack:
 
     def open_recompute(self, x: Tensor, module: str) -> None:
         """Where a backward computes ``module`` again, open a frame with the length that the forward had.
-
-        Args:
-            x: the module's input; it has the shape that it had in the forward.
-            module: the module's name; :meth:`finish` with it closes the frame.
 
         Raises:
             RuntimeError: if forwards of different lengths had inputs of this shape.
@@ -275,7 +266,6 @@ class FrameStack:
         """Flattened tokens as an activation: ``[b·s, h]`` → ``[b, s, h]``, or ``[s, b, h]`` where the sequence is dim 0.
 
         Args:
-            x: what may be flattened.
             positions: the length of the sequence in it, of the whole or of a shard; None outside of the blocks.
             of: what the sizes are read from; the current frame by default.
 

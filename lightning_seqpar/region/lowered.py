@@ -39,11 +39,6 @@ class LoweredRegion:
     Without sequence parallelism ``gather`` copies (f), ``reduce`` all-reduces (f̄), and ``suspend`` and ``resume`` return what they
     are given.
 
-    Args:
-        group: the tensor-parallel process group.
-        dim: the tensor dim of the sequence.
-        sp: whether activations between the blocks are shards along the sequence.
-
     Attributes:
         length: positions of the whole sequence in the block that runs, or 0 where activations are whole; no graph reads it.
         padding: by how many positions the shards of all ranks are longer together.
@@ -206,8 +201,6 @@ def make_shards(lowered: LoweredRegion) -> Callable[..., Any]:
     """A hook of such a module: the activation that it returns becomes a shard again."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        if isinstance(out, Tensor):
-            return lowered.resume(out)
-        return type(out)([lowered.resume(out[0]), *out[1:]])
+        return lowered.resume(out) if isinstance(out, Tensor) else type(out)([lowered.resume(out[0]), *out[1:]])
 
     return hook

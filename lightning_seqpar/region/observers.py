@@ -23,13 +23,6 @@ class Observers:
     None of them changes an activation. They note what was made, and raise where the user's code does with shards what would
     give a wrong result.
 
-    Args:
-        region: what messages call the region.
-        group: the tensor-parallel process group.
-        dim: the tensor dim of the sequence.
-        sp: whether activations between the blocks are shards along the sequence.
-        frames: the calls of the region's blocks.
-
     Attributes:
         schedule: when each watcher looks; a strategy puts its own here, which counts steps.
         placement: whether activations are shards where they must be.
@@ -120,10 +113,6 @@ class Observers:
 
         Args:
             out: ``[b, s, h]``.
-            module: its name.
-            gathers: the graph nodes of what was gathered for it.
-            rows: parameters that it multiplies as rows itself.
-            once: parameters that only the first rank adds.
         """
         if self.schedule.walks_graphs:
             PartialSumCheck(self._frames.current.partial_nodes, rows, once).check(out, gathers, module)

@@ -27,11 +27,9 @@ class SequenceRegion:
     """The region of one stack of blocks: its parts, and what begins and ends in it.
 
     Args:
-        group: the tensor-parallel process group.
         dim: the tensor dim of the sequence: 1 for ``[b, s, h]``, 0 for ``[s, b, h]`` or flattened tokens.
         sp: whether activations between blocks are sharded. If not, they stay whole, and the region only stands for the
             conjugate pair f and f̄.
-        name: what messages call it.
         regather: whether column inputs are gathered again in the backward, and norms and activation functions computed again,
             instead of keeping their results; ``auto`` keeps small ones.
         context: the context-parallel axis, over which the sequence is dealt out first; None where it has one rank.
@@ -161,9 +159,6 @@ class SequenceRegion:
 
         Args:
             out: one term of the sum.
-            module: its name.
-            rows: parameters that it multiplies as rows itself.
-            once: parameters that only the first rank adds.
 
         Raises:
             PartialSumError: if ``out`` is made of anything but rows.

@@ -15,11 +15,6 @@ from lightning_seqpar.region.frames import FrameStack
 class ShardPlacement:
     """Refuses activations by their shape, for the region that messages call ``region``.
 
-    Args:
-        region: what messages call the region.
-        dim: the tensor dim of the sequence.
-        frames: the calls of the region's blocks.
-
     Attributes:
         is_copy: whether the region belongs to a copy of a sharded model, for which nothing is gathered.
     """
@@ -131,8 +126,6 @@ def check_ancestry(x: Tensor, gathers: Sequence[Any], module: str) -> None:
 
     Args:
         x: the input, ``[b, s, h]``.
-        gathers: graph nodes of what was gathered for the modules that are running.
-        module: the column's name.
 
     Raises:
         ValueError: naming the module, if it depends on an activation that was not gathered for it.
