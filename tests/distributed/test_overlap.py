@@ -29,7 +29,6 @@ from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import gather_grads
 from tests.helpers.models import NoGradient
-from tests.helpers.slices import rest
 from tests.mutants import sees
 
 ROUNDS = 4
@@ -341,6 +340,7 @@ def make(tp: int, sp: bool, regather: Any = True) -> tuple[Decoder, Any, Paralle
     return model, record, groups
 
 
+SHORT = ("watched", "flattened", "cut_behind_columns", "cut_behind_a_part")
 FEW = ("plain", "micro_batches", "detached_inside", "other_orders", "recomputed", "two_forwards")
 
 
@@ -541,48 +541,7 @@ def test_gradients_are_those_of_one_process_whatever_is_done(world, tp, sp):
 @pytest.mark.more
 @pytest.mark.parametrize("sp", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_gradients_are_those_of_one_process_where_nothing_waits(sp):
-    assert not any(run_distributed(check_uses, 2, 2, sp, list(USES) if sp else FEW, "auto")[0].values())
-
-
-def made_late(sp: bool) -> dict[tuple[int, Any], int]:
-    found = {}
-    for length, regather in ((256, "auto"), (257, "auto"), (8, True), (8, False)):
-        model, _, _ = make(2, sp, regather)
-        with Late() as late:
-            loss_of(model, torch.randint(0, 64, (4, length))).backward()
-        found[length, regather] = late.count
-    return found
-
-
-@sees(
-    "products wait for the shortest collectives",
-    "SavePolicy.overlaps",
-    'return whole_bytes > self.overlap_from or self.regather != "auto"',
-    "return True",
-    case="True",
-)
-@pytest.mark.parametrize("sp", [True, rest(False)])
-def test_products_wait_for_collectives_that_are_long_enough(sp):
-    late = COLUMNS + (5 if sp else 0)
-    assert run_distributed(made_late, 2, sp)[0] == {
-        (256, "auto"): 0,
-        (257, "auto"): late,
-        (8, True): late,
-        (8, False): late,
-    }
-
-
-def joined() -> int:
-    model, _, _ = make(2, True)
-    plain, calls = BackwardExchange.add_product, []
-    BackwardExchange.add_product = lambda slot, *args: calls.append(1) or plain(slot, *args)
-    loss_of(model, torch.randint(0, 64, (4, 8))).backward()
-    BackwardExchange.add_product = plain
-    return len(calls)
-
-
-def test_columns_that_share_an_input_add_to_one_gradient(found):
-    assert found["joined"] == COLUMNS
+    assert not any(run_distributed(check_uses, 2, 2, sp, (*FEW, *SHORT) if sp else FEW, "auto")[0].values())
 
 
 def left_over() -> int:
@@ -720,7 +679,7 @@ def test_a_checkpoint_goes_with_what_it_kept(found):
 
 
 def run_alone() -> dict[str, Any]:
-    return {one.__name__: one() for one in (left_over, forgotten, hooks_left, joined)}
+    return {one.__name__: one() for one in (left_over, forgotten, hooks_left)}
 
 
 @pytest.fixture(scope="module")

@@ -47,18 +47,10 @@ FAMILIES = {
         FFN,
         WORDS + 2 / B + H + LOSS,  # and the ids of the positions
     ),
-    # Before the blocks ids of types, which ids are no padding, a norm (its input, mean and scale); behind them a linear, an
-    # activation, a norm and the head.
-    "bert": Family(
-        {**COMMON, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-        H,
-        FFN,
-        WORDS + FLAG + IDS + 2 / B + (H + 2) + H + H + (H + 2) + H + LOSS,
-    ),
 }  # fmt: skip
 
 
-PARTS = {"llama": 2 * LAYERS + 1, "gpt2": 2 * (2 * LAYERS + 1) + 2 * LAYERS, "bert": 4 * LAYERS + 2 * LAYERS}
+PARTS = {"llama": 2 * LAYERS + 1, "gpt2": 2 * (2 * LAYERS + 1) + 2 * LAYERS}
 """Parameters of ``h`` numbers that see shards: norms' weights and biases, biases of rows."""
 
 
@@ -92,7 +84,7 @@ def kept(family: Family, t: int, sp: bool) -> float:
     norms = 2 * H / shards  # their inputs: the residual stream, twice
     attention = (2 * H + 2 * family.kv + HEADS) / t  # q, k, v, the result, and one number per head
     layer = norms + attention + family.columns / t
-    # The final norm's input; or, where norms stand behind what they follow, the first block's.
+    # And the final norm's input.
     return TOKENS * BYTES * (LAYERS * layer + H / shards + family.ends + VOCAB / t)
 
 

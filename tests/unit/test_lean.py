@@ -318,10 +318,6 @@ def changed_inside(gate: Tensor, up: Tensor) -> Tensor:
     return inner.mul_(2.0) * up
 
 
-def changed_source(gate: Tensor, up: Tensor) -> Tensor:
-    return F.relu(gate, inplace=True) + up * 0.5
-
-
 def hidden_change(gate: Tensor, up: Tensor) -> Tensor:
     inner = F.silu(gate.clone()) * up
     with torch.no_grad():
@@ -348,11 +344,6 @@ class Halving(TorchFunctionMode):
 def as_complex(gate: Tensor, up: Tensor) -> Tensor:
     pairs = torch.view_as_complex(torch.tanh(gate).unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * pairs.abs()).flatten(-2) * up
-
-
-def conjugated(gate: Tensor, up: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(torch.exp(gate * 0.1).unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real((pairs.conj() * pairs.abs()).resolve_conj()).flatten(-2) * up
 
 
 def changed_arguments(gate: Tensor, up: Tensor) -> Tensor:
@@ -396,12 +387,10 @@ def changed_arguments(gate: Tensor, up: Tensor) -> Tensor:
     ("body", "gains"),
     [
         (changed_inside, False),
-        (changed_source, False),
         (hidden_change, False),
         (drawn, True),
         (masked, None),
         (as_complex, None),
-        (conjugated, None),
         (changed_arguments, None),
     ],
     ids=lambda one: getattr(one, "__name__", ""),

@@ -146,6 +146,18 @@ def test_under_a_checkpoint_auto_makes_nothing_a_second_time():
     assert asked == [(True, True, False), *[(False, True, False)] * 2]
 
 
+@sees(
+    "products wait for the shortest collectives",
+    "SavePolicy.overlaps",
+    'return whole_bytes > self.overlap_from or self.regather != "auto"',
+    "return True",
+)
+def test_products_wait_for_collectives_that_are_long_enough():
+    for sizes, kind in (((False, True), "auto"), ((True, True), True), ((True, True), False)):
+        policy = SavePolicy(kind, 2, True)
+        assert (policy.overlaps(2**18), policy.overlaps(2**18 + 1)) == sizes
+
+
 def test_a_recompute_has_the_length_of_its_own_call():
     frames, found = FrameStack(2, 1, "the model"), []
 
