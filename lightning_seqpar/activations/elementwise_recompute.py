@@ -90,10 +90,8 @@ class _SavedTensor:
 class ElementwiseRecompute(TorchFunctionMode):
     """Records the functions that run on the outputs of column linears, and what autograd saves, until :meth:`close`.
 
-    It is a function mode and a pair of saved-tensor hooks, which are opened and closed around the user's code.
-
-    Args:
-        count: told of each tensor that is kept in the end, by a counter of kept bytes; None where nobody counts.
+    It is a function mode and a pair of saved-tensor hooks, which are opened and closed around the user's code. A counter of kept
+    bytes (``count``) is told of each tensor that is kept in the end.
     """
 
     is_transparent = True  # this mode changes no result

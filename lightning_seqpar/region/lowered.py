@@ -24,20 +24,7 @@ from lightning_seqpar.region.hooks import find_argument, put_argument
 class LoweredRegion:
     """Moves activations in the blocks of one stack between whole and sharded, as a traced graph does.
 
-    ======================  ==================================  ====================================  ===================
-    method                  forward                             ``dim=1``                             backward
-    ======================  ==================================  ====================================  ===================
-    gather                  all-gather (g)                      ``[b, s/tp, h]`` → ``[b, s, h]``      reduce-scatter
-    reduce                  reduce-scatter (ḡ)                  ``[b, s, h]`` → ``[b, s/tp, h]``      all-gather
-    copy                    identity (f)                        ``[b, t, h]``                         all-reduce
-    suspend                 all-gather                          ``[b, s/tp, h]`` → ``[b, s, h]``      slice
-    resume                  scatter                             ``[b, s, h]`` → ``[b, s/tp, h]``      all-gather
-    slice                   scatter                             ``[b, heads, …]`` → a rank's heads    all-gather
-    gather_features         all-gather                          ``[b, s, f/tp]`` → ``[b, s, f]``      reduce-scatter
-    ======================  ==================================  ====================================  ===================
-
-    Without sequence parallelism ``gather`` copies (f), ``reduce`` all-reduces (f̄), and ``suspend`` and ``resume`` return what they
-    are given.
+    Methods and shapes are those of :class:`~lightning_seqpar.region.data_path.DataPath`.
 
     Attributes:
         length: positions of the whole sequence in the block that runs, or 0 where activations are whole; no graph reads it.
