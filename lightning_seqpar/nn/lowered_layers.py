@@ -18,7 +18,7 @@ from lightning_seqpar.region.lowered import LoweredRegion
 
 
 class LoweredColumnLinear(ColumnParallelLinear):
-    """A column linear that ``torch.compile`` traces; of :class:`ColumnParallelLinear`'s table, all but that ``[b, s, h]`` is kept."""
+    """A column linear that ``torch.compile`` traces: as :class:`ColumnParallelLinear`, but that ``[b, s, h]`` is kept."""
 
     lowered: LoweredRegion
 
