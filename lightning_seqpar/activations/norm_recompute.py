@@ -227,7 +227,7 @@ def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a norm that is recomputed; the user's own where that is not worthwhile, or not known to be right."""
     x = args[0] if len(args) == 1 and not kwargs else None
-    if isinstance(x, SeqPart) and _is_trusted(self, x.local):
+    if isinstance(x, SeqPart) and torch.is_grad_enabled() and _is_trusted(self, x.local):
         return x.like(_forward(self, x.local))
     if x is None or not is_plain(x) or not torch.is_grad_enabled() or not x.is_floating_point() or _is_watched():
         return _plain(self, *args, **kwargs)
@@ -250,6 +250,8 @@ def _is_watched() -> bool:
 def _is_trusted(module: nn.Module, x: Tensor) -> bool:
     """Whether the norm's forward gives the same for the same input, which is tried once, on its first input."""
     state: _NormState = module.__dict__[_STATE]
+    while isinstance(x, SeqPart):  # over tp, of a part over cp
+        x = x.local
     if state.repeatable is None:
         if isinstance(x, FakeTensor):
             return True  # there are no values to compare
