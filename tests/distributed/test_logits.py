@@ -409,7 +409,7 @@ def made_for_a_loss() -> None:
     ):
         with Largest() as watch:
             F.cross_entropy(make_logits().float().view(-1, 999), torch.zeros(64, dtype=torch.long)).backward()
-        assert watch.count == tokens * 500
+        assert (tokens - 1) * 500 < watch.count <= tokens * 500  # the last rank has one column less
 
 
 def kept_across_a_step() -> None:
