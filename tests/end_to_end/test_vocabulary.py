@@ -375,16 +375,13 @@ class SoftLater(models.GPT):
         return loss if not batch_idx else loss + (torch.ones(1, 31) @ self.model.tokens.weight).mean()
 
 
-def fit_later() -> list[tuple[int, str, list[str]]]:
-    """The step in which each run ends, what it says, and what stands behind that."""
-    found = []
-    for module, says in ((PenaltyLater(), "it is sharded, and"), (SoftLater(), "cannot be multiplied")):
-        trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=4)
-        with pytest.raises(RuntimeError, match=says) as caught:
-            trainer.fit(module, models.loader(4))
-        notes = getattr(caught.value, "__notes__", ["vocab=False"])  # Python 3.10 has no notes
-        found.append((trainer.global_step, str(caught.value), list(notes)))
-    return found
+def fit_later(model: type[models.GPT], says: str) -> tuple[int, str, list[str]]:
+    """The step in which the run ends, what it says, and what stands behind that."""
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=4)
+    with pytest.raises(RuntimeError, match=says) as caught:
+        trainer.fit(model(), models.loader(4))
+    notes = getattr(caught.value, "__notes__", ["vocab=False"])  # Python 3.10 has no notes
+    return trainer.global_step, str(caught.value), list(notes)
 
 
 @sees(
@@ -395,10 +392,11 @@ def fit_later() -> list[tuple[int, str, list[str]]]:
 )
 def test_a_loss_that_begins_to_read_the_weight_is_refused():
     """Or, where sizes do not fit then, is told what may be behind that."""
-    for (step, told, _), (_, _, notes) in run_distributed(fit_later, 2):
+    for step, told, _ in run_distributed(fit_later, 2, PenaltyLater, "it is sharded, and"):
         assert step == 2
         assert told.startswith("model.tokens.weight: it is sharded, and ")
         assert "in the loss reads it past its layer" in told
+    for _, _, notes in run_distributed(fit_later, 2, SoftLater, "cannot be multiplied"):
         assert any("vocab=False" in one for one in notes)
 
 
