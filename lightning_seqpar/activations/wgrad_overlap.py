@@ -129,10 +129,7 @@ class _DeferWgrad(torch.autograd.Function):
 
 
 def defer_wgrad(weight: Tensor, number: int | None) -> tuple[Tensor, DeferredWgrad | None]:
-    """Prepare a weight for one linear so that its gradient is made under a collective of the backward.
-
-    Args:
-        number: the autograd sequence number at which the product is to run; None for no overlap.
+    """Prepare a weight so that its gradient's product runs at the sequence number ``number``, under a collective; None for not.
 
     Returns:
         The weight for the linear, and where to leave the product; the weight itself and None if it can't be deferred.
