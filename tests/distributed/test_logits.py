@@ -21,8 +21,6 @@ from lightning_seqpar.distributed.meeting import Meeting
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, cross_entropy
 from lightning_seqpar.testing import run_distributed
-from lightning_seqpar.verify.parity import Trace, compare
-from tests.helpers.fit import fit
 from tests.mutants import sees
 
 VOCAB, TOKENS = 11, 7  # the vocabulary divides by no number of ranks
@@ -553,47 +551,6 @@ def all_that_people_do() -> None:
 )
 def test_what_people_do_with_logits():
     run_distributed(all_that_people_do, 2)
-
-
-# ---- through a trainer -----------------------------------------------------------------------------------------
-
-
-def fit_hugging_face() -> list[Trace]:
-    return [
-        fit(
-            "HuggingFace",
-            {"family": family, "loss": "user"},
-            world=2,
-            strategy={"tp": 2, "loss_chunk": chunk},
-            steps=3,
-        )
-        for family in HUGGING
-        for chunk in (None, 5)
-    ]
-
-
-HUGGING = ("llama", "gpt2", "t5")
-
-
-@sees(
-    "the head's gradient of the last chunk alone",
-    "_ChunkGrads.add",
-    "of_head[: rows.count] += d.t()",
-    "of_head[: rows.count] = d.t()",
-)
-@sees(
-    "half of a tied gradient lost",
-    "VocabParallelEmbedding.forward",
-    "        out = F.embedding(local, _read(self.weight)) * mine",
-    "        out = F.embedding(local, self.weight.detach()) * mine",
-)
-@pytest.mark.more
-def test_hugging_face_heads():
-    found = iter(run_distributed(fit_hugging_face, 2)[0])
-    for family in HUGGING:
-        wanted = fit("HuggingFace", {"family": family, "loss": "user"}, steps=3)
-        for _ in ("whole", "in chunks"):
-            compare(wanted, next(found)).raise_if_failed()
 
 
 def read_on_the_first_rank(together: int) -> str:

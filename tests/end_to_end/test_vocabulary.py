@@ -220,6 +220,13 @@ def reference(kind: str) -> Trace:
 
 
 @sees(
+    "half of a tied gradient lost",
+    "VocabParallelEmbedding.forward",
+    "        out = F.embedding(local, _read(self.weight)) * mine",
+    "        out = F.embedding(local, self.weight.detach()) * mine",
+    case="tp2-soft_cap",
+)
+@sees(
     "a tied gradient counted twice",
     "VocabParallelEmbedding.forward",
     "return reduce_from_tensor_parallel_region(out, group)",
