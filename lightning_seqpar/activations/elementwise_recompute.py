@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from lightning_seqpar.activations.norm_recompute import apply_mask, dropout, drops
 from lightning_seqpar.activations.replay import REPLAYED, Autocast, is_constant, is_plain
 from lightning_seqpar.distributed.autograd import (
     function_mode,
@@ -91,10 +90,8 @@ class _SavedTensor:
 class ElementwiseRecompute(TorchFunctionMode):
     """Records the functions that run on the outputs of column linears, and what autograd saves, until :meth:`close`.
 
-    It is a function mode and a pair of saved-tensor hooks, which are opened and closed around the user's code.
-
-    Args:
-        count: told of each tensor that is kept in the end, by a counter of kept bytes; None where nobody counts.
+    It is a function mode and a pair of saved-tensor hooks, which are opened and closed around the user's code. A counter of kept
+    bytes (``count``) is told of each tensor that is kept in the end.
     """
 
     is_transparent = True  # this mode changes no result
@@ -129,12 +126,8 @@ class ElementwiseRecompute(TorchFunctionMode):
             return None  # a mode may change what functions do, and would not see the recomputation
         made = ElementwiseRecompute(count)
         made.__enter__()  # type: ignore[no-untyped-call]
-        push_saved_tensor_hooks(made._pack, made._unpack)
+        push_saved_tensor_hooks(made._pack, _SavedTensor.unpack)
         return made
-
-    def add(self, out: Tensor) -> None:
-        """Add a column's output, ``[b, s, f/tp]``, from which the rest is recomputed."""
-        self._add_source(out)
 
     def pause(self) -> None:
         """Stop recording where the row linear begins; what it saves still counts."""
@@ -189,8 +182,6 @@ class ElementwiseRecompute(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self._spoiled or not self._records or name == "__get__":
             return func(*args, **kwargs)
-        if name == "dropout" and (dropped := self._dropout(*args, **kwargs)) is not None:
-            return dropped
         if (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")) or "out" in kwargs:
             self._spoiled = any(id(value) in self._slots for value in (*args, *kwargs.values()))
         elif kwargs.get("inplace"):
@@ -198,17 +189,6 @@ class ElementwiseRecompute(TorchFunctionMode):
         out = func(*args, **kwargs)
         if name in REPLAYED and not self._spoiled:
             self._note(func, args, kwargs, out)
-        return out
-
-    def _dropout(self, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor | None:
-        """Run a dropout that keeps a mask of bytes, and record its mask; None where torch's own must run."""
-        if not training or inplace or not drops(x, p):
-            return None
-        top = saved_tensor_hooks()
-        if top is None or top[0] != self._pack:
-            return None  # inside an activation checkpoint, which runs again without this mode and must save the same
-        out, mask = dropout(x, p)
-        self._note(apply_mask, (x, mask, p), {}, out)
         return out
 
     def _note(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -223,7 +203,7 @@ class ElementwiseRecompute(TorchFunctionMode):
             return
         for tensor in tensors:
             if id(tensor) not in self._slots:
-                self._add_source(tensor)
+                self.add_source(tensor)
         slots = tuple(self._slots[id(p)] if id(p) in self._slots else self._add(p) for p in parts)
         for part, slot in zip(parts, slots, strict=True):
             home = storage_id(part)
@@ -246,8 +226,8 @@ class ElementwiseRecompute(TorchFunctionMode):
         self._versions.append(tensor._version)
         return slot
 
-    def _add_source(self, tensor: Tensor) -> None:
-        """Add a tensor that nothing recorded makes: it must be kept if it is needed."""
+    def add_source(self, tensor: Tensor) -> None:
+        """Add a tensor that nothing recorded makes, as a column's output ``[b, s, f/tp]``: it is kept if it is needed."""
         self._sources.append(self._add(tensor))
         home = storage_id(tensor)
         if home not in self._homes:
@@ -262,21 +242,15 @@ class ElementwiseRecompute(TorchFunctionMode):
             self._packed.append(packed)
         return packed
 
-    @staticmethod
-    def _unpack(kept: _SavedTensor) -> Tensor:
-        """The hook that autograd calls to read a saved tensor."""
-        return kept.unpack()
-
     def _is_intact(self) -> bool:
         """Whether no recorded tensor was changed in place."""
         return all(t is None or t._version == v for t, v in zip(self._tensors, self._versions, strict=True))
 
     def _settle(self) -> bool:
         """Let go of saved tensors that can be recomputed; False if they are no larger than what must be kept for that."""
-        homes = [(packed, packed.tensor.untyped_storage()) for packed in self._packed if packed.tensor is not None]
-        self._keep_odd_views()
-        dropped = [(packed, self._homes[storage_id(home)]) for packed, home in homes if storage_id(home) in self._homes]
-        kept = {storage_id(home) for _, home in homes if storage_id(home) not in self._homes}
+        saved = [(packed, packed.tensor) for packed in self._packed if packed.tensor is not None]
+        kept = {storage_id(tensor) for _, tensor in saved if not self._can_view(tensor)}
+        dropped = [(packed, self._homes[home]) for packed, tensor in saved if (home := storage_id(tensor)) not in kept]
         needed = {slot for _, slot in dropped}
         steps = []
         for step in reversed(self._steps):
@@ -290,7 +264,9 @@ class ElementwiseRecompute(TorchFunctionMode):
             for _, tensor in kept_sources
             if not isinstance(tensor, Parameter) and storage_id(tensor) not in kept
         }
-        gain = {storage_id(home): home.nbytes() for _, home in homes if storage_id(home) in self._homes}
+        gain = {
+            home: tensor.untyped_storage().nbytes() for _, tensor in saved if (home := storage_id(tensor)) not in kept
+        }
         if sum(tensor.untyped_storage().nbytes() for tensor in extra.values()) >= sum(gain.values()):
             return False
         self._steps, self._sources = steps[::-1], sources
@@ -301,17 +277,15 @@ class ElementwiseRecompute(TorchFunctionMode):
         self._dropped = frozenset(id(packed) for packed, _ in dropped)
         return True
 
-    def _keep_odd_views(self) -> None:
-        """Keep memory that a node reads as another type than it was made as, or conjugated: a view would give other numbers."""
-        for packed in self._packed:
-            tensor = packed.tensor
-            home = None if tensor is None else storage_id(tensor)
-            slot = None if home is None else self._homes.get(home)
-            made = None if slot is None else self._tensors[slot]
-            if tensor is None or home is None or made is None:
-                continue
-            if tensor.dtype != made.dtype or any(t.is_conj() or t.is_neg() for t in (tensor, made)):
-                del self._homes[home]
+    def _can_view(self, tensor: Tensor) -> bool:
+        """Whether a view of what is recomputed has the tensor's numbers: not as another type than it was made as, or conjugated."""
+        slot = self._homes.get(storage_id(tensor))
+        made = None if slot is None else self._tensors[slot]
+        return (
+            made is not None
+            and tensor.dtype == made.dtype
+            and not any(t.is_conj() or t.is_neg() for t in (tensor, made))
+        )
 
     # ---- recomputing -----------------------------------------------------------------------------------------
 
@@ -356,11 +330,7 @@ class ElementwiseRecompute(TorchFunctionMode):
 
 
 class ElementwiseSpans:
-    """Opens and closes the spans of one region, one at a time: at its column and row linears.
-
-    Args:
-        worth: whether an activation of so many bytes on a rank is worth recomputing.
-    """
+    """Opens and closes the spans of one region, one at a time: at its column and row linears."""
 
     def __init__(self, worth: Callable[[int], bool]) -> None:
         self._worth = worth
@@ -373,7 +343,6 @@ class ElementwiseSpans:
 
         Args:
             out: the output, ``[b, s, f/tp]``.
-            column: the layer, whose ``recomputes_elementwise`` says whether a span was worthwhile last time.
         """
         if not column.recomputes_elementwise or not out.requires_grad or not torch.is_grad_enabled():
             return
@@ -382,7 +351,7 @@ class ElementwiseSpans:
                 return
             self._span, self._columns = ElementwiseRecompute.open(), []
         if self._span is not None:
-            self._span.add(out)
+            self._span.add_source(out)
             self._columns.append(column)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Norms and dropouts that save less for the backward, made in place from the user's own modules.
+"""Norms that save less for the backward, made in place from the user's own modules.
 
 A norm written in Python saves its input two or three times over, and the linears behind it save its output. Here the input
 alone is saved: the backward runs the module's own forward once more (element-wise work, no matrix product), and the
@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import has_torch_function_unary
 
 from lightning_seqpar.activations.policy import keeper
 from lightning_seqpar.activations.replay import Autocast, is_plain
 from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.distributed.autograd import function_mode, is_node_of, leaf_of, once_differentiable, reach
 from lightning_seqpar.distributed.collectives import passes_none
-from lightning_seqpar.distributed.rng import drawn_apart, get_streams, kept_streams
+from lightning_seqpar.distributed.rng import get_streams, kept_streams
 
 _STATE = "_seqpar_norm"
 """Attribute of a norm that has its :class:`_NormState`."""
@@ -35,13 +33,11 @@ class _NormState:
     Attributes:
         saves: whether an activation of so many bytes is worth recomputing.
         repeatable: whether its forward gives the same for the same input; None before the first input was tried.
-        of_positions: whether it gives the same for a part of a sequence as for the whole; None likewise.
     """
 
     def __init__(self, saves: Callable[[int], bool]) -> None:
         self.saves = saves
         self.repeatable: bool | None = None
-        self.of_positions: bool | None = None
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------
@@ -70,7 +66,6 @@ class NormCall:
     """One call of a norm, which can be run again from its input.
 
     Args:
-        module: the norm.
         x: its input, ``[..., h]``.
 
     Attributes:
@@ -201,10 +196,6 @@ class _Norm(torch.autograd.Function):
 def saved_by(ctx: Any, call: NormCall | None) -> tuple[Tensor, ...]:
     """The saved tensors of a node that may have saved a norm's input.
 
-    Args:
-        ctx: the node's context.
-        call: the norm's call; None if it saved no norm's input.
-
     Raises:
         RuntimeError: naming the norm and the remedies, if its input was changed in place.
     """
@@ -236,7 +227,7 @@ def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a norm that is recomputed; the user's own where that is not worthwhile, or not known to be right."""
     x = args[0] if len(args) == 1 and not kwargs else None
-    if isinstance(x, SeqPart) and _is_of_positions(self, x):
+    if isinstance(x, SeqPart) and torch.is_grad_enabled() and _is_trusted(self, x.local):
         return x.like(_forward(self, x.local))
     if x is None or not is_plain(x) or not torch.is_grad_enabled() or not x.is_floating_point() or _is_watched():
         return _plain(self, *args, **kwargs)
@@ -259,50 +250,28 @@ def _is_watched() -> bool:
 def _is_trusted(module: nn.Module, x: Tensor) -> bool:
     """Whether the norm's forward gives the same for the same input, which is tried once, on its first input."""
     state: _NormState = module.__dict__[_STATE]
+    while isinstance(x, SeqPart):  # over tp, of a part over cp
+        x = x.local
     if state.repeatable is None:
         if isinstance(x, FakeTensor):
             return True  # there are no values to compare
+        if x.numel() == 0:
+            return False  # nor here, but the next input may have some
         state.repeatable = x.is_meta or _try(module, x)
     return state.repeatable
 
 
-def _is_of_positions(module: nn.Module, x: SeqPart) -> bool:
-    """Whether a norm of a part of a sequence is that part of the norm, which is tried once, on its first input."""
-    state: _NormState = module.__dict__[_STATE]
-    if state.of_positions is None and isinstance(x.local, FakeTensor):
-        return True  # there are no values to compare
-    if state.of_positions is None and min(x.place.chunks.counts) == 0:
-        return False  # a rank without positions can't tell
-    if state.of_positions is None:
-        with _trial(module, x):
-            part, local = _plain(module, x), _plain(module, x.local)
-        state.of_positions = (
-            isinstance(part, SeqPart)
-            and part.place.dim == x.place.dim
-            and part.place.same(x.place)
-            and (x.is_meta or torch.equal(part.local.nan_to_num(), local.nan_to_num()))
-        )
-    return state.of_positions
-
-
-@contextmanager
-def _trial(module: nn.Module, x: Tensor) -> Iterator[None]:
-    """A context in which a norm is tried; behind it random streams and the module's attributes are as before."""
-    own, before = module.__dict__, dict(module.__dict__)
-    with kept_streams(x.device), torch.no_grad():
-        yield
-    own.clear()
-    own.update(before)
-
-
 def _try(module: nn.Module, x: Tensor) -> bool:
     """Runs a norm twice and compares: equal outputs, no random draw, no attribute written, no other tensor with a gradient read."""
-    with _trial(module, x):
-        own, before, streams = module.__dict__, dict(module.__dict__), get_streams(x.device)[2:]
+    own, before = module.__dict__, dict(module.__dict__)
+    with kept_streams(x.device), torch.no_grad():
+        streams = get_streams(x.device)[2:]
         first, second = _plain(module, x), _plain(module, x)
         noted = len(own) != len(before) or any(own.get(name, before) is not value for name, value in before.items())
         now = get_streams(x.device)[2:]
         drawn = any(a is not None and not torch.equal(a, b) for a, b in zip(streams, now, strict=True))
+    own.clear()
+    own.update(before)
     same = type(first) is Tensor and first.shape == x.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
     if not same or noted or drawn or first.data_ptr() == x.data_ptr():
         return False
@@ -310,95 +279,19 @@ def _try(module: nn.Module, x: Tensor) -> bool:
     return not _reads_others(out, [leaf, *leaves])
 
 
-# ---- dropout ---------------------------------------------------------------------------------------------------
-
-
-class _Dropout(torch.autograd.Function):
-    """Dropout with the numbers that torch's draws on the CPU, which saves one byte per element instead of a factor.
-
-    ============  =============  ==================
-    tensor        shape          saved for backward
-    ============  =============  ==================
-    x             any            —
-    mask          as ``x``       itself, as bool
-    y             as ``x``       —
-    ============  =============  ==================
-
-    Forward: ``y = x · mask / (1 - p)``. Backward: ``dx = dy · mask / (1 - p)``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, mask: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.p = p
-        ctx.save_for_backward(mask)
-        return apply_mask(x, mask, p)
-
-    @staticmethod
-    @passes_none
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (mask,) = ctx.saved_tensors
-        return apply_mask(grad, mask, ctx.p), None, None
-
-
-def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """``x / (1 - p)`` where the mask is true, zero elsewhere."""
-    return x * mask.to(x.dtype).div_(1 - p)
-
-
-def dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """``F.dropout(x, p)`` in training on the CPU, for ``0 < p < 1``, and its mask (bool, the shape of ``x``)."""
-    mask = torch.empty_like(x).bernoulli_(1 - p).bool()
-    return _Dropout.apply(x, p, mask), mask  # type: ignore[no-untyped-call]
-
-
-def drops(x: Any, p: float) -> bool:
-    """Whether a dropout of ``x`` runs on the CPU with a gradient: torch's own would save a factor where a byte is enough."""
-    return (
-        is_plain(x)
-        and 0 < p < 1
-        and x.device.type == "cpu"  # on other devices torch's own saves a byte
-        and x.is_floating_point()
-        and x.numel() > 0
-        and torch.is_grad_enabled()
-        and x.requires_grad
-    )
-
-
-def _forward_dropout(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of an ``nn.Dropout`` that saves a mask of bytes; the user's own where that makes no difference."""
-    x = args[0] if len(args) == 1 and not kwargs else None
-    if isinstance(x, SeqPart) and self.training and self.p and not self.inplace:
-        with drawn_apart(x.place.chunks.rank):
-            return x.like(_forward_dropout(self, x.local))
-    if x is None or not self.training or self.inplace or not drops(x, self.p):
-        return _plain(self, *args, **kwargs)  # type: ignore[no-any-return]
-    if has_torch_function_unary(x):  # under ElementwiseRecompute, which does the same and records it
-        return _plain(self, x)  # type: ignore[no-any-return]
-    return dropout(x, self.p)[0]
-
-
 # ---- classes ---------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def _recomputing_class(cls: Any, forward: Any) -> Any:
-    """A subclass that looks like ``cls`` and has another forward."""
-    own = {"forward": forward, "_seqpar_plain": cls.forward, "__doc__": cls.__doc__, "__module__": cls.__module__}
+def _recomputing_class(cls: Any) -> Any:
+    """A subclass that looks like ``cls`` and has :func:`_forward`."""
+    own = {"forward": _forward, "_seqpar_plain": cls.forward, "__doc__": cls.__doc__, "__module__": cls.__module__}
     made = type(cls.__name__, (cls,), own)
     made.__qualname__ = cls.__qualname__
     return made
 
 
-def make_recomputing(module: nn.Module, saves: Callable[[int], bool]) -> None:
-    """Turn a norm (see :func:`is_norm`) or an ``nn.Dropout`` into the form that saves less, in place.
-
-    Args:
-        module: the module, whose class is changed.
-        saves: whether an activation of so many bytes is worth recomputing; a dropout's mask always is.
-    """
-    forward = _forward_dropout if isinstance(module, nn.Dropout) else _forward
-    if forward is _forward:
-        module.__dict__[_STATE] = _NormState(saves)
-    module.__class__ = _recomputing_class(type(module), forward)  # type: ignore[arg-type]
+def make_recomputing(norm: nn.Module, saves: Callable[[int], bool]) -> None:
+    """Turn a norm (see :func:`is_norm`) into the form that saves its input alone, in place."""
+    norm.__dict__[_STATE] = _NormState(saves)
+    norm.__class__ = _recomputing_class(type(norm))  # type: ignore[arg-type]

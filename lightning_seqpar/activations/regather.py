@@ -11,17 +11,6 @@ from lightning_seqpar.distributed.async_ops import PendingGather
 from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward
 
 
-def remembered(x: Tensor) -> tuple[Tensor, NormCall | None]:
-    """What is saved for the backward in place of ``x``.
-
-    Returns:
-        The input of the norm that made ``x`` and the norm's call; or ``x`` itself, without its graph, and None.
-    """
-    call = norm_of(x)
-    source = call.source if call is not None else None
-    return (x.detach(), None) if source is None else (source.detach(), call)
-
-
 class RegatheredInput:
     """An activation that several column linears read whole, and of which they save the shard alone.
 
@@ -30,8 +19,6 @@ class RegatheredInput:
 
     Args:
         x: the shard ``[b, s/tp, h]``; or, with ``length`` None, the activation that is whole on every rank, ``[b, s, h]``.
-        dim: the tensor dim of the sequence.
-        group: the group over which it is gathered.
         length: number of positions of the whole activation; None if nothing is gathered.
 
     Attributes:
@@ -41,8 +28,10 @@ class RegatheredInput:
     """
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, length: int | None) -> None:
-        self.kept: Tensor | None
-        self.kept, self.call = remembered(x)
+        call = norm_of(x)
+        source = None if call is None else call.source
+        self.call: NormCall | None = None if source is None else call
+        self.kept: Tensor | None = x.detach() if source is None else source.detach()
         self.keeper = keeper()
         self._dim, self._group, self._length = dim, group, length
         self._users = self._left = 0

@@ -29,11 +29,7 @@ REPLAYED = frozenset((*_ARITHMETIC, *_ACTIVATIONS, *_SHAPES))
 
 
 class Autocast:
-    """The autocast state of a device type at the time when this is made.
-
-    Args:
-        device: the type, such as ``"cpu"``.
-    """
+    """The autocast state of a device type at the time when this is made."""
 
     __slots__ = ("_state", "_type")
 

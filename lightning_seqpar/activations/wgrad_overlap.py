@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,22 +22,16 @@ from torch.nn import Parameter
 from lightning_seqpar.distributed.async_ops import PendingAllReduce, PendingGather, PendingReduceScatter
 from lightning_seqpar.distributed.autograd import (
     current_backward,
-    has_node_hooks,
-    has_tensor_hooks,
     input_node,
-    leaf_of,
     once_differentiable,
     sequence_nr,
     set_sequence_nr,
     will_run,
 )
-from lightning_seqpar.distributed.collectives import (
-    all_gather,
-    passes_none,
-    reduce_scatter,
-)
+from lightning_seqpar.distributed.collectives import all_gather, passes_none, reduce_scatter
 
 T = TypeVar("T")
+Pending: TypeAlias = PendingAllReduce | PendingGather | PendingReduceScatter
 
 
 class PerBackward(Generic[T]):
@@ -83,20 +77,9 @@ class WgradProduct(NamedTuple):
     dtype: torch.dtype
     transposed: bool = False
 
-    def make(self, kept: Tensor | None = None) -> Tensor | None:
-        """Run the product.
-
-        Args:
-            kept: the gradient of earlier micro-batches, to which the product may be added in place.
-
-        Returns:
-            The gradient, of the weight's shape; None if it was added to ``kept``.
-        """
-        left, right = self.grad.t(), cast(rows_of(self.read()), self.grad.dtype)
-        if kept is not None and kept.dtype == left.dtype:
-            (kept.t() if self.transposed else kept).addmm_(left, right)
-            return None
-        made = cast(torch.mm(left, right), self.dtype)
+    def make(self) -> Tensor:
+        """Runs the product; returns the gradient, of the weight's shape."""
+        made = cast(torch.mm(self.grad.t(), cast(rows_of(self.read()), self.grad.dtype)), self.dtype)
         return made.t() if self.transposed else made
 
 
@@ -121,27 +104,6 @@ def is_wanted(ctx: Any, at: int) -> bool:
         return True
 
 
-def kept_grad(ctx: Any, at: int) -> Tensor | None:
-    """The gradient of earlier micro-batches of argument number ``at``, if a product may be added to it in place.
-
-    That is if autograd would do nothing else than add it to the weight's gradient, and no hook would see it: not under
-    ``torch.autograd.grad``, for weights that are computed, or where gradients are differentiated.
-    """
-    node = input_node(ctx, at)
-    weight = leaf_of(node)
-    if weight is None or weight.grad is None or not ctx.is_plain or not weight.requires_grad:
-        return None  # the last condition: the weight was frozen after the forward
-    if has_tensor_hooks(weight) or has_node_hooks(node):
-        return None
-    kept: Tensor = weight.grad
-    if type(kept) is not Tensor or kept.requires_grad or kept.layout != torch.strided or kept.shape != weight.shape:
-        return None
-    try:
-        return kept if will_run(node) else None
-    except RuntimeError:  # torch.autograd.grad was asked for this weight
-        return None
-
-
 class DeferredWgrad(PerBackward[WgradProduct]):
     """Where the backward of one linear leaves its weight-gradient product for :class:`_DeferWgrad` to run."""
 
@@ -160,18 +122,14 @@ class _DeferWgrad(torch.autograd.Function):
         return weight.detach()
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         product = ctx.late.take()
-        return (grad if product is None else product.make(kept_grad(ctx, 0))), None
+        return (grad if product is None else product.make()), None
 
 
 def defer_wgrad(weight: Tensor, number: int | None) -> tuple[Tensor, DeferredWgrad | None]:
-    """Prepare a weight for one linear so that its gradient is made under a collective of the backward.
-
-    Args:
-        weight: the weight.
-        number: the autograd sequence number at which the product is to run; None for no overlap.
+    """Prepare a weight so that its gradient's product runs at the sequence number ``number``, under a collective; None for not.
 
     Returns:
         The weight for the linear, and where to leave the product; the weight itself and None if it can't be deferred.
@@ -187,28 +145,21 @@ def defer_wgrad(weight: Tensor, number: int | None) -> tuple[Tensor, DeferredWgr
 # ---- collectives -----------------------------------------------------------------------------------------------
 
 
-class _Sum(NamedTuple):
-    """The sum of the columns' input-gradient products in one backward.
-
-    Attributes:
-        left: number of columns whose product is still to come.
-        total: the sum so far, ``[b·s, h]``; None before the first product.
-    """
-
-    left: int
-    total: Tensor | None
-
-
 class BackwardExchange:
     """What the nodes of one collective's backward hand to each other.
 
     The column linears that read what the collective made sum their input gradients here, in one tensor. The node that starts
     the backward's collective leaves it here for the node that waits.
+
+    Attributes:
+        overlap_seq_nr: the sequence number at which weight-gradient products run under the collective; None for no overlap.
     """
 
     def __init__(self) -> None:
-        self._pending: PerBackward[PendingAllReduce | PendingGather | PendingReduceScatter] = PerBackward()
-        self._sums: PerBackward[_Sum] = PerBackward()
+        self.overlap_seq_nr: int | None = None
+        self._pending: PerBackward[Pending] = PerBackward()
+        # The number of columns whose product is still to come, and the sum so far, [b·s, h]; None before the first product.
+        self._sums: PerBackward[tuple[int, Tensor | None]] = PerBackward()
         self._columns: list[weakref.ref[Any]] = []
 
     def add_column(self, ctx: Any) -> None:
@@ -221,12 +172,11 @@ class BackwardExchange:
         Args:
             grad: the column's output gradient ``dy``, ``[b·s, f/tp]``.
             weight: its weight, ``[f/tp, h]``.
-            dtype: of the sum.
 
         Returns:
             The sum, ``[b·s, h]``, for the last column of the backward; None for the others.
         """
-        left, total = self._sums.take() or _Sum(self._count(), None)
+        left, total = self._sums.take() or (self._count(), None)
         right = cast(weight, grad.dtype)
         if total is None:
             total = cast(torch.mm(grad, right), dtype)
@@ -238,14 +188,14 @@ class BackwardExchange:
 
     def skip_product(self) -> Tensor | None:
         """Count a column whose output has no gradient; the sum if it is the last, else None."""
-        left, total = self._sums.take() or _Sum(self._count(), None)
+        left, total = self._sums.take() or (self._count(), None)
         return self._end(left, total)
 
     def _end(self, left: int, total: Tensor | None) -> Tensor | None:
         """Return the sum to the last column, and keep it for the next one otherwise."""
         if left <= 1:
             return total
-        self._sums.put(_Sum(left - 1, total))
+        self._sums.put((left - 1, total))
         return None
 
     def _count(self) -> int:
@@ -253,7 +203,7 @@ class BackwardExchange:
         nodes = [node for ref in self._columns if (node := ref()) is not None]
         return sum(will_run(node) for node in nodes)
 
-    def give(self, pending: PendingAllReduce | PendingGather | PendingReduceScatter) -> None:
+    def give(self, pending: Pending) -> None:
         """Leave a started collective for the node that waits; autograd passes None on in place of its result."""
         self._pending.put(pending)
 
@@ -278,110 +228,69 @@ class _Wait(torch.autograd.Function):
         return ctx.slot.take(grad), None
 
 
-class _GatherOver(torch.autograd.Function):
-    """Forward: all-gather along ``dim``, ``[b, s/tp, h]`` → ``[b, s, h]``. Backward: starts a reduce-scatter; saves nothing."""
+class _CollectiveOver(torch.autograd.Function):
+    """Forward: ``collective(x)``. Backward: starts its conjugate by ``start`` and leaves it in ``slot``; saves nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slot: BackwardExchange, dim: int, group: ProcessGroup, length: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        slot: BackwardExchange,
+        collective: Callable[[Tensor], Tensor],
+        start: Callable[[Tensor], Pending],
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.slot, ctx.dim, ctx.group = slot, dim, group
-        return all_gather(x, dim, group, length)
+        ctx.slot, ctx.start = slot, start
+        return collective(x)
 
     @staticmethod
     @passes_none
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        pending = PendingReduceScatter(grad, ctx.dim, ctx.group, async_op=True)
-        return ctx.slot.give(pending), *_NONE
+        return ctx.slot.give(ctx.start(grad)), None, None, None
 
 
-class _ReduceScatterOver(torch.autograd.Function):
-    """Forward: reduce-scatter along ``dim``, ``[b, s, h]`` → ``[b, s/tp, h]``. Backward: starts an all-gather; saves nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slot: BackwardExchange, dim: int, group: ProcessGroup, length: int) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.slot, ctx.dim, ctx.group, ctx.length = slot, dim, group, x.shape[dim]
-        return reduce_scatter(x, dim, group)
-
-    @staticmethod
-    @passes_none
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        pending = PendingGather(grad, ctx.dim, ctx.group, ctx.length, async_op=True)
-        return ctx.slot.give(pending), *_NONE
+class _ReduceScatterOver(_CollectiveOver):
+    """The same of a reduce-scatter, behind which every rank has its shard of a sum over ranks."""
 
 
-class _CopyOver(torch.autograd.Function):
-    """Forward: identity on ``[b, s, h]``, whole on every rank. Backward: starts an all-reduce; saves nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slot: BackwardExchange, dim: int, group: ProcessGroup, length: int) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.slot, ctx.group = slot, group
-        return x.view_as(x)
-
-    @staticmethod
-    @passes_none
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        pending = PendingAllReduce(grad, ctx.group, async_op=True)
-        return ctx.slot.give(pending), *_NONE
-
-
-_NONE = (None, None, None, None)
-
-
-class OverlapWindow(NamedTuple):
-    """Where weight-gradient products may run during the backward of one collective.
-
-    Attributes:
-        overlap_seq_nr: the autograd sequence number at which to schedule them, or None for no overlap.
-        exchange: where column linears that read what the collective made sum their input-gradient products.
-    """
-
-    overlap_seq_nr: int | None
-    exchange: BackwardExchange
-
-
-def _over(function: Any, x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, OverlapWindow]:
+def _over(
+    function: Any, x: Tensor, collective: Callable[[Tensor], Tensor], start: Callable[[Tensor], Pending]
+) -> tuple[Tensor, BackwardExchange]:
     """Apply ``function`` behind a node that waits for its backward's collective, and number the two nodes."""
-    slot = BackwardExchange()
-    waits: Tensor = _Wait.apply(x, slot)  # type: ignore[no-untyped-call]
-    number = None
+    exchange = BackwardExchange()
+    waits: Tensor = _Wait.apply(x, exchange)  # type: ignore[no-untyped-call]
     if waits.grad_fn is not None:
-        number = sequence_nr(waits.grad_fn)
+        exchange.overlap_seq_nr = number = sequence_nr(waits.grad_fn)
         # The node that waits runs after the products; the one that starts is made next and has a higher number than they.
         set_sequence_nr(waits, max(number - 1, 0))
-    return function.apply(waits, slot, dim, group, length), OverlapWindow(number, slot)
+    return function.apply(waits, exchange, collective, start), exchange
 
 
-def gather_over(x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, OverlapWindow]:
-    """:func:`gather_from_sequence_parallel_region`, and the window of its backward's reduce-scatter.
-
-    Args:
-        x: this rank's shard.
-        dim: the tensor dim of the sequence.
-        group: the tensor-parallel group.
-        length: number of positions of the whole.
-    """
-    return _over(_GatherOver, x, dim, group, length)
+def gather_over(x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, BackwardExchange]:
+    """:func:`gather_from_sequence_parallel_region`, and the exchange of its backward's reduce-scatter."""
+    return _over(
+        _CollectiveOver,
+        x,
+        lambda x: all_gather(x, dim, group, length),
+        lambda grad: PendingReduceScatter(grad, dim, group, async_op=True),
+    )
 
 
-def copy_over(x: Tensor, group: ProcessGroup) -> tuple[Tensor, OverlapWindow]:
-    """:func:`copy_to_tensor_parallel_region`, and the window of its backward's all-reduce."""
-    return _over(_CopyOver, x, 0, group, 0)
+def copy_over(x: Tensor, group: ProcessGroup) -> tuple[Tensor, BackwardExchange]:
+    """:func:`copy_to_tensor_parallel_region`, and the exchange of its backward's all-reduce."""
+    return _over(_CollectiveOver, x, lambda x: x.view_as(x), lambda grad: PendingAllReduce(grad, group, async_op=True))
 
 
-def reduce_scatter_over(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, OverlapWindow]:
-    """:func:`reduce_scatter_to_sequence_parallel_region`, and the window of its backward's all-gather.
-
-    Args:
-        x: this rank's term of the sum.
-        dim: the tensor dim of the sequence.
-        group: the tensor-parallel group.
-    """
-    return _over(_ReduceScatterOver, x, dim, group, 0)
+def reduce_scatter_over(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, BackwardExchange]:
+    """:func:`reduce_scatter_to_sequence_parallel_region` of a term of a sum, and the exchange of its backward's all-gather."""
+    length = x.shape[dim]
+    return _over(
+        _ReduceScatterOver,
+        x,
+        lambda x: reduce_scatter(x, dim, group),
+        lambda grad: PendingGather(grad, dim, group, length, async_op=True),
+    )
 
 
 READERS = (_DeferWgrad,)

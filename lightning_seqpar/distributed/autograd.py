@@ -164,21 +164,6 @@ def count_tensor_hooks(tensors: Iterable[Tensor]) -> list[int]:
     return [len(x._backward_hooks or ()) + len(getattr(x, "_post_accumulate_grad_hooks", None) or ()) for x in tensors]
 
 
-def has_node_hooks(node: Any) -> bool:
-    """Whether Python code registered hooks on a node."""
-    for register in (node.register_prehook, node.register_hook):
-        handle = register(_ignore)  # the handle of a new hook is the only way to see the others
-        hooks = handle.hooks_dict_ref()
-        handle.remove()
-        if hooks:
-            return True
-    return False
-
-
-def _ignore(*grads: Any) -> None:
-    """A hook that does nothing."""
-
-
 # ---- hooks and modes that are active ---------------------------------------------------------------------------
 
 

@@ -71,12 +71,6 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
     def check(attention: nn.MultiheadAttention, name: str, *, sp: bool, dim: int) -> None:
         """Refuse what has no parallel form, before anything is changed.
 
-        Args:
-            attention: the module.
-            name: its name in the model.
-            sp: whether activations between the blocks are shards along the sequence.
-            dim: the tensor dim of the sequence.
-
         Raises:
             ValueError: naming the module and what is wrong.
         """

@@ -16,15 +16,18 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from lightning_seqpar.distributed.autograd import once_differentiable
-from lightning_seqpar.distributed.collectives import (
-    all_gather,
-    all_reduce,
-    passes_none,
-)
+from lightning_seqpar.distributed.collectives import gather_from_sequence_parallel_region
 
 
-class _SyncedBatchNorm(torch.autograd.Function):
+def _synced_batch_norm(
+    x: Tensor,
+    running: tuple[Tensor | None, Tensor | None],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    group: ProcessGroup,
+) -> Tensor:
     """A batch norm in training, of one rank's samples with the statistics of all ranks'.
 
     =====================  ===========================  =========================
@@ -33,63 +36,21 @@ class _SyncedBatchNorm(torch.autograd.Function):
     input, output          ``[b_r, c, ...]``            ``[sum of b_r, c, ...]``
     weight, bias           ``[c]``                      the same on all ranks
     mean, variance         ``[c]``                      the same on all ranks
-    saved for backward     input, weight, mean, 1/std
     =====================  ===========================  =========================
 
     Forward: each rank sends the mean, the variance and the number of its own values of each channel, from which all compute
     those of the whole: with ``n = sum n_r`` values, ``mean = sum n_r mean_r / n``,
-    ``var = sum n_r (var_r + (mean_r - mean)^2) / n``, ``x^ = (x - mean) / std`` and ``y = x^ weight + bias``.
+    ``var = sum n_r (var_r + (mean_r - mean)^2) / n`` and ``y = (x - mean) / std * weight + bias``.
 
-    Input-grad: ``dx = weight / std · (dy - sum dy / n - x^ sum(dy x^) / n)``, with sums over all ranks' values. Weight-grad and
-    bias-grad: ``sum(dy x^)`` and ``sum dy`` over this rank's values; the reduction of gradients over the replicas adds the others'.
-    As of ``nn.SyncBatchNorm``, there is no second derivative.
+    Backward: autograd's; gradients of what ranks sent are reduce-scattered. Gradients of weight and bias are sums over this rank's
+    values, to which the reduction of gradients over the replicas adds the others'.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running: tuple[Tensor | None, Tensor | None],
-        momentum: float,
-        eps: float,
-        group: ProcessGroup,
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        wide = _wide(x)
-        mean, var, total = _moments(wide, group)
-        _update(running, momentum, mean, var, total)
-        scale = torch.rsqrt(var + eps)
-        ctx.group, ctx.eps, ctx.total = group, eps, total
-        ctx.save_for_backward(x, weight, bias, mean, scale)
-        y = (wide - _along(mean, x)) * _along(scale if weight is None else scale * weight, x)
-        return (y if bias is None else y + _along(bias, x)).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, scale = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        dims, dy, centred = _dims(x), _wide(grad), _wide(x) - _along(mean, x)
-        sums = torch.cat([dy.sum(dims), (dy * centred).sum(dims) * scale])
-        grad_bias, grad_weight = sums.chunk(2)
-        grad_x = None
-        if needs[0]:
-            of_dy, of_product = (all_reduce(sums, ctx.group) / ctx.total).chunk(2)
-            factor = scale if weight is None else scale * weight
-            grad_x = dy - _along(of_dy, x) - centred * _along(scale * of_product, x)
-            grad_x = (grad_x * _along(factor, x)).to(x.dtype)
-        return (
-            grad_x,
-            grad_weight.to(weight.dtype) if needs[1] else None,
-            grad_bias.to(bias.dtype) if needs[2] else None,
-            None,
-            None,
-            None,
-            None,
-        )
+    wide = _wide(x)
+    mean, var, total = _moments(wide, group)
+    _update(running, momentum, mean.detach(), var.detach(), total)
+    factor = torch.rsqrt(var + eps) if weight is None else torch.rsqrt(var + eps) * weight
+    shift = -mean * factor if bias is None else bias - mean * factor
+    return (wide * _along(factor, x) + _along(shift, x)).to(x.dtype)
 
 
 def _dims(x: Tensor) -> list[int]:
@@ -108,9 +69,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _moments(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance of each channel over all ranks' values, ``[c]``, and their number, ``[]``. Not differentiable.
-
-    A rank may have no values.
+    """Mean and variance of each channel over all ranks' values, ``[c]``, and their number, ``[]``; a rank may have no values.
 
     Raises:
         ValueError: on every rank, if a channel has one value on all of them together.
@@ -120,9 +79,11 @@ def _moments(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     if count:
         var, mean = torch.var_mean(x, _dims(x), correction=0)
     else:
-        var = mean = x.new_zeros(channels)
-    sent = torch.cat([mean, var, mean.new_full((1,), count)])
-    means, variances, counts = all_gather(sent.unsqueeze(0), 0, group).split([channels, channels, 1], 1)
+        var = mean = x.sum(_dims(x))  # zeros with a graph, whose collective all ranks must run
+    sent = torch.cat([mean, var, mean.new_full((1,), count)]).unsqueeze(0)
+    gathered = gather_from_sequence_parallel_region(sent, 0, group, group.size())
+    means, variances, counts = gathered.split([channels, channels, 1], 1)
+    counts = counts.detach()
     total = counts.sum()
     if count <= 1 and int(total) <= 1:
         raise ValueError(
@@ -170,10 +131,7 @@ class _SyncedStatistics(TorchFunctionMode):
         """``F.batch_norm``, with its arguments."""
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-        running = running_mean, running_var
-        function: Any = _SyncedBatchNorm
-        out: Tensor = function.apply(input, weight, bias, running, momentum, eps, self._group)
-        return out
+        return _synced_batch_norm(input, (running_mean, running_var), weight, bias, momentum, eps, self._group)
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -191,11 +149,6 @@ def make_synced(module: nn.Module, name: str, group: ProcessGroup) -> None:
 
     The object, its parameters, its buffers and their names stay; what its class computes beside the norm is computed as before. In
     evaluation mode nothing is sent. Copies are synced too; pickled, it is the module that it was.
-
-    Args:
-        module: the batch norm.
-        name: of the module, for the error.
-        group: the ranks, which call it together.
 
     Raises:
         ValueError: if its forward was replaced on the object, or it is a script of TorchScript.

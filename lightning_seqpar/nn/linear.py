@@ -21,7 +21,6 @@ from lightning_seqpar.activations.wgrad_overlap import (
     WgradProduct,
     cast,
     is_wanted,
-    kept_grad,
     once,
     rows_of,
 )
@@ -48,11 +47,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype 
             out = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     # Of three dims torch makes a view of the rows, and a view made inside a function of autograd may not be changed in place.
     return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
-
-
-def _itself(x: Tensor) -> Tensor:
-    """The input, which was saved whole."""
-    return x
 
 
 class ShardedLinear(torch.autograd.Function):
@@ -133,11 +127,11 @@ class ShardedLinear(torch.autograd.Function):
             grad_x = grad_x.view(ctx.x_shape)
         grad_w = None
         if kept is not None:
-            read = functools.partial(ctx.gathered.take if ctx.gathered is not None else _itself, kept)
+            read = functools.partial(ctx.gathered.take, kept) if ctx.gathered is not None else lambda: kept
             if ctx.late is not None and ctx.is_plain:
                 ctx.late.put(WgradProduct(rows, read, weight.dtype, ctx.transposed))
             else:
-                grad_w = WgradProduct(rows, read, weight.dtype).make(kept_grad(ctx, 1))
+                grad_w = WgradProduct(rows, read, weight.dtype).make()
         grad_b = rows.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_w, grad_b, None, None, None, None
 
@@ -214,10 +208,6 @@ class _ParallelLinear(nn.Linear):
         """Turn ``linear`` into this class in place and cut its parameters.
 
         Args:
-            linear: the user's module.
-            shard: how its weight is split.
-            region: the sequence region that it is in.
-            name: its name in the model.
             kind: whether its weight is ``[out, in]`` or ``[in, out]``.
         """
         out_features, in_features = features(linear, kind)

@@ -79,22 +79,21 @@ class StoredLogits:
 
     def of_tokens(self, change: Callable[[Tensor], Tensor]) -> StoredLogits:
         """The part with other leading dims: ``change`` reshapes the tokens or chooses among them, and leaves the last dim."""
-        self.check()
-        x, weight, bias = self.tensors
-        return StoredLogits(change(x), self.dtype, weight, bias, self.compute, self.chunk)
+        x, *head = self.tensors
+        return self._like(self.dtype, change(x), *head)
 
     def cast(self, dtype: torch.dtype) -> StoredLogits:
         """The same part, for readers of another type."""
-        self.check()
-        x, weight, bias = self.tensors
-        return StoredLogits(x, dtype, weight, bias, self.compute, self.chunk)
+        return self._like(dtype, *self.tensors)
 
     def detached(self) -> StoredLogits:
         """The same part without a graph."""
+        x, *head = self.tensors
+        return self._like(self.dtype, x.detach(), *(None if one is None else one.detach() for one in head))
+
+    def _like(self, dtype: torch.dtype, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> StoredLogits:
         self.check()
-        x, weight, bias = (None if one is None else one.detach() for one in self.tensors)
-        assert x is not None
-        return StoredLogits(x, self.dtype, weight, bias, self.compute, self.chunk)
+        return StoredLogits(x, dtype, weight, bias, self.compute, self.chunk)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -18,18 +18,7 @@ from lightning_seqpar.region.lowered import LoweredRegion
 
 
 class LoweredColumnLinear(ColumnParallelLinear):
-    """A column linear that ``torch.compile`` traces.
-
-    ============  ====================  ======================  ===============================
-    tensor        global                local                   saved for backward
-    ============  ====================  ======================  ===============================
-    input         ``[b, s, h]``         ``[b, s, h]``           ``[b, s, h]``, once for all
-                                                                columns that read it
-    weight        ``[f, h]``            ``[f/tp, h]``           itself
-    bias          ``[f]``               ``[f/tp]``              —
-    output        ``[b, s, f]``         ``[b, s, f/tp]``        —
-    ============  ====================  ======================  ===============================
-    """
+    """A column linear that ``torch.compile`` traces: as :class:`ColumnParallelLinear`, but that ``[b, s, h]`` is kept."""
 
     lowered: LoweredRegion
 

@@ -76,9 +76,6 @@ class ShardedLogits(Tensor):
             weight: this rank's part, ``[ceil(v/tp), h]``.
             bias: this rank's part, ``[ceil(v/tp)]``, or None.
             chunk: how many tokens at a time.
-            shard: how the vocabulary is split.
-            group: the tensor-parallel group.
-            rank: this rank in it.
         """
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -568,7 +565,6 @@ def cross_entropy(
     none. Kept for the backward are the logits as the head made them, or the head's inputs if ``loss_chunk`` is set.
 
     Args:
-        logits: the logits.
         target: class indices ``[n]``.
         weight: a weight for each class, ``[v]``.
         ignore_index: the target that counts nothing.

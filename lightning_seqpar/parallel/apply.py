@@ -134,10 +134,10 @@ class _Swap:
                 compiler.compile(self.plan.modules[name], name, count, check)
 
     def _recomputing_modules(self) -> dict[str, SequenceRegion]:
-        """Norms and dropouts of the regions: what they keep for the backward can be less."""
+        """Norms of the regions, which can keep less for the backward."""
         found: dict[str, SequenceRegion] = {}
         for name, module in self.plan.modules.items():
-            if self.plan.canonical[name] != name or not (is_norm(module) or type(module) is nn.Dropout):
+            if self.plan.canonical[name] != name or not is_norm(module):
                 continue
             if not self._application.is_lowered(name) and (stack := self.plan.stack_reaching(name)) is not None:
                 found[name] = self._application.region_at(stack)

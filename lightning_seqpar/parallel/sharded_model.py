@@ -176,7 +176,7 @@ class ShardedModel:
         """A step ended with ``out``: no shard must be given away."""
         leaves = [out] if isinstance(out, Tensor) else tree_leaves(out)
         for region in self.regions:
-            region.sharded_outputs.check_none(leaves, f"the sequence region of {region.name}")
+            region.observers.sharded_outputs.check_none(leaves, f"the sequence region of {region.name}")
 
     @contextmanager
     def allow_state_dict(self) -> Iterator[None]:

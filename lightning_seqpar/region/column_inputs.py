@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_seqpar.activations.policy import SavePolicy, keeper
 from lightning_seqpar.activations.regather import RegatheredInput
-from lightning_seqpar.activations.wgrad_overlap import BackwardExchange, DeferredWgrad, OverlapWindow, defer_wgrad
+from lightning_seqpar.activations.wgrad_overlap import BackwardExchange, DeferredWgrad, defer_wgrad
 from lightning_seqpar.distributed.autograd import input_node, node_classes
 from lightning_seqpar.region.frames import FrameStack, GatheredActivation
 
@@ -19,11 +18,7 @@ _PASSING = node_classes("ToCopy", "View", "UnsafeView", "Alias")
 
 
 class ColumnInputs:
-    """What was gathered or copied for the modules that are running, found again by the tensor that a column reads.
-
-    Args:
-        frames: the calls of the region's blocks, which hold it.
-    """
+    """What was gathered or copied for the modules that are running, found again by the tensor that a column reads."""
 
     def __init__(self, frames: FrameStack) -> None:
         self._frames = frames
@@ -32,32 +27,28 @@ class ColumnInputs:
         """A module with gathered inputs begins."""
         self._frames.current.gather_scopes.append([])
 
-    def close(self) -> list[Any]:
-        """It ended, or raised.
-
-        Returns:
-            The graph nodes of what was gathered for it.
-        """
+    def close(self) -> None:
+        """It ended, or raised."""
         frame = self._frames.current
-        nodes = frame.gather_scopes.pop() if frame.gather_scopes else []
+        del frame.gather_scopes[-1:]
         if not frame.gather_scopes:
             for read in frame.gathered:
                 if read.handle is not None:
                     read.handle.kept = None  # now the graph alone holds it
             frame.gathered, frame.wholes = [], []
-        return nodes
 
-    def add(self, whole: Tensor, handle: RegatheredInput | None, window: OverlapWindow) -> None:
+    def add(self, whole: Tensor, handle: RegatheredInput | None, exchange: BackwardExchange) -> None:
         """An activation was gathered (or copied) for columns.
 
         Args:
             whole: the activation, ``[b, s, h]``.
             handle: what columns may keep in its place for the backward; None for the activation itself.
-            window: what may run under the backward of the gather.
         """
         if torch.is_grad_enabled():
             handle = handle if handle is not None and handle.keeps_less else None
-            self._frames.current.gathered.append(GatheredActivation(weakref.ref(whole), whole._version, handle, window))
+            self._frames.current.gathered.append(
+                GatheredActivation(weakref.ref(whole), whole._version, handle, exchange)
+            )
         self.add_whole(whole)
 
     def add_whole(self, whole: Tensor) -> None:
@@ -102,11 +93,6 @@ class ColumnInputs:
     ) -> tuple[Tensor, DeferredWgrad | None, BackwardExchange | None]:
         """Let the products of a column's backward run where they cost least.
 
-        Args:
-            x: the column's input.
-            weight: of the column.
-            policy: says whether the weight-gradient product waits.
-
         Returns:
             The weight to multiply with; where the weight-gradient product is left, to run under the reduction of the input's
             gradient (None if it does not wait); and where the input-gradient product joins those of other columns (None if
@@ -115,8 +101,8 @@ class ColumnInputs:
         read = self._find(x)
         if read is None:
             return weight, None, None
-        number = read.window.overlap_seq_nr if policy.overlaps(x.nbytes) else None
-        return *defer_wgrad(weight, number), read.window.exchange if x._version == read.version else None
+        number = read.exchange.overlap_seq_nr if policy.overlaps(x.nbytes) else None
+        return *defer_wgrad(weight, number), read.exchange if x._version == read.version else None
 
     def _find(self, x: Tensor) -> GatheredActivation | None:
         return next((read for read in self._frames.current.gathered if read.whole() is x), None)

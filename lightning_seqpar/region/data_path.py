@@ -13,7 +13,6 @@ from lightning_seqpar.activations.regather import RegatheredInput
 from lightning_seqpar.activations.wgrad_overlap import (
     BackwardExchange,
     DeferredWgrad,
-    OverlapWindow,
     copy_over,
     defer_wgrad,
     gather_over,
@@ -59,16 +58,6 @@ class DataPath:
 
     Without sequence parallelism ``enter``, ``leave``, ``suspend`` and ``resume`` return what they are given, ``gather`` copies
     (f) and ``reduce`` all-reduces (f̄).
-
-    Args:
-        group: the tensor-parallel process group.
-        dim: the tensor dim of the sequence.
-        policy: what is kept for the backward, and which products wait for a collective.
-        frames: the calls of the region's blocks.
-        rng: which random stream draws come from.
-        columns: what is gathered for columns.
-        observers: what is told of each event.
-        context: the context-parallel axis; None where it has one rank.
 
     Between blocks a shard is a part of a sequence (:class:`~lightning_seqpar.context.seq_part.SeqPart`), which ``wrap`` makes and
     ``enter`` takes; code there sees the whole shape. With context parallelism ``s`` counts this rank's positions, and what is whole
@@ -225,9 +214,9 @@ class DataPath:
         x = local_of(x)
         if not self.sp:
             if self.policy.overlaps(x.nbytes):
-                whole, window = copy_over(x, self.group)
+                whole, exchange = copy_over(x, self.group)
             else:
-                whole, window = copy_to_tensor_parallel_region(x, self.group), OverlapWindow(None, BackwardExchange())
+                whole, exchange = copy_to_tensor_parallel_region(x, self.group), BackwardExchange()
             if self.policy.remakes_between_blocks(x.nbytes):
                 handle = RegatheredInput(x, self.dim, self.group, None)
         else:
@@ -235,15 +224,15 @@ class DataPath:
             folded = self._frames.fold(x, self._frames.shard_length)
             shard = x if folded is None else folded
             if self.policy.overlaps(x.nbytes * self.size):
-                whole, window = gather_over(shard, self.dim, self.group, length)
+                whole, exchange = gather_over(shard, self.dim, self.group, length)
             else:
                 whole = gather_from_sequence_parallel_region(shard, self.dim, self.group, length)
-                window = OverlapWindow(None, BackwardExchange())
+                exchange = BackwardExchange()
             if folded is not None:
                 whole = whole.flatten(0, 1)
             elif self.policy.remakes(x.nbytes):
                 handle = RegatheredInput(x, self.dim, self.group, length)
-        self._columns.add(whole, handle, window)
+        self._columns.add(whole, handle, exchange)
         if place is not None:
             return SeqPart.wrap(whole, place)
         flat = self.sp and folded is not None
@@ -276,7 +265,7 @@ class DataPath:
         if (known := self._frames.remembered(key)) is not None:
             folded = self._frames.fold(x, known.length, known)
         else:
-            folded = None if frame.length is None else self._frames.fold(x, frame.length)
+            folded = self._frames.fold(x, frame.length)
             if folded is None:
                 self._placement.check_row_output(x, module)
             self._frames.remember(key)
@@ -287,8 +276,8 @@ class DataPath:
         if not self.policy.overlaps(x.nbytes):
             self._frames.current.overlap_seq_nr = None
             return reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group)
-        shard, window = reduce_scatter_over(x, self.dim, self.group)
-        self._frames.current.overlap_seq_nr = window.overlap_seq_nr
+        shard, exchange = reduce_scatter_over(x, self.dim, self.group)
+        self._frames.current.overlap_seq_nr = exchange.overlap_seq_nr
         return shard
 
     def defer_row_wgrad(self, weight: Tensor, count: int) -> tuple[Tensor, DeferredWgrad | None]:

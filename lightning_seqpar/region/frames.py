@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_seqpar.activations.regather import RegatheredInput
-from lightning_seqpar.activations.wgrad_overlap import OverlapWindow
+from lightning_seqpar.activations.wgrad_overlap import BackwardExchange
 from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.context.seq_part import Place
 from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward
@@ -33,30 +33,28 @@ class GatheredActivation(NamedTuple):
         whole: the activation, ``[b, s, h]``, as the columns read it.
         version: its version counter when it was gathered; a higher one tells that it was changed in place since.
         handle: what columns keep in its place for the backward; None if they keep the activation itself.
-        window: what may run under the backward of its gather.
+        exchange: of the nodes of its gather's backward.
     """
 
     whole: weakref.ref[Tensor]
     version: int
     handle: RegatheredInput | None
-    window: OverlapWindow
+    exchange: BackwardExchange
 
 
 class InputRecord(NamedTuple):
     """What a module's input was in the forward, for a recompute in the backward that runs outside of any call.
 
     Attributes:
-        is_shard: whether it was a shard along the sequence.
-        length: positions of the whole sequence.
+        length: positions of the whole sequence of which it was a shard; None if it was whole.
         batch: size of an activation's dim that is neither sequence nor features.
         ndim: number of dims of an activation.
         chunks: how the sequence is dealt out over the context-parallel ranks, of which ``length`` counts this rank's positions.
     """
 
-    is_shard: bool
-    length: int
-    batch: int
+    length: int | None
     ndim: int
+    batch: int
     chunks: Chunks | None = None
 
 
@@ -82,7 +80,6 @@ class Frame:
         copied: sequence lengths of activations that were whole already where columns read them.
         overlap_seq_nr: the autograd sequence number at which weight-gradient products run under the backward of the last
             row's reduce-scatter; None for no overlap.
-        unreduced: modules with gathered inputs that returned before their row ran, and the graph nodes of those inputs.
         sum_features: for each running module whose output is reduced where it returns, the graph nodes of the features that it
             is given; None if it is given whole activations.
         partial_nodes: graph nodes of the partial sums that rows left for such a module to reduce.
@@ -105,7 +102,6 @@ class Frame:
     wholes: list[weakref.ref[Tensor]] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
     overlap_seq_nr: int | None = None
-    unreduced: list[tuple[str, list[Any]]] = field(default_factory=list)
     sum_features: list[list[Any] | None] = field(default_factory=list)
     partial_nodes: list[Any] = field(default_factory=list)
     dealt_out: Place | None = None
@@ -123,11 +119,6 @@ class Frame:
 
 class FrameStack:
     """The calls of a region's blocks that are under way, and the inputs that a backward may compute from again.
-
-    Args:
-        size: number of tensor-parallel ranks.
-        dim: the tensor dim of the sequence.
-        region: what messages call the region.
 
     Attributes:
         current: the frame of the innermost call; outside of any call a frame that no call opened.
@@ -162,24 +153,19 @@ class FrameStack:
     def open_recompute(self, x: Tensor, module: str) -> None:
         """Where a backward computes ``module`` again, open a frame with the length that the forward had.
 
-        Args:
-            x: the module's input; it has the shape that it had in the forward.
-            module: the module's name; :meth:`finish` with it closes the frame.
-
         Raises:
             RuntimeError: if forwards of different lengths had inputs of this shape.
         """
         task = current_backward()
         if task == NO_BACKWARD or self.current.task == task:
             return
-        known = self._inputs.get((module, tuple(x.shape)), InputRecord(False, 0, 1, x.ndim))
+        known = self._inputs.get((module, tuple(x.shape)), InputRecord(None, x.ndim, 1))
         if known is None:
             raise RuntimeError(
                 f"{module}: recomputed in the backward, but forwards of different lengths had inputs of shape "
                 f"{list(x.shape)}; pad the sequences to a multiple of tp={self._size}"
             )
-        length = known.length if known.is_shard else None
-        self._push(Frame(module, False, length, known.ndim, known.batch, known.chunks, task=task, resumed_by=module))
+        self._push(Frame(module, False, *known, task=task, resumed_by=module))
 
     def finish(self, module: str) -> None:
         """A block or a module with gathered inputs ended: close the frame that :meth:`open_recompute` opened for it, if any."""
@@ -192,12 +178,7 @@ class FrameStack:
 
         Unlike :meth:`open_recompute` it needs no shape to find the call by, so calls of several lengths are told apart.
         """
-        length = known.length if known.is_shard else None
-        task = current_backward()
-        frame = Frame(
-            self.current.module, False, length, known.ndim, known.batch, known.chunks, task=task, repeats=True
-        )
-        with self._within(frame):
+        with self._within(Frame(self.current.module, False, *known, task=current_backward(), repeats=True)):
             yield
 
     @contextmanager
@@ -228,7 +209,7 @@ class FrameStack:
     def lengths(self) -> InputRecord:
         """The lengths of the current call, for :meth:`repeating`."""
         frame = self.current
-        return InputRecord(frame.length is not None, frame.length or 0, frame.batch, frame.ndim, frame.chunks)
+        return InputRecord(frame.length, frame.ndim, frame.batch, frame.chunks)
 
     def _push(self, frame: Frame) -> None:
         self._outer.append(self.current)
@@ -281,19 +262,18 @@ class FrameStack:
         length, self.current.length = self.current.length, None
         return length
 
-    def fold(self, x: Tensor, positions: int, of: Frame | InputRecord | None = None) -> Tensor | None:
+    def fold(self, x: Tensor, positions: int | None, of: Frame | InputRecord | None = None) -> Tensor | None:
         """Flattened tokens as an activation: ``[b·s, h]`` → ``[b, s, h]``, or ``[s, b, h]`` where the sequence is dim 0.
 
         Args:
-            x: what may be flattened.
-            positions: the length of the sequence in it, of the whole or of a shard.
+            positions: the length of the sequence in it, of the whole or of a shard; None outside of the blocks.
             of: what the sizes are read from; the current frame by default.
 
         Returns:
             None if ``x`` is an activation, or no tokens of this call.
         """
         of = of or self.current
-        if of.ndim != 3 or x.ndim == 0 or x.shape[0] != of.batch * positions:
+        if positions is None or of.ndim != 3 or x.ndim == 0 or x.shape[0] != of.batch * positions:
             return None
         if x.ndim == 3 and x.shape[self._dim] == positions:
             return None  # an activation
@@ -304,8 +284,7 @@ class FrameStack:
 
     def remember(self, key: InputKey) -> None:
         """Note the length of the call, of which the module's input is a shard, for a backward that computes the module again."""
-        frame = self.current
-        known = InputRecord(True, self.length, frame.batch, frame.ndim, frame.chunks)
+        known = self.lengths()
         self._inputs[key] = known if self._inputs.get(key, known) == known else None
 
     def remembered(self, key: InputKey) -> InputRecord | None:

@@ -48,14 +48,18 @@ def put_argument(
     return args, {**kwargs, where: value}
 
 
-def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..., Any]:
-    """A pre-hook of a block: its activation becomes a shard, ``[b, s, h]`` → ``[b, s/tp, h]``, unless it is one.
+def _with_first(out: Any, change: Callable[[Tensor], Any], refusal: str) -> Any:
+    """Changes the activation in what a module returns: a tensor, or the first of several; ``refusal`` names other types."""
+    if isinstance(out, Tensor):
+        return change(out)
+    if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
+        raise ValueError(refusal.format(type(out).__name__))
+    values = [change(out[0]), *out[1:]]
+    return type(out)(*values) if hasattr(out, "_fields") else type(out)(values)
 
-    Args:
-        region: of the blocks.
-        name: of the block.
-        arg: which of its arguments is the activation.
-    """
+
+def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..., Any]:
+    """A pre-hook of a block: its activation becomes a shard, ``[b, s, h]`` → ``[b, s/tp, h]``, unless it is one."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         region.begin_call(name)
@@ -182,7 +186,7 @@ def _left(region: SequenceRegion, name: str, out: Any) -> Any:
         raise ValueError(f"{name}: the region ends here, but its output is a {type(out).__name__}; end it elsewhere")
     others = tree_map_only(Tensor, region.path.wrap, list(out[1:]))  # a router's scores, another stream
     whole = [region.path.leave(out[0], name), *others]
-    return type(out)(whole) if not hasattr(out, "_fields") else type(out)(*whole)
+    return type(out)(*whole) if hasattr(out, "_fields") else type(out)(whole)
 
 
 def _widest(values: Iterable[Any]) -> torch.dtype | None:
@@ -212,8 +216,6 @@ def gather_arguments(
     gradient of each is a sum over ranks, and none must lose more than another.
 
     Args:
-        region: in which the module lies.
-        name: of the module.
         gathered: arguments that are shards.
         copied: arguments that are whole already (an encoder's states), or None.
         local_width: whether the module reads this rank's width off its input: then it gets a stand-in of that width.
@@ -261,8 +263,8 @@ def return_whole(regions: Sequence[SequenceRegion]) -> Callable[..., Any]:
         if any(isinstance(x, SeqPart) for x in leaves):
             out = tree_map_only(SeqPart, over_tp, out)
         for region in regions:
-            if region.sharded_outputs.has(leaves):
-                out = tree_map_only(Tensor, region.sharded_outputs.whole, out)
+            if region.observers.sharded_outputs.has(leaves):
+                out = tree_map_only(Tensor, region.observers.sharded_outputs.whole, out)
         return out
 
     return hook
@@ -274,24 +276,17 @@ def close_gather(
     """A hook of a module whose arguments were gathered, which returned or raised.
 
     Args:
-        region: in which the module lies.
-        name: of the module.
-        is_block: whether it is a block.
-        is_exit: whether the region ends at it.
         heads: if it is an attention, the number of query heads of which each rank has a part.
     """
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        first = out[0] if isinstance(out, list | tuple) and out else out
-        region.close_gather(first if isinstance(first, Tensor) else None, name)
+        region.close_gather()
         if out is None:  # it raised
             region.rng.end_features()
         elif heads is not None and isinstance(out, list | tuple):
             for item in out[1:]:
                 if isinstance(item, Tensor):
                     region.observers.heads_made(item, name, heads)
-        if is_block:
-            region.observers.block_ended(first, name)
         region.frames.finish(name)
         if not (is_block or is_exit) and region.frames.current.is_call_of(name):
             return _end(region, name, out)
@@ -313,7 +308,6 @@ def begin_sum(
     node in the graph, so that the sum can be checked.
 
     Args:
-        region: in which the module lies.
         added: parameters that it adds, each as the module that holds it and the attribute.
         rows: parameters that it multiplies as rows itself, likewise.
         of_features: whether it is given this rank's features, and has rows alone.
@@ -336,12 +330,7 @@ def begin_sum(
 
 
 def end_sum(region: SequenceRegion, hidden: Sequence[tuple[nn.Module, str]]) -> Callable[..., None]:
-    """A hook of such a module, which returned or raised: the parameters that :func:`begin_sum` hid show again.
-
-    Args:
-        region: in which the module lies.
-        hidden: those parameters, each as the module that holds it and the attribute.
-    """
+    """A hook of such a module, which returned or raised: the parameters that :func:`begin_sum` hid show again."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         region.end_sum()
@@ -357,8 +346,6 @@ def reduce_output(
     """A hook of such a module: what it returns is reduced, ``[b, s, h]`` → ``[b, s/tp, h]``.
 
     Args:
-        region: in which the module lies.
-        name: of the module.
         rows: parameters that it multiplies as rows itself, each as the module that holds it and the attribute.
         once: parameters that only the first rank adds, likewise.
     """
@@ -368,14 +355,11 @@ def reduce_output(
         return [parameter for holder, leaf in held if (parameter := holder._parameters[leaf]) is not None]
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        if isinstance(out, Tensor):
-            return region.reduce_sum(out, name, read(rows), read(once))
-        if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
-            raise ValueError(
-                f"{name}: a {type(out).__name__} can't be reduced; 'reduce' takes a module that returns a tensor"
-            )
-        first = region.reduce_sum(out[0], name, read(rows), read(once))
-        return type(out)([first, *out[1:]]) if not hasattr(out, "_fields") else type(out)(first, *out[1:])
+        return _with_first(
+            out,
+            lambda x: region.reduce_sum(x, name, read(rows), read(once)),
+            f"{name}: a {{}} can't be reduced; 'reduce' takes a module that returns a tensor",
+        )
 
     return hook
 
@@ -401,15 +385,9 @@ def make_shards(region: SequenceRegion, name: str) -> Callable[..., Any]:
     """A hook of such a module: the activation that it returns becomes a shard again."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        if isinstance(out, Tensor):
-            out = region.path.resume(out, name)
-        elif isinstance(out, list | tuple) and out and isinstance(out[0], Tensor):
-            first = region.path.resume(out[0], name)
-            out = type(out)([first, *out[1:]]) if not hasattr(out, "_fields") else type(out)(first, *out[1:])
-        elif out is not None:
-            raise ValueError(
-                f"{name}: a {type(out).__name__} can't be sliced; 'whole' takes a module that returns a tensor"
-            )
+        if out is not None:
+            refusal = f"{name}: a {{}} can't be sliced; 'whole' takes a module that returns a tensor"
+            out = _with_first(out, lambda x: region.path.resume(x, name), refusal)
         region.frames.finish(name)
         return out
 
@@ -425,8 +403,6 @@ def slice_arguments(
 
     Args:
         take: the method ``slice`` of the region's data path, eager or lowered.
-        name: of the module.
-        wanted: those arguments.
         dim: the tensor dim of the heads.
     """
 
@@ -441,11 +417,7 @@ def slice_arguments(
 
 
 def widen(gather: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """A pre-hook of a module over the whole width: it reads all ranks' features, ``[b, s, f/tp]`` → ``[b, s, f]``.
-
-    Args:
-        gather: the method ``gather_features`` of the region's data path, eager or lowered.
-    """
+    """A pre-hook of a module over the whole width: it reads all ranks' features, ``[b, s, f/tp]`` → ``[b, s, f]``."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
         return (gather(args[0]), *args[1:])
@@ -471,7 +443,6 @@ def draw_alike(
     """A pre-hook and a hook of a module that draws: in between all ranks draw alike, or each for itself.
 
     Args:
-        region: in which the module lies.
         always: whether streams are switched at each call; else where the input is the same on all ranks.
         switch: the method of :class:`~lightning_seqpar.distributed.rng.RankStreams` that is called in front of the module;
             behind it the other one is.

@@ -24,25 +24,7 @@ from lightning_seqpar.region.hooks import find_argument, put_argument
 class LoweredRegion:
     """Moves activations in the blocks of one stack between whole and sharded, as a traced graph does.
 
-    ======================  ==================================  ====================================  ===================
-    method                  forward                             ``dim=1``                             backward
-    ======================  ==================================  ====================================  ===================
-    gather                  all-gather (g)                      ``[b, s/tp, h]`` → ``[b, s, h]``      reduce-scatter
-    reduce                  reduce-scatter (ḡ)                  ``[b, s, h]`` → ``[b, s/tp, h]``      all-gather
-    copy                    identity (f)                        ``[b, t, h]``                         all-reduce
-    suspend                 all-gather                          ``[b, s/tp, h]`` → ``[b, s, h]``      slice
-    resume                  scatter                             ``[b, s, h]`` → ``[b, s/tp, h]``      all-gather
-    slice                   scatter                             ``[b, heads, …]`` → a rank's heads    all-gather
-    gather_features         all-gather                          ``[b, s, f/tp]`` → ``[b, s, f]``      reduce-scatter
-    ======================  ==================================  ====================================  ===================
-
-    Without sequence parallelism ``gather`` copies (f), ``reduce`` all-reduces (f̄), and ``suspend`` and ``resume`` return what they
-    are given.
-
-    Args:
-        group: the tensor-parallel process group.
-        dim: the tensor dim of the sequence.
-        sp: whether activations between the blocks are shards along the sequence.
+    Methods and shapes are those of :class:`~lightning_seqpar.region.data_path.DataPath`.
 
     Attributes:
         length: positions of the whole sequence in the block that runs, or 0 where activations are whole; no graph reads it.
@@ -206,8 +188,6 @@ def make_shards(lowered: LoweredRegion) -> Callable[..., Any]:
     """A hook of such a module: the activation that it returns becomes a shard again."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        if isinstance(out, Tensor):
-            return lowered.resume(out)
-        return type(out)([lowered.resume(out[0]), *out[1:]])
+        return lowered.resume(out) if isinstance(out, Tensor) else type(out)([lowered.resume(out[0]), *out[1:]])
 
     return hook

@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from lightning_seqpar.region.ancestry import check_ancestry, check_reduced, passes_by_rows
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.graph_span import GraphSpan
 from lightning_seqpar.region.partial_sum_check import LossLeakCheck, PartialSumCheck
 from lightning_seqpar.region.schedule import WatchSchedule
-from lightning_seqpar.region.shard_placement import ShardPlacement
+from lightning_seqpar.region.shard_placement import ShardPlacement, check_ancestry
 from lightning_seqpar.region.sharded_outputs import ShardedOutputs
 
 
@@ -23,13 +22,6 @@ class Observers:
 
     None of them changes an activation. They note what was made, and raise where the user's code does with shards what would
     give a wrong result.
-
-    Args:
-        region: what messages call the region.
-        group: the tensor-parallel process group.
-        dim: the tensor dim of the sequence.
-        sp: whether activations between the blocks are shards along the sequence.
-        frames: the calls of the region's blocks.
 
     Attributes:
         schedule: when each watcher looks; a strategy puts its own here, which counts steps.
@@ -92,12 +84,6 @@ class Observers:
         if self.schedule.watches_forward():
             self.placement.check_called_among_shards(module)
 
-    def block_ended(self, out: Any, block: str) -> None:
-        """A block returned ``out``."""
-        pending, self._frames.current.unreduced = self._frames.current.unreduced, []
-        if isinstance(out, Tensor) and out.grad_fn is not None:
-            check_reduced(out, pending, block)
-
     # ---- columns and rows ------------------------------------------------------------------------------------
 
     def column_begins(self, x: Tensor, module: str) -> None:
@@ -107,12 +93,6 @@ class Observers:
         check_ancestry(x, self._frames.current.sources, module)
         if self._sp:
             self.placement.check_column_input(x, module)
-
-    def gathering_ended(self, out: Tensor | None, module: str, gathers: list[Any]) -> None:
-        """A module with gathered inputs returned ``out``; ``gathers`` are the graph nodes of those inputs."""
-        if out is not None and out.grad_fn is not None and gathers and passes_by_rows(out.grad_fn, gathers):
-            # Its row may stand behind the module, but in the block.
-            self._frames.current.unreduced.append((module, gathers))
 
     # ---- sums over ranks -------------------------------------------------------------------------------------
 
@@ -133,10 +113,6 @@ class Observers:
 
         Args:
             out: ``[b, s, h]``.
-            module: its name.
-            gathers: the graph nodes of what was gathered for it.
-            rows: parameters that it multiplies as rows itself.
-            once: parameters that only the first rank adds.
         """
         if self.schedule.walks_graphs:
             PartialSumCheck(self._frames.current.partial_nodes, rows, once).check(out, gathers, module)

@@ -88,8 +88,6 @@ class PartialSumCheck:
 
     Args:
         marked: nodes whose results are terms of a sum: what row linears made.
-        rows: parameters that the module multiplies as rows.
-        once: parameters that only the first rank adds.
     """
 
     def __init__(self, marked: Collection[Any], rows: Collection[nn.Parameter], once: Collection[nn.Parameter]) -> None:
@@ -102,9 +100,7 @@ class PartialSumCheck:
         """Require that what the module returns is made of what its rows made, linearly.
 
         Args:
-            out: what it returns.
             stops: graph nodes of the activations that were gathered for it, beyond which nothing is looked at.
-            name: of the module.
 
         Raises:
             PartialSumError: naming the operation that adds something else.
@@ -213,13 +209,7 @@ class LossLeakCheck:
         self._sums: dict[Any, tuple[str, list[Any]]] = {}
 
     def note(self, name: str, reduced: Tensor, sources: Collection[Any]) -> None:
-        """Note what a module returned.
-
-        Args:
-            name: of the module.
-            reduced: its output, reduced over ranks.
-            sources: graph nodes of what was gathered for it.
-        """
+        """Note what a module returned."""
         if reduced.grad_fn is not None and sources:
             self._sums[reduced.grad_fn] = (name, list(sources))
 

@@ -59,12 +59,6 @@ class RecomputedForward:
 
     It keeps the arguments: of a block its activation's shard, ``[b, s/tp, h]``. Without gradients, inside an activation
     checkpoint of somebody else (which runs it again anyway) and in a recompute it runs the module as it is.
-
-    Args:
-        module: the module.
-        name: its name in the model.
-        notes: shared by the modules of the model.
-        region: the sequence region in which it lies; None where nothing is sharded.
     """
 
     def __init__(self, module: nn.Module, name: str, notes: RecomputeNotes, region: SequenceRegion | None) -> None:
@@ -158,11 +152,6 @@ class _Kept:
     """What stands for one tensor among a call's arguments, and how it is given to the module again.
 
     An activation that was gathered for the module is kept as columns keep it: its shard, or the input of the norm that made it.
-
-    Args:
-        at: its place among what the checkpoint keeps.
-        value: the argument.
-        region: the sequence region; None where nothing is sharded.
     """
 
     def __init__(self, at: int, value: Tensor, region: SequenceRegion | None) -> None:
@@ -193,10 +182,6 @@ class RecomputedCall:
     """One call of a recomputed module: called for the first time it is the forward, and after that a recompute.
 
     Args:
-        forward: the module's own.
-        args: the arguments of the call.
-        kwargs: its named arguments.
-        region: the sequence region; None where nothing is sharded.
         attributes: of the module. A step may set them for each batch, and the recompute may come behind the next one's forward.
     """
 

@@ -14,11 +14,6 @@ class RngScope:
     draw alike. Without, activations are whole and all ranks draw alike, but for the features ``[b, s, f/tp]`` between a
     column and its row, which are a rank's own.
 
-    Args:
-        rank: this rank in the tensor-parallel group.
-        sp: whether activations between the blocks are shards along the sequence.
-        frames: the calls of the region's blocks.
-
     Attributes:
         streams: torch's generators, and the switch between the two streams.
     """

@@ -20,7 +20,6 @@ class WatchSchedule:
     modules that may see nothing but shards    at each call in a forward, not in a recompute (:meth:`watches_forward`)
     inputs of columns: whole, and gathered     at each column in a forward, not where a backward repeats a part of one
                                                (:meth:`watches_columns`); most read what was gathered itself
-    outputs of blocks: every path reduced      at each block, in a recompute too; most end in a row's reduction
     sums over ranks: made of rows alone        at each module that returns one where the step is due (:attr:`walks_graphs`)
     what else a loss reads of such a module    noted there
     tensors of which this rank has a part      noted in a forward (:meth:`watches_forward`), looked for in what each module

@@ -20,25 +20,22 @@ from lightning_seqpar.region.column_inputs import ColumnInputs
 from lightning_seqpar.region.data_path import DataPath
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.observers import Observers
-from lightning_seqpar.region.partial_sum_check import LossLeakCheck
 from lightning_seqpar.region.rng_scope import RngScope
-from lightning_seqpar.region.sharded_outputs import ShardedOutputs
 
 
 class SequenceRegion:
     """The region of one stack of blocks: its parts, and what begins and ends in it.
 
     Args:
-        group: the tensor-parallel process group.
         dim: the tensor dim of the sequence: 1 for ``[b, s, h]``, 0 for ``[s, b, h]`` or flattened tokens.
         sp: whether activations between blocks are sharded. If not, they stay whole, and the region only stands for the
             conjugate pair f and f̄.
-        name: what messages call it.
         regather: whether column inputs are gathered again in the backward, and norms and activation functions computed again,
             instead of keeping their results; ``auto`` keeps small ones.
         context: the context-parallel axis, over which the sequence is dealt out first; None where it has one rank.
 
     Attributes:
+        policy: what is kept for the backward, and which products wait for a collective.
         path: moves activations between whole and sharded.
         frames: the calls of the blocks, and the lengths of their sequences.
         columns: what was gathered for the columns that run.
@@ -62,15 +59,15 @@ class SequenceRegion:
         self.group, self.dim, self.sp, self.context = group, dim, sp, context
         self.name = name or "the model"
         self.size, self.rank = group.size(), group.rank()
-        policy = SavePolicy(regather, self.size, sp)
+        self.policy = SavePolicy(regather, self.size, sp)
         self.frames = FrameStack(self.size, dim, self.name)
         # Ranks of one tp rank at several places of cp draw apart for their shards.
         place = self.rank if context is None else self.rank + self.size * context.rank
         self.rng = RngScope(place, sp, self.frames)
         self.columns = ColumnInputs(self.frames)
         self.observers = Observers(self.name, group, dim, sp, self.frames)
-        self.path = DataPath(group, dim, policy, self.frames, self.rng, self.columns, self.observers, context)
-        self.elementwise_spans = ElementwiseSpans(policy.remakes)
+        self.path = DataPath(group, dim, self.policy, self.frames, self.rng, self.columns, self.observers, context)
+        self.elementwise_spans = ElementwiseSpans(self.policy.remakes)
         self.blocks: tuple[str, ...] = ()
         self.argument: Argument = 0
 
@@ -83,28 +80,9 @@ class SequenceRegion:
         return copied
 
     @property
-    def policy(self) -> SavePolicy:
-        """What is kept for the backward, and which products wait for a collective."""
-        return self.path.policy
-
-    @property
     def streams(self) -> RankStreams:
         """torch's generators, and the switch between the replicated stream and the rank's own."""
         return self.rng.streams
-
-    @property
-    def sharded_outputs(self) -> ShardedOutputs:
-        """The tensors of this step of which this rank has a part."""
-        return self.observers.sharded_outputs
-
-    @property
-    def loss_leaks(self) -> LossLeakCheck:
-        """What a loss must not read of the modules that returned a sum over ranks in this step."""
-        return self.observers.loss_leaks
-
-    def made(self, node: Any) -> bool:
-        """Whether an autograd node of this step was made inside the region."""
-        return self.observers.span.holds(node)
 
     # ---- steps and calls -------------------------------------------------------------------------------------
 
@@ -140,7 +118,6 @@ class SequenceRegion:
         self.elementwise_spans.drop()
         if not aborted:
             self.observers.shard_made(out, block)
-            self.observers.block_ended(local_of(out), block)
 
     # ---- modules with gathered inputs ------------------------------------------------------------------------
 
@@ -151,10 +128,10 @@ class SequenceRegion:
         self.rng.begin_whole()
         self.columns.open()
 
-    def close_gather(self, out: Tensor | None = None, module: str = "") -> None:
-        """It returned the activation ``out``; or raised, where that is None."""
+    def close_gather(self) -> None:
+        """It returned, or raised."""
         self.rng.end_whole()
-        self.observers.gathering_ended(local_of(out), module, self.columns.close())
+        self.columns.close()
 
     # ---- modules that return a sum over ranks ----------------------------------------------------------------
 
@@ -182,9 +159,6 @@ class SequenceRegion:
 
         Args:
             out: one term of the sum.
-            module: its name.
-            rows: parameters that it multiplies as rows itself.
-            once: parameters that only the first rank adds.
 
         Raises:
             PartialSumError: if ``out`` is made of anything but rows.

@@ -1,19 +1,19 @@
-"""Whether activations are shards where they must be, and whole where they must be."""
+"""Whether activations are shards where they must be, and whole where they must be: by their shape, and by what made them."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from typing import Any
 
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_seqpar.distributed.autograd import children, leaf_of, reach, sequence_nr
 from lightning_seqpar.region.frames import FrameStack
 
 
 class ShardPlacement:
     """Refuses activations by their shape, for the region that messages call ``region``.
-
-    Args:
-        region: what messages call the region.
-        dim: the tensor dim of the sequence.
-        frames: the calls of the region's blocks.
 
     Attributes:
         is_copy: whether the region belongs to a copy of a sharded model, for which nothing is gathered.
@@ -24,11 +24,7 @@ class ShardPlacement:
         self.is_copy = False
 
     def check_layout(self, x: Tensor, block: str) -> None:
-        """A block's input must have a sequence dim in front of its features: ``[b, s, h]``, ``[s, b, h]`` or ``[s, h]``.
-
-        Raises:
-            ValueError: naming the block, the shape and the dim.
-        """
+        """Raises ValueError unless a block's input has its sequence in front of its features: ``[b, s, h]`` or ``[s, b, h]``."""
         if self._dim >= x.ndim - 1:
             raise ValueError(
                 f"{block}: its input has shape {list(x.shape)}, so dim {self._dim} holds features, not the sequence; "
@@ -36,11 +32,7 @@ class ShardPlacement:
             )
 
     def check_shard(self, x: Tensor, module: str) -> None:
-        """The input of a module among the blocks must be a shard, ``[b, s/tp, h]`` or flattened ``[b·s/tp, h]``.
-
-        Raises:
-            ValueError: naming the module, if activations are whole, or ``x`` is no shard.
-        """
+        """Raises ValueError unless a module among the blocks reads a shard, ``[b, s/tp, h]`` or flattened ``[b·s/tp, h]``."""
         self.check_called_among_shards(module)
         frame, part = self._frames.current, self._frames.shard_length
         if self._frames.fold(x, part) is not None:
@@ -53,11 +45,7 @@ class ShardPlacement:
             )
 
     def check_called_among_shards(self, module: str) -> None:
-        """A module whose parameters see shards must not be called where activations are whole.
-
-        Raises:
-            ValueError: naming the module.
-        """
+        """Raises ValueError if a module whose parameters see shards is called where activations are whole."""
         if not self._frames.active:
             raise ValueError(
                 f"{module}: called outside the sequence region of {self._region}, where its input is whole; its gradient "
@@ -65,11 +53,7 @@ class ShardPlacement:
             )
 
     def check_column_input(self, x: Tensor, module: str) -> None:
-        """A column linear must read a whole activation that was gathered for a module around it: ``[b, s, h]``.
-
-        Raises:
-            ValueError: naming the column, if nothing was gathered, or ``x`` is a shard.
-        """
+        """Raises ValueError unless a column reads a whole activation, ``[b, s, h]``, that was gathered for a module around it."""
         frame = self._frames.current
         if not frame.gather_scopes:
             if self.is_copy:
@@ -89,11 +73,7 @@ class ShardPlacement:
             )
 
     def check_row_output(self, x: Tensor, module: str) -> None:
-        """The partial sums of a row linear must be an activation that can be scattered: ``[b, s, h]``.
-
-        Raises:
-            ValueError: naming the row and both shapes.
-        """
+        """Raises ValueError unless a row's partial sums are an activation that can be scattered: ``[b, s, h]``."""
         frame = self._frames.current
         if frame.length is None or x.ndim != frame.ndim or x.shape[self._dim] != frame.length:
             outside = frame.length is None
@@ -105,14 +85,35 @@ class ShardPlacement:
             )
 
     def check_whole_output(self, x: Tensor, module: str) -> None:
-        """A module that every rank computed whole must return an activation of the call: ``[b, s, h]``.
-
-        Raises:
-            ValueError: naming the module and its output's shape.
-        """
+        """Raises ValueError unless a module that every rank computed whole returns an activation of the call: ``[b, s, h]``."""
         length = self._frames.current.length
         if length is None or x.ndim <= self._dim or x.shape[self._dim] != length:
             raise ValueError(
                 f"{module}: its output has shape {list(x.shape)}, which is no activation of {length} positions at "
                 f"dim {self._dim}; 'whole' takes a module that maps activations to activations"
+            )
+
+
+def check_ancestry(x: Tensor, gathers: Sequence[Any], module: str) -> None:
+    """Raises ValueError unless a column's input depends on activations through ``gathers`` alone, the nodes of what was gathered.
+
+    The gradient of a column's input is one term of a sum on each rank, and only the backward of a gather (or of a copy) sums the
+    terms.
+    """
+    if x.grad_fn is None or not gathers or x.grad_fn in gathers:
+        return
+    first = min(sequence_nr(node) for node in gathers)
+
+    def follow(node: Any) -> list[Any]:
+        return [] if node in gathers else children(node)
+
+    for node in reach(x.grad_fn, follow):
+        if node in gathers:
+            continue
+        leaf = leaf_of(node)
+        if sequence_nr(node) < first if leaf is None else not isinstance(leaf, Parameter):
+            raise ValueError(
+                f"{module}: its input depends on a whole activation that was not gathered for it (encoder states?), "
+                "whose gradient would be a part on each rank; name that argument in a gather rule if it is a shard, in a "
+                "copy rule if it is whole already"
             )

@@ -39,11 +39,7 @@ class ShardedOutput(NamedTuple):
 
 
 class ShardedOutputs:
-    """The tensors of a step of which this rank has a part, known by the objects themselves.
-
-    Args:
-        group: the tensor-parallel process group.
-    """
+    """The tensors of a step of which this rank has a part, known by the objects themselves."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -102,10 +98,6 @@ class ShardedOutputs:
 
     def check_none(self, leaves: Iterable[object], region: str) -> None:
         """Require that a step returns nothing of which this rank has a part.
-
-        Args:
-            leaves: the tensors among what it returns.
-            region: what messages call the region.
 
         Raises:
             ValueError: naming the module that made such a tensor.

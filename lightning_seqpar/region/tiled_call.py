@@ -39,9 +39,7 @@ class TiledCall:
 
     Args:
         module: the module: one tensor goes in, another of the same positions comes out.
-        name: its name in the model.
         tokens: of a tile, over all tensor-parallel ranks; a whole position of each sequence at least.
-        region: in which it lies; None where nothing is sharded over tp.
         dim: the tensor dim of the sequence in ``[b, s, h]``.
         least: the least number of tiles, however few tokens there are.
     """

@@ -16,15 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.distributed.counters import SavedBytes
 from lightning_seqpar.distributed.meeting import Meeting
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, cross_entropy
 from lightning_seqpar.testing import run_distributed
-from lightning_seqpar.verify.parity import Trace, compare
-from tests.helpers import models, zoo
-from tests.helpers.fit import fit, quiet_trainer
 from tests.mutants import sees
 
 VOCAB, TOKENS = 11, 7  # the vocabulary divides by no number of ranks
@@ -39,27 +35,47 @@ def make(dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (TOKENS,))
     return whole.to(dtype), target
 
 
+def where(vocab: int = VOCAB) -> tuple[Shard, Any, int]:
+    """How the vocabulary is split, over which group, and which rank this is."""
+    return Shard.by_vocabulary(vocab, dist.get_world_size()), dist.group.WORLD, dist.get_rank()
+
+
+def part_of(whole: Tensor, dim: int = -1) -> Tensor:
+    shard, _, rank = where()
+    return Shard(dim % whole.ndim, VOCAB, shard.ranges, shard.padded).take(whole, rank)
+
+
 def sharded(whole: Tensor) -> tuple[ShardedLogits, Tensor]:
     """This rank's part as a leaf, and the logits made of it."""
-    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
-    rank = dist.get_rank()
-    part = Shard(whole.ndim - 1, VOCAB, shard.ranges, shard.padded).take(whole.detach(), rank)
-    leaf = part.clone().requires_grad_()
-    return ShardedLogits.wrap(leaf * 1, shard, dist.group.WORLD, rank), leaf
+    leaf = part_of(whole.detach()).clone().requires_grad_()
+    return ShardedLogits.wrap(leaf * 1, *where()), leaf
 
 
 def not_made(whole: Tensor, chunk: int) -> tuple[ShardedLogits, Tensor]:
     """The same logits, not made yet: the product of the whole ones with a head that changes nothing."""
-    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
-    rank = dist.get_rank()
-    head = Shard(0, VOCAB, shard.ranges, shard.padded).take(torch.eye(VOCAB, dtype=whole.dtype), rank)
+    head = part_of(torch.eye(VOCAB, dtype=whole.dtype), 0)
     leaf = whole.detach().clone().requires_grad_()
-    return ShardedLogits.product(leaf * 1, head, None, chunk, shard, dist.group.WORLD, rank), leaf
+    return ShardedLogits.product(leaf * 1, head, None, chunk, *where()), leaf
 
 
-def part_of(whole: Tensor) -> Tensor:
-    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
-    return Shard(whole.ndim - 1, VOCAB, shard.ranges, shard.padded).take(whole, dist.get_rank())
+def check_alike(
+    use: Callable[[Tensor], Tensor], whole: Tensor, limit: float = 1e-12, chunks: tuple[int, ...] = (3,), what: str = ""
+) -> None:
+    """Of sharded logits, and of such that are not made yet, ``use`` gives what it gives of whole ones, and their gradient."""
+    whole = whole.detach().requires_grad_()
+    wanted = use(whole)
+    scale = torch.linspace(1, 2, wanted.numel(), dtype=wanted.dtype).view(wanted.shape)
+    (grad,) = torch.autograd.grad((wanted * scale).sum(), whole)
+    for chunk in (None, *chunks):
+        logits, leaf = sharded(whole) if chunk is None else not_made(whole, chunk)
+        got = use(logits)
+        assert type(got) is Tensor
+        assert got.dtype == wanted.dtype
+        assert torch.allclose(got, wanted, rtol=limit, atol=limit, equal_nan=True), what
+        (got * scale).sum().backward()
+        if chunk is not None:
+            dist.all_reduce(leaf.grad)  # each rank's columns give a part
+        assert torch.allclose(leaf.grad, part_of(grad) if chunk is None else grad, rtol=limit, atol=limit), what
 
 
 WEIGHT = torch.linspace(0.5, 2.0, VOCAB, dtype=torch.float64)
@@ -80,29 +96,16 @@ LOSSES: dict[str, Any] = {
 def losses(dtype: torch.dtype, limit: float) -> None:
     for name, options in LOSSES.items():
         whole, target = make(dtype)
-        whole.requires_grad_()
         options = {key: value.to(dtype) if isinstance(value, Tensor) else value for key, value in options.items()}
         if name == "ignored":
             target = target.clamp_min(0)
         if name.startswith("all ignored"):
             target = torch.full_like(target, -100)
-        wanted = F.cross_entropy(whole, target, **options)
-        logits, leaf = sharded(whole)
-        got = F.cross_entropy(logits, target, **options)
-        assert type(got) is Tensor
-        assert got.dtype == wanted.dtype
-        assert torch.allclose(got, wanted, rtol=limit, atol=limit, equal_nan=True), name
-        scale = torch.linspace(1, 2, wanted.numel(), dtype=dtype).view(wanted.shape)
-        (wanted * scale).sum().backward()
-        (got * scale).sum().backward()
-        assert torch.allclose(leaf.grad, part_of(whole.grad), rtol=limit, atol=limit), name
-        for chunk in (1, 3, 100):
-            logits, leaf = not_made(whole, chunk)
-            again = F.cross_entropy(logits, target, **options)
-            assert torch.allclose(again, wanted, rtol=limit, atol=limit, equal_nan=True), name
-            (again * scale).sum().backward()
-            dist.all_reduce(leaf.grad)  # each rank's columns give a part
-            assert torch.allclose(leaf.grad, whole.grad, rtol=limit, atol=limit), name
+
+        def loss(x: Tensor, target: Tensor = target, options: dict[str, Any] = options) -> Tensor:
+            return F.cross_entropy(x, target, **options)
+
+        check_alike(loss, whole, limit, (1, 3, 100), name)
 
 
 @sees(
@@ -145,51 +148,33 @@ def test_the_loss_in_every_form(world, dtype, limit):
 def shapes() -> None:
     """The ways in which people flatten and shift."""
     whole, target = make(shape=(2, 5))
-    whole.requires_grad_()
-    for flatten in (
+    for at, flatten in enumerate((
+        lambda x, y: (x.float().double().reshape(-1, x.size(-1)), y.reshape(-1)),
         lambda x, y: (x[:, :-1].flatten(0, 1), y[:, 1:].flatten()),
         lambda x, y: (x[..., :-1, :].contiguous().view(-1, VOCAB), y[..., 1:].contiguous().view(-1)),
-        lambda x, y: (x.float().double().reshape(-1, x.size(-1)), y.reshape(-1)),
         lambda x, y: (x.view(-1, x.shape[-1]), y.view(-1)),
         lambda x, y: (x[y != -100], y[y != -100]),
         lambda x, y: (x[:, -1], y[:, -1]),
         lambda x, y: (torch.tanh(x / 5.0).mul(5.0).view(-1, VOCAB), y.view(-1)),
         lambda x, y: (x.to(torch.float64)[0].squeeze(0), y[0]),
-    ):
-        logits, leaf = sharded(whole)
-        flat, kept = flatten(logits, target)
-        assert isinstance(flat, ShardedLogits)
-        got = F.cross_entropy(flat, kept)
-        rows, kept = flatten(whole, target)
-        wanted = F.cross_entropy(rows, kept)
-        assert torch.allclose(got, wanted, rtol=1e-6)
-        whole.grad = None
-        wanted.backward()
-        got.backward()
-        assert torch.allclose(leaf.grad, part_of(whole.grad), rtol=1e-5, atol=1e-8)
-        logits, leaf = not_made(whole, 3)
-        flat, kept = flatten(logits, target)
-        again = F.cross_entropy(flat, kept)
-        assert torch.allclose(again, wanted, rtol=1e-6)
-        again.backward()
-        dist.all_reduce(leaf.grad)
-        assert torch.allclose(leaf.grad, whole.grad, rtol=1e-5, atol=1e-8)
+    )):  # fmt: skip
+
+        def loss(x: Tensor, flatten: Any = flatten) -> Tensor:
+            flat, kept = flatten(x, target)
+            assert type(flat) is type(x)
+            return F.cross_entropy(flat, kept)
+
+        check_alike(loss, whole, 1e-12 if at else 1e-6, what=str(at))
 
 
 def masked() -> None:
     """Logits that are minus infinity: on one rank all of them, for some tokens."""
     whole, target = make()
     for columns in (slice(0, 6), slice(6, 11)):
-        some = whole.detach().clone()
+        some = whole.clone()
         some[::2, columns] = float("-inf")
         kept = target.masked_fill((target >= columns.start) & (target < columns.stop), -100)
-        some.requires_grad_()
-        logits, leaf = sharded(some)
-        wanted, got = F.cross_entropy(some, kept), F.cross_entropy(logits, kept)
-        assert torch.allclose(got, wanted, rtol=1e-12)
-        wanted.backward()
-        got.backward()
-        assert torch.allclose(leaf.grad, part_of(some.grad), rtol=1e-12, atol=1e-12)
+        check_alike(lambda x, kept=kept: F.cross_entropy(x, kept), some, chunks=())
 
 
 def anything_else() -> None:
@@ -222,21 +207,8 @@ def anything_else() -> None:
         lambda x: torch.mul(input=x, other=2.0).sum() + torch.reshape(input=x, shape=(-1, VOCAB)).square().sum(),
         _after_a_look,
     ):
-        whole.requires_grad_()
-        whole.grad = None
-        logits, leaf = sharded(whole)
-        wanted, got = use(whole), use(logits)
-        assert type(got) is Tensor
-        assert torch.allclose(got, wanted, rtol=1e-12)
-        wanted.backward()
-        got.backward()
-        assert torch.allclose(leaf.grad, part_of(whole.grad), rtol=1e-12, atol=1e-12)
-        logits, leaf = not_made(whole, 3)
-        again = use(logits)
-        assert torch.allclose(again, wanted, rtol=1e-12)
-        again.backward()
-        dist.all_reduce(leaf.grad)
-        assert torch.allclose(leaf.grad, whole.grad, rtol=1e-12, atol=1e-12)
+        check_alike(use, whole)
+    whole.requires_grad_()
     logits, _ = sharded(whole)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -308,10 +280,9 @@ def refusals() -> None:
         cross_entropy(logits, target, reduction="average")
     assert torch.isnan(F.cross_entropy(logits, torch.full_like(target, -100)))
     x, head = torch.randn(TOKENS, 8, requires_grad=True), torch.nn.Parameter(torch.randn(6, 8))
-    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
     for made in (
-        lambda x: ShardedLogits.wrap(F.linear(x, head), shard, dist.group.WORLD, dist.get_rank()),
-        lambda x: ShardedLogits.product(x, head, None, 7, shard, dist.group.WORLD, dist.get_rank()),
+        lambda x: ShardedLogits.wrap(F.linear(x, head), *where()),
+        lambda x: ShardedLogits.product(x, head, None, 7, *where()),
     ):
         with pytest.raises(RuntimeError, match="out of a reentrant activation checkpoint"):
             F.cross_entropy(checkpoint(made, x, use_reentrant=True), target)
@@ -378,19 +349,16 @@ def changed_in_place() -> None:
 def changed_in_part() -> None:
     """Views of one another, of which one was changed in place: the others would not show it."""
     whole, _ = make()
-    for change, lost in (
-        (lambda x: (x, x[1:].mul_(2.0)), "shares their memory was changed in place"),
-        (lambda x: (x[1:], x.mul_(2.0)), "shares their memory was changed in place"),
-        (
-            lambda x: (x.view(1, *x.shape).detach(), x[1:].data.clamp_(max=1.0)),
-            "shares their memory was changed in place",
-        ),
-        (lambda x: (x, x[..., 3:6].mul_(2.0)), "shares their memory was changed in place"),
-        (lambda x: (x[1:], x.transpose(0, 1).mul_(2.0)), "shares their memory was changed in place"),
+    for change in (
+        lambda x: (x, x[1:].mul_(2.0)),
+        lambda x: (x[1:], x.mul_(2.0)),
+        lambda x: (x.view(1, *x.shape).detach(), x[1:].data.clamp_(max=1.0)),
+        lambda x: (x, x[..., 3:6].mul_(2.0)),
+        lambda x: (x[1:], x.transpose(0, 1).mul_(2.0)),
     ):
         read, _ = change(sharded(whole)[0])
         for use in (torch.argmax, ShardedLogits.whole, torch.tanh):
-            with pytest.raises(RuntimeError, match=lost):
+            with pytest.raises(RuntimeError, match="shares their memory was changed in place"):
                 use(read)
     logits, _ = sharded(whole)
     held = logits[..., 3:6]
@@ -404,25 +372,48 @@ def changed_in_part() -> None:
 
 def kept() -> None:
     """A loss keeps the logits of the compute type, and no other copy of them; or not even those."""
-    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
     x, head = torch.randn(64, 8, dtype=torch.bfloat16), torch.nn.Parameter(torch.randn(6, 8, dtype=torch.bfloat16))
     x.requires_grad_()
     target = torch.randint(VOCAB, (64,))
     small = 64 * (8 + 1 + 4 + 4 + 4)  # target, which count, their weight, the largest, the sum
     for make_logits, wanted in (
-        (lambda: ShardedLogits.wrap(F.linear(x, head), shard, dist.group.WORLD, dist.get_rank()), 64 * 6 * 2),
-        (lambda: ShardedLogits.product(x, head, None, 7, shard, dist.group.WORLD, dist.get_rank()), 0),
+        (lambda: ShardedLogits.wrap(F.linear(x, head), *where()), 64 * 6 * 2),
+        (lambda: ShardedLogits.product(x, head, None, 7, *where()), 0),
     ):
         with SavedBytes(exclude=[x, head]) as saved:
             F.cross_entropy(make_logits().float(), target)  # the cast makes nothing
         assert saved.total - wanted <= small + 16, saved.total
 
 
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor of floats has that any operation makes, parameters aside."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_meta:
+                self.count = max(self.count, leaf.numel())
+        return out
+
+
+def made_for_a_loss() -> None:
+    """The largest tensor of a loss's forward and backward is this rank's part of the logits, or that of a few tokens."""
+    x, head = torch.randn(64, 2, requires_grad=True), torch.nn.Parameter(torch.randn(500, 2))
+    for make_logits, tokens in (
+        (lambda: ShardedLogits.wrap(F.linear(x, head), *where(999)), 64),
+        (lambda: ShardedLogits.product(x, head, None, 30, *where(999)), 30),
+    ):
+        with Largest() as watch:
+            F.cross_entropy(make_logits().float().view(-1, 999), torch.zeros(64, dtype=torch.long)).backward()
+        assert (tokens - 1) * 500 < watch.count <= tokens * 500  # the last rank has one column less
+
+
 def kept_across_a_step() -> None:
     """Logits that nobody read before the weights changed would be those of other weights."""
-    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
     x, head = torch.randn(4, 8), torch.nn.Parameter(torch.randn(6, 8))
-    made, read = (ShardedLogits.product(x, head, None, 2, shard, dist.group.WORLD, dist.get_rank()) for _ in range(2))
+    made, read = (ShardedLogits.product(x, head, None, 2, *where()) for _ in range(2))
     before = read.whole()
     with torch.no_grad():
         head.add_(1.0)
@@ -463,10 +454,8 @@ def looked_at() -> None:
 
 def of_a_teacher() -> None:
     """What was made, or changed, without gradients gives none, whenever it is read."""
-    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
     x, head = torch.randn(4, 8, requires_grad=True), torch.nn.Parameter(torch.randn(6, 8))
     bias, student = torch.nn.Parameter(torch.randn(6)), torch.randn(4, VOCAB, requires_grad=True)
-    where = (shard, dist.group.WORLD, dist.get_rank())
     changes = (
         lambda x: x * 1.0,
         lambda x: x.double().float(),
@@ -474,8 +463,8 @@ def of_a_teacher() -> None:
         lambda x: x[:],
     )
     for make_logits in (
-        lambda: ShardedLogits.product(x, head, bias, 2, *where),
-        lambda: ShardedLogits.wrap(F.linear(x, head, bias), *where),
+        lambda: ShardedLogits.product(x, head, bias, 2, *where()),
+        lambda: ShardedLogits.wrap(F.linear(x, head, bias), *where()),
     ):
         for change in changes:
             outer = make_logits()
@@ -492,20 +481,14 @@ def of_a_teacher() -> None:
 
 def all_that_people_do() -> None:
     for check in (
-        shapes,
-        anything_else,
-        refusals,
-        changed_in_place,
-        changed_in_part,
-        masked,
-        kept,
-        kept_across_a_step,
-        looked_at,
-    ):
+        shapes, anything_else, refusals, changed_in_place, changed_in_part, masked, kept, made_for_a_loss,
+        kept_across_a_step, looked_at,
+        of_a_teacher,
+    ):  # fmt: skip
         check()
-    of_a_teacher()
 
 
+@sees("logits gathered for the loss", "_KEEPING", "    F.cross_entropy: _loss,\n", "")
 @sees(
     "a change through a plain view of sharded logits is lost",
     "ShardedLogits.__torch_function__",
@@ -568,107 +551,6 @@ def all_that_people_do() -> None:
 )
 def test_what_people_do_with_logits():
     run_distributed(all_that_people_do, 2)
-
-
-# ---- through a trainer -----------------------------------------------------------------------------------------
-
-
-class Largest(TorchDispatchMode):
-    """How many numbers the largest tensor of floats has that any operation makes, parameters aside."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_meta:
-                self.count = max(self.count, leaf.numel())
-        return out
-
-
-class Wide(zoo.Zoo):
-    """Nothing in it is as large as its logits."""
-
-    def __init__(self, loss: str) -> None:
-        super().__init__("einsum")
-        self.net = zoo.Decoder("einsum", depth=1, vocab=999, tied=True)
-        self.line, self.largest = loss, 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (ids,) = batch
-        with Largest() as watch:
-            logits = self.net(ids[:, :-1])
-            if self.line == "whole":
-                logits = logits.clone() + 0.0 * logits.amax()
-            loss = F.cross_entropy(logits.float().view(-1, 999), ids[:, 1:].flatten())
-            torch.autograd.grad(loss, [p for p in self.parameters() if p.requires_grad], retain_graph=True)
-        self.largest = watch.count
-        return loss
-
-
-def measure(loss: str, vocab: bool, chunk: int | None = None) -> int:
-    rules = [
-        {"pattern": "net.h.*", "style": "blocks"},
-        {"pattern": "net.h.*.attn", "style": "whole"},
-        {"pattern": "net.h.*.mlp", "style": "gather"},
-        {"pattern": "net.h.*.mlp.fc1", "style": "column"},
-        {"pattern": "net.h.*.mlp.fc2", "style": "row"},
-        {"pattern": "net.ln_f", "style": "exit"},
-        *([{"pattern": "net.{wte,lm_head}", "style": "vocab"}] if vocab else []),
-    ]
-    plan = {"base": "none", "rules": rules}
-    strategy = SeqParallelStrategy(tp=2, plan=plan, self_check=False, loss_chunk=chunk)
-    module = Wide(loss)
-    quiet_trainer(devices=2, strategy=strategy, max_steps=1, precision="32-true").fit(module, models.loader(16))
-    return module.largest
-
-
-@sees("logits gathered for the loss", "_KEEPING", "    F.cross_entropy: _loss,\n", "")
-def test_peak_memory_of_logits_is_a_ranks_part():
-    tokens = 16 * 9
-    assert run_distributed(measure, 2, "own", True) == [tokens * 500] * 2
-    assert run_distributed(measure, 2, "own", False) == [tokens * 999] * 2
-    assert run_distributed(measure, 2, "whole", True) == [tokens * 1000] * 2
-    # 16 tokens' logits at a time.
-    assert run_distributed(measure, 2, "own", True, 16) == [16 * 500] * 2
-
-
-def fit_hugging_face() -> list[Trace]:
-    return [
-        fit(
-            "HuggingFace",
-            {"family": family, "loss": "user"},
-            world=2,
-            strategy={"tp": 2, "loss_chunk": chunk},
-            steps=3,
-        )
-        for family in HUGGING
-        for chunk in (None, 5)
-    ]
-
-
-HUGGING = ("llama", "gpt2", "t5")
-
-
-@sees(
-    "the head's gradient of the last chunk alone",
-    "_ChunkGrads.add",
-    "of_head[: rows.count] += d.t()",
-    "of_head[: rows.count] = d.t()",
-)
-@sees(
-    "half of a tied gradient lost",
-    "VocabParallelEmbedding.forward",
-    "        out = F.embedding(local, _read(self.weight)) * mine",
-    "        out = F.embedding(local, self.weight.detach()) * mine",
-)
-@pytest.mark.more
-def test_hugging_face_heads():
-    found = iter(run_distributed(fit_hugging_face, 2)[0])
-    for family in HUGGING:
-        wanted = fit("HuggingFace", {"family": family, "loss": "user"}, steps=3)
-        for _ in ("whole", "in chunks"):
-            compare(wanted, next(found)).raise_if_failed()
 
 
 def read_on_the_first_rank(together: int) -> str:

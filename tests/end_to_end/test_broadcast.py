@@ -6,8 +6,8 @@ import random
 import warnings
 from typing import Any
 
-import numpy as np
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist

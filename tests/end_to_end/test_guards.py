@@ -276,42 +276,8 @@ CROSS = [
 ]
 
 
-class ResidualMLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
-
-
-class ResidualInside(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
-        self.blocks = nn.ModuleList(ResidualMLP() for _ in range(2))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = self.embed(batch[0])
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), batch[0].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-RESIDUAL = [
-    {"pattern": "blocks.*", "style": "blocks"},
-    {"pattern": "blocks.*", "style": "gather"},
-    {"pattern": "blocks.*.up", "style": "column"},
-    {"pattern": "blocks.*.down", "style": "row"},
-]
-
-
 NAMED = {"plan": "byte_gpt"}
 CROSS_PLAN = {"base": "none", "rules": CROSS}
-RESIDUAL_PLAN = {"base": "none", "rules": RESIDUAL}
 CASES = {
     "L2 in the loss": ("L2", {}, r"the loss differs across the ranks|reads it past its layer"),
     "a weight in the loss": (
@@ -387,11 +353,6 @@ CASES = {
         "LateCrossModel",
         {"plan": CROSS_PLAN},
         r"attn.k: its input depends on a whole activation that was not",
-    ),
-    "residual in the module": (
-        "ResidualInside",
-        {"plan": RESIDUAL_PLAN, "sp": False},
-        r"blocks.0: what it makes of its gathered input reaches the output of blocks.0 past the row",
     ),
     "family of another model": (
         "GPT",
@@ -475,13 +436,6 @@ def test_compiled_modules_beside_the_plan_are_left_alone():
     "check_ancestry(x, self._frames.current.sources, module)",
     "pass",
     case="memory not gathered, late",
-)
-@sees(
-    "residual inside a gathering module not seen",
-    "Observers.gathering_ended",
-    "and gathers and passes_by_rows(out.grad_fn, gathers):",
-    "and False:",
-    case="residual in the module",
 )
 @sees(
     "a weight that the model's own code reads may be in the loss",

@@ -140,13 +140,6 @@ def test_a_recompute_drops_of_a_whole_activation_what_was_dropped(sp):
         assert again == pytest.approx(kept, rel=1e-9), recompute
 
 
-@sees(
-    "a checkpoint's dropout kept as bytes",
-    "ElementwiseRecompute._dropout",
-    "if top is None or top[0] != self._pack:",
-    "if False:",
-    case="between-called-True",
-)
 @pytest.mark.parametrize("sp", [True, rest(False)])
 @pytest.mark.parametrize(
     ("recompute", "plain"),

@@ -106,6 +106,13 @@ def fit_cases(names: tuple[str, ...], options: dict[str, Any]) -> dict[tuple[str
 
 
 @sees(
+    "the head's gradient of the last chunk alone",
+    "_ChunkGrads.add",
+    "of_head[: rows.count] += d.t()",
+    "of_head[: rows.count] = d.t()",
+    case="tp2",
+)
+@sees(
     "recompute: a context that saves collectives",
     "RecomputedForward.__call__",
     "use_reentrant=False)",

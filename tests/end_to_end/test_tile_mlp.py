@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.context.seq_part import local_of
 from lightning_seqpar.distributed.autograd import in_backward
-from lightning_seqpar.region import tiled_call
 from lightning_seqpar.testing import RankFailedError, run_distributed
-from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare
+from lightning_seqpar.verify.parity import compare
 from tests.helpers import models
 from tests.helpers.fit import fit, metered, quiet_trainer
 from tests.mutants import sees
@@ -75,60 +73,16 @@ def test_parity_with_one_process(model, topology):
     compare(reference, got[0]).raise_if_failed()
 
 
-def fit_dropping(strategy: dict[str, Any], world: int, recomputes: bool) -> Trace:
-    """A GPT whose MLP drops out; without a recompute, what the tiles made in the forward is kept."""
+def dropped(strategy: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """What the first step's dropouts left out on this rank, between column and row and behind the row; and between them again."""
+    module, masks = Small(drop=0.5), (list[Tensor](), list[Tensor]())
 
-    def keep(call: Any, *given: Any, **options: Any) -> Any:
-        return call(*given)
-
-    with mock.patch.object(tiled_call, "checkpoint", tiled_call.checkpoint if recomputes else keep):
-        recorder = ParityRecorder()
-        trainer = quiet_trainer(
-            devices=world,
-            strategy=SeqParallelStrategy(**strategy),
-            max_steps=3,
-            precision="64-true",
-            callbacks=[recorder],
-        )
-        trainer.fit(Small(drop=0.2), models.loader(2, length=12, count=6))
-        return recorder.trace
-
-
-@sees(
-    "tile_mlp: a tile drops out anew in the backward",
-    "TiledCall._run_tile",
-    "use_reentrant=False)",
-    "use_reentrant=False, preserve_rng_state=False)",
-    case="{'tp': 2}",
-)
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        {"tp": 2},
-        {"cp": 2},
-        *(
-            pytest.param(more, marks=pytest.mark.matrix)
-            for more in ({"tp": 2, "sp": False}, {"tp": 2, "cp": 2}, {"tp": 2, "cp": 2, "sp": False})
-        ),
-    ],
-    ids=str,
-)
-def test_a_tile_drops_out_in_the_backward_what_it_dropped_in_the_forward(strategy):
-    strategy = {**strategy, "tile_mlp": 8}
-    world = strategy.get("tp", 1) * strategy.get("cp", 1)
-    kept, again = (run_distributed(fit_dropping, world, strategy, world, recomputes)[0] for recomputes in (False, True))
-    assert kept.losses == again.losses
-    for name, weight in kept.weights.items():
-        assert torch.equal(weight, again.weights[name]), name
-
-
-def dropped(strategy: dict[str, Any]) -> list[Tensor]:
-    """What the dropouts of the first step's tiles left out on this rank, between column and row and behind the row."""
-    module, masks = Small(drop=0.5), list[Tensor]()
-
-    def note(module: Any, args: Any, out: Any) -> None:
-        if out.requires_grad and not in_backward():
-            masks.append(local_of(out).detach() == 0)
+    def note(dropout: Any, args: Any, out: Any) -> None:
+        again = in_backward()
+        if out.requires_grad and not (
+            again and dropout is module.blocks[0].mlp.behind
+        ):  # the last, which a recompute cuts off
+            masks[again].append(local_of(out).detach() == 0)
 
     class Noting(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -146,6 +100,13 @@ def dropped(strategy: dict[str, Any]) -> list[Tensor]:
 
 
 @sees(
+    "tile_mlp: a tile drops out anew in the backward",
+    "TiledCall._run_tile",
+    "use_reentrant=False)",
+    "use_reentrant=False, preserve_rng_state=False)",
+    case="{'tp': 2}-[True, True]",
+)
+@sees(
     "tile_mlp: ranks of cp drop out alike",
     "TiledCall._call",
     "nullcontext() if place is None else drawn_apart(place)",
@@ -157,21 +118,25 @@ def dropped(strategy: dict[str, Any]) -> list[Tensor]:
     [({"cp": 2}, [True, True]), ({"tp": 2}, [True, True]), ({"tp": 2, "sp": False}, [True, False])],
     ids=str,
 )
-def test_ranks_drop_out_for_themselves_what_is_their_own(strategy, apart):
-    one, other = run_distributed(dropped, 2, {**strategy, "tile_mlp": 8})
+def test_a_tile_drops_out_the_same_again_and_ranks_for_themselves_what_is_their_own(strategy, apart):
+    found = run_distributed(dropped, 2, {**strategy, "tile_mlp": 8})
+    for first, again in found:
+        assert len(first) == 2 * len(again)
+        assert all(map(torch.equal, first[::2], reversed(again)))  # the backward makes the last tile first
+    one, other = (first for first, _ in found)
     assert len(one) == len(other) > 2
     assert [not torch.equal(a, b) for a, b in zip(one, other, strict=True)] == apart * (len(one) // 2)
 
 
 @sees(
-    "cp: ranks drop out alike behind a recomputing dropout",
-    "norm_recompute:_forward_dropout",
-    "with drawn_apart(x.place.chunks.rank):",
+    "cp: ranks drop out alike",
+    "operations:draws",
+    "with drawn_apart(args[0]._place.chunks.rank):",
     "if True:",
 )
 def test_without_tiles_too():
     """tp 2 × cp 2 without sp: between column and row all four ranks draw apart, behind the row those of cp."""
-    masks = run_distributed(dropped, 4, {"tp": 2, "cp": 2, "sp": False})
+    masks = [first for first, _ in run_distributed(dropped, 4, {"tp": 2, "cp": 2, "sp": False})]
     differ = [[not torch.equal(masks[0][at], masks[rank][at]) for rank in (1, 2, 3)] for at in (0, 1)]
     assert differ == [[True, True, True], [False, True, True]]
 

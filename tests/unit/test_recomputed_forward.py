@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar.activations.policy import SavePolicy
 from lightning_seqpar.distributed.counters import SavedBytes
-from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.recompute import RecomputedForward, RecomputeNotes
 from tests.mutants import sees
 
@@ -146,30 +145,13 @@ def test_under_a_checkpoint_auto_makes_nothing_a_second_time():
     assert asked == [(True, True, False), *[(False, True, False)] * 2]
 
 
-def test_a_recompute_has_the_length_of_its_own_call():
-    frames, found = FrameStack(2, 1, "the model"), []
-
-    class Note(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, known):
-            ctx.known = known
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, grad):
-            outer = frames.current
-            with pytest.raises(KeyError), frames.repeating(ctx.known):
-                found.append((frames.length, frames.recomputes))
-                frames.open()  # a call of a block that the end of the recompute cuts off
-                raise KeyError
-            assert frames.current is outer
-            return grad, None
-
-    for length in (9, 10):  # shards of both are as long
-        frames.open()
-        frames.begin(length, (3, length, 4))
-        known = frames.lengths()
-        frames.end()
-        frames.close()
-        Note.apply(torch.zeros(1, requires_grad=True), known).sum().backward()
-    assert found == [(9, True), (10, True)]
+@sees(
+    "products wait for the shortest collectives",
+    "SavePolicy.overlaps",
+    'return whole_bytes > self.overlap_from or self.regather != "auto"',
+    "return True",
+)
+def test_products_wait_for_collectives_that_are_long_enough():
+    for sizes, kind in (((False, True), "auto"), ((True, True), True), ((True, True), False)):
+        policy = SavePolicy(kind, 2, True)
+        assert (policy.overlaps(2**18), policy.overlaps(2**18 + 1)) == sizes

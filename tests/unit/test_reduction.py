@@ -124,19 +124,19 @@ def test_of_a_small_model_long_sequences_are_cut_and_nothing_else():
 
 @sees(
     "the self-check skips a kind of block",
-    "_with_first",
+    "block_kinds:_with_first",
     "kind = kind_of(block, decisive), told, planned and name == last",
     "kind = type(block), told, planned and name == last",
 )
 @sees(
     "behind each block of a reduced copy activations may become whole",
-    "_with_first",
+    "block_kinds:_with_first",
     ", told, planned and name == last\n",
     ", told\n",
 )
 @sees(
     "the self-check skips blocks that the plan treats in another way",
-    "_with_first",
+    "block_kinds:_with_first",
     "kind = kind_of(block, decisive), told, planned and name == last",
     "kind = kind_of(block, decisive), planned and name == last",
 )

@@ -118,6 +118,26 @@ def test_a_recompute_of_two_lengths_is_refused():
     in_a_backward(again)
 
 
+def test_a_part_that_is_repeated_has_the_length_of_its_own_call():
+    stack, found = frames(), []
+    for length in (9, 10):  # shards of both are as long
+        stack.open()
+        stack.begin(length, (3, length, 4))
+        known = stack.lengths()
+        stack.close()
+
+        def again(known=known) -> None:
+            outer = stack.current
+            with pytest.raises(KeyError), stack.repeating(known):
+                found.append((stack.length, stack.recomputes))
+                stack.open()  # a call of a block that the end of the recompute cuts off
+                raise KeyError
+            assert stack.current is outer
+
+        in_a_backward(again)
+    assert found == [(9, True), (10, True)]
+
+
 # ---- the graph -------------------------------------------------------------------------------------------------
 
 

@@ -21,12 +21,12 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
         PartialSumError: naming a module whose partial sum reaches the loss before it is reduced.
     """
     for region in record.regions:
-        region.loss_leaks.check(loss)
+        region.observers.loss_leaks.check(loss)
     compiled = record.graphs.node_types if record.graphs is not None else set()  # of our own blocks, each a node
     allowed = {*backward_classes((ShardedLinear, *READERS, *vocab.READERS)), *compiled}
 
     def made_inside(node: Any) -> bool:
-        return any(region.made(node) for region in record.regions)
+        return any(region.observers.span.holds(node) for region in record.regions)
 
     for node in reach(loss.grad_fn, children):
         for child in children(node):
