@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,11 +34,13 @@ class _NormState:
     Attributes:
         saves: whether an activation of so many bytes is worth recomputing.
         repeatable: whether its forward gives the same for the same input; None before the first input was tried.
+        of_positions: whether it gives the same for a part of a sequence as for the whole; None likewise.
     """
 
     def __init__(self, saves: Callable[[int], bool]) -> None:
         self.saves = saves
         self.repeatable: bool | None = None
+        self.of_positions: bool | None = None
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------
@@ -227,7 +230,7 @@ def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a norm that is recomputed; the user's own where that is not worthwhile, or not known to be right."""
     x = args[0] if len(args) == 1 and not kwargs else None
-    if isinstance(x, SeqPart) and torch.is_grad_enabled() and _is_trusted(self, x.local):
+    if isinstance(x, SeqPart) and _is_of_positions(self, x):
         return x.like(_forward(self, x.local))
     if x is None or not is_plain(x) or not torch.is_grad_enabled() or not x.is_floating_point() or _is_watched():
         return _plain(self, *args, **kwargs)
@@ -250,28 +253,50 @@ def _is_watched() -> bool:
 def _is_trusted(module: nn.Module, x: Tensor) -> bool:
     """Whether the norm's forward gives the same for the same input, which is tried once, on its first input."""
     state: _NormState = module.__dict__[_STATE]
-    while isinstance(x, SeqPart):  # over tp, of a part over cp
-        x = x.local
     if state.repeatable is None:
         if isinstance(x, FakeTensor):
             return True  # there are no values to compare
-        if x.numel() == 0:
-            return False  # nor here, but the next input may have some
         state.repeatable = x.is_meta or _try(module, x)
     return state.repeatable
 
 
-def _try(module: nn.Module, x: Tensor) -> bool:
-    """Runs a norm twice and compares: equal outputs, no random draw, no attribute written, no other tensor with a gradient read."""
+def _is_of_positions(module: nn.Module, x: SeqPart) -> bool:
+    """Whether a norm of a part of a sequence is that part of the norm, which is tried once, on its first input."""
+    state: _NormState = module.__dict__[_STATE]
+    if state.of_positions is None and isinstance(x.local, FakeTensor):
+        return True  # there are no values to compare
+    if state.of_positions is None and min(x.place.chunks.counts) == 0:
+        return False  # a rank without positions can't tell
+    if state.of_positions is None:
+        with _trial(module, x):
+            part, local = _plain(module, x), _plain(module, x.local)
+        state.of_positions = (
+            isinstance(part, SeqPart)
+            and part.place.dim == x.place.dim
+            and part.place.same(x.place)
+            and (x.is_meta or torch.equal(part.local.nan_to_num(), local.nan_to_num()))
+        )
+    return state.of_positions
+
+
+@contextmanager
+def _trial(module: nn.Module, x: Tensor) -> Iterator[None]:
+    """A context in which a norm is tried; behind it random streams and the module's attributes are as before."""
     own, before = module.__dict__, dict(module.__dict__)
     with kept_streams(x.device), torch.no_grad():
-        streams = get_streams(x.device)[2:]
+        yield
+    own.clear()
+    own.update(before)
+
+
+def _try(module: nn.Module, x: Tensor) -> bool:
+    """Runs a norm twice and compares: equal outputs, no random draw, no attribute written, no other tensor with a gradient read."""
+    with _trial(module, x):
+        own, before, streams = module.__dict__, dict(module.__dict__), get_streams(x.device)[2:]
         first, second = _plain(module, x), _plain(module, x)
         noted = len(own) != len(before) or any(own.get(name, before) is not value for name, value in before.items())
         now = get_streams(x.device)[2:]
         drawn = any(a is not None and not torch.equal(a, b) for a, b in zip(streams, now, strict=True))
-    own.clear()
-    own.update(before)
     same = type(first) is Tensor and first.shape == x.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
     if not same or noted or drawn or first.data_ptr() == x.data_ptr():
         return False

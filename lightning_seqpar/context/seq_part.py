@@ -277,12 +277,18 @@ class _OfFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.node, ctx.place = node, place
         ctx.places = [one._place if isinstance(one, SeqPart) else None for one in given]
+        ctx.given = [(one, one._local._version) for one in given if isinstance(one, SeqPart)]
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
+        if any(one._local._version != version for one, version in ctx.given):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a sequence that "
+                f"{type(ctx.node).__name__.removesuffix('Backward')} was given"
+            )
         grads = ctx.node.apply(SeqPart.wrap(grad, ctx.place))
         grads = grads if isinstance(grads, tuple) else (grads,)
         needed = ctx.needs_input_grad[4:]
@@ -327,6 +333,8 @@ def _settle(values: Iterable[Any]) -> None:
                 value._local = value._local.detach().requires_grad_()
             elif trains and not enabled and not value._guarded:
                 value._guard()
+            elif not trains and enabled and value._local.requires_grad:
+                value._changed()  # through a view of it
         elif type(value) in (tuple, list):
             _settle(value)
 

@@ -31,20 +31,15 @@ def in_all_layers(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?=\.[^.\d])", "*", name)
 
 
-def block_lists(model: nn.Module) -> list[str]:
-    """Names of the outermost lists of what may be a model's repeated blocks: of one class, with modules of their own inside."""
+def likely_blocks(model: nn.Module) -> list[str]:
+    """Patterns of what may be a model's repeated blocks: modules of one class in a list, with modules of their own inside."""
     found: list[str] = []
     for name, module in model.named_modules():
         listed = [*module.children()] if isinstance(module, nn.ModuleList | nn.Sequential) else []
         are_blocks = len({type(one) for one in listed}) == 1 and all(any(one.children()) for one in listed)
         if are_blocks and not any(inside(name, outer) for outer in found):
             found.append(name)
-    return found
-
-
-def likely_blocks(model: nn.Module) -> list[str]:
-    """Patterns of what may be a model's repeated blocks."""
-    return [f"{name}.*" if name else "*" for name in block_lists(model)]
+    return [f"{name}.*" if name else "*" for name in found]
 
 
 def why_no_pattern(pattern: str) -> str | None:

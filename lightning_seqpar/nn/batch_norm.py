@@ -49,8 +49,8 @@ def _synced_batch_norm(
     mean, var, total = _moments(wide, group)
     _update(running, momentum, mean.detach(), var.detach(), total)
     factor = torch.rsqrt(var + eps) if weight is None else torch.rsqrt(var + eps) * weight
-    shift = -mean * factor if bias is None else bias - mean * factor
-    return (wide * _along(factor, x) + _along(shift, x)).to(x.dtype)
+    y = (wide - _along(mean, x)) * _along(factor, x)  # in this order: a mean may be far larger than what is left
+    return (y if bias is None else y + _along(bias, x)).to(x.dtype)
 
 
 def _dims(x: Tensor) -> list[int]:

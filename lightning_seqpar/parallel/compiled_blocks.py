@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.distributed.autograd import children, in_backward, unseen_by_compiler
-from lightning_seqpar.layout.module_names import block_lists
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
 
 NAME_KEY = "_seqpar_block"
@@ -147,8 +146,7 @@ def _shortened(error: TorchDynamoException) -> str:
 
 def compile_plain_blocks(model: nn.Module, compiler: BlockGraphs) -> list[ModuleChange]:
     """Compile the repeated blocks of a model that is not sharded."""
-    lists = {f"{name}." if name else "": model.get_submodule(name) for name in block_lists(model)}
-    blocks = {f"{prefix}{key}": block for prefix, held in lists.items() for key, block in held.named_children()}
+    blocks = dict(_repeated_blocks(model))
     if not blocks:
         raise ValueError(
             "compile=True with tp=1: nothing is sharded, and no list of repeated blocks was found to compile; use compile=False "
@@ -158,3 +156,16 @@ def compile_plain_blocks(model: nn.Module, compiler: BlockGraphs) -> list[Module
     for name, block in blocks.items():
         compiler.compile(block, name, len(blocks))
     return changes_since(before)
+
+
+def _repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost repeated blocks of a model that no plan names: modules of one class with parameters, in one list."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{one}.") for one in found):
+            continue
+        parts = dict(module.named_children())
+        if len(parts) > 1 and len({type(part) for part in parts.values()}) == 1 and [*module.parameters()]:
+            for key, part in parts.items():
+                found.append(f"{name}.{key}" if name else key)
+                yield found[-1], part

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_seqpar.distributed.autograd import leaf_of, reach
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split, local_rows
@@ -94,6 +95,17 @@ class HeldParameters:
     def end_evaluation(self) -> None:
         """Forget the parameters that :meth:`begin_evaluation` got."""
         self.leave_out(self._device)
+
+    def check_graph(self, loss: Tensor) -> None:
+        """What this stage computes must read no parameter that is not here."""
+        absent = {id(p): name for name, p in self._model.named_parameters() if not self.holds(name)}
+        for node in reach(loss.grad_fn):
+            if (leaf := leaf_of(node)) is not None and id(leaf) in absent:
+                raise RuntimeError(
+                    f"stage {self.number} of {self.count} reads {absent[id(leaf)]}, which is on stage "
+                    f"{self._cut.shared(absent[id(leaf)])[0]}: in the example this stage did not read it. A model whose stages "
+                    "change what they read can't be cut; use pp=1"
+                )
 
     @property
     def _behind_blocks(self) -> set[str]:

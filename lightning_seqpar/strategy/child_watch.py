@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import ClassVar
 
 from lightning_seqpar.strategy.refusals import PAUSE, is_lost_peer, say
@@ -58,7 +58,6 @@ class ChildWatch:
 
     Attributes:
         of_this_process: the watch over the children of this process, which may train several times; None if it started none.
-        taken: the signals (SIGTERM, and SIGINT for Ctrl-C) that end the run now.
     """
 
     of_this_process: ClassVar[ChildWatch | None] = None
@@ -78,12 +77,13 @@ class ChildWatch:
         self._is_over = self._interrupted = False
         self._verdict = ""
         self._exit_code = 0
-        self.taken: frozenset[int] = frozenset()
+        self._taken: frozenset[int] = frozenset()  # the signals (SIGTERM, and SIGINT for Ctrl-C) that end the run now
+        self._finishes_step: Callable[[], bool] = bool
+        self._signals: int | None = None  # the pipe into which the interpreter writes them
 
     def start(self) -> None:
         """Begins to watch, until this process ends; later trainings in it find the watch."""
         atexit.register(self._at_exit)
-        self._hear_signals()
         ChildWatch.of_this_process = self
 
     def follow(self, proc: subprocess.Popen[bytes]) -> None:
@@ -118,30 +118,36 @@ class ChildWatch:
         self.fail(f"rank {self._first_rank} got {signal.Signals(signum).name}")
         self._is_leaving.set()
 
-    def _hear_signals(self) -> None:
-        """Ends the run on signals even while the main thread waits in a collective.
+    def take(self, signals: frozenset[int], finishes_step: Callable[[], bool] = bool) -> None:
+        """Says which signals end the run now, in the main thread, even while that waits in a collective later.
 
         Python runs no handler there. But the interpreter writes every signal into a pipe at once, which a thread reads.
+
+        Args:
+            signals: their numbers.
+            finishes_step: whether the run comes to the end of a step first, after SIGTERM.
         """
-        if threading.current_thread() is not threading.main_thread():
+        self._taken, self._finishes_step = signals, finishes_step
+        if not signals or threading.current_thread() is not threading.main_thread():
             return
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        if (present := signal.set_wakeup_fd(writing, warn_on_full_buffer=False)) != -1:
-            signal.set_wakeup_fd(present)  # an event loop uses the pipe of the interpreter already
-            return
-        # A forked process (a data worker, a pool) inherits the pipe, but a signal that it gets does not concern the run.
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-        threading.Thread(target=self._hear, args=(reading,), name="watch-signals", daemon=True).start()
+        if self._signals is None:
+            reading, self._signals = os.pipe()
+            os.set_blocking(self._signals, False)
+            # A forked process (a data worker, a pool) inherits the pipe, but a signal that it gets does not concern the run.
+            os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+            threading.Thread(target=self._hear, args=(reading,), name="watch-signals", daemon=True).start()
+        # Every time: an event loop may have taken the interpreter's pipe since, and given it back. If it still has it, it keeps it.
+        if (present := signal.set_wakeup_fd(self._signals, warn_on_full_buffer=False)) not in (-1, self._signals):
+            signal.set_wakeup_fd(present)
 
     def _hear(self, reading: int) -> None:
         """Reads signals from the pipe, in a thread; on one that is taken ends the process, unless the main thread does soon."""
         heard: frozenset[int] = frozenset()
         while not heard:
             signals = os.read(reading, 64)
-            heard = self.taken.intersection(signals)
+            heard = self._taken.intersection(signals)
         signum = min(heard)
-        if not self._is_leaving.wait(GRACE / 2 if signum == signal.SIGINT else PUT_OFF):
+        if not self._is_leaving.wait(PUT_OFF if signum == signal.SIGTERM and self._finishes_step() else GRACE / 2):
             self.note_signal(signum)
             self._conclude()
             self._leave()

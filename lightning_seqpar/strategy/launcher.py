@@ -152,7 +152,8 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
     def _listen_to(self, signals: Iterable[int]) -> None:
         self._taken = frozenset(signals)
         if self.watch is not None:
-            self.watch.taken = self._taken
+            ending = self._ending
+            self.watch.take(self._taken, lambda: ending is not None and ending.listens)
 
     def _give_signals_back(self) -> None:
         """Stop listening to signals at the end of a run."""

@@ -111,7 +111,6 @@ class Steps:
         self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizer_guard = OptimizerGuard(environment.config.elementwise_optimizers)
         self._scales: StageScales | None = None
-        self._gradients_may_change = self._reads_each_backward = True
         self._weights: WeightWatch | None = None
         self._record: ShardedModel | None = None  # of the model of this run
 
@@ -326,6 +325,8 @@ class Steps:
                 if is_loss:
                     check_loss(loss, self._env.groups)
                     check_readers(loss, record)
+                if record.stage is not None:
+                    record.stage.check_graph(loss)
                 check_parameters(record)
                 check_buffers(record, self._env.groups, self._env.device)
         if (ddp := self._env.ddp) is not None:
@@ -357,10 +358,16 @@ class Steps:
         self._has_backward = True
         if self._sync is None:
             return
-        if self._reads_each_backward or not self._env.module.automatic_optimization:
+        if self._reads_each_backward() or not self._env.module.automatic_optimization:
             self._sum_gradients(None)
             automatic = self._env.module.automatic_optimization
             self._flushed = automatic and not self._env.trainer.fit_loop._should_accumulate()
+
+    def _reads_each_backward(self) -> bool:
+        """Whether the user's code may read gradients behind each backward; callbacks may be added while a training begins."""
+        return is_overridden("on_after_backward", self._env.module) or any(
+            is_overridden("on_after_backward", callback, Callback) for callback in self._env.callbacks
+        )
 
     def update(
         self, step: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
@@ -411,7 +418,7 @@ class Steps:
 
         Where hooks of the user's read gradients behind every backward they are reduced at once: before that, no rank has them.
         """
-        if self.split is None or self._reads_each_backward:
+        if self.split is None or self._reads_each_backward():
             with without_ddp:
                 yield
             return
@@ -524,9 +531,6 @@ class Steps:
     def note_hooks(self) -> None:
         """Note whether code of the user's runs between the backward and the update on any rank. Collective over the world."""
         module, callbacks = self._env.module, self._env.callbacks
-        self._reads_each_backward = is_overridden("on_after_backward", module) or any(
-            is_overridden("on_after_backward", callback, Callback) for callback in callbacks
-        )
         own = ("backward", "configure_gradient_clipping", "optimizer_step", *_BEHIND_BACKWARD)
         self._gradients_may_change = self._env.reduce_boolean_decision(
             not module.automatic_optimization

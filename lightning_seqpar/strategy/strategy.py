@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,7 @@ from lightning_seqpar.strategy.steps import Steps
 from lightning_seqpar.strategy.tuning import Searches
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks, refuse_links
 from lightning_seqpar.verify.guards.config import (
     check_backend,
@@ -63,6 +65,8 @@ from lightning_seqpar.verify.guards.config import (
 )
 from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
 
+P = ParamSpec("P")
+
 _NONE_FOR_EMPTY = ("ddp", "fsdp", "checkpoint", "compile_options", "elementwise_optimizers")
 """Fields whose keyword has None as its default, in place of an empty list or mapping."""
 
@@ -71,6 +75,20 @@ _SIZES = re.compile(
     r"|[Ee]xpected size"
 )
 """In torch's messages about sizes that do not fit."""
+
+
+def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorate a constructor so that an unknown keyword raises ValueError with the nearest known one."""
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                raise ValueError(f"SeqParallelStrategy has no argument {name!r}; did you mean {nearest(name, known)}?")
+        init(*args, **kwargs)
+
+    return checked
 
 
 class SeqParallelStrategy(ParallelStrategy):
@@ -138,6 +156,7 @@ class SeqParallelStrategy(ParallelStrategy):
     """
 
     @shortens_refusals
+    @_names_unknown_keywords
     def __init__(
         self,
         tp: int = 1,

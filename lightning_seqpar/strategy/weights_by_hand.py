@@ -101,7 +101,8 @@ def _has_code(action: str, trainer: Trainer) -> bool:
         hook in vars(one)
         or (
             (own := getattr(type(one), hook, None)) is not default
-            and not str(own.__module__).startswith(_READ_NO_WEIGHTS)
+            # A subclass of the user's may be called by a hook of Lightning's.
+            and not all(str(each.__module__).startswith(_READ_NO_WEIGHTS) for each in (own, type(one)))
         )
         for one in owners
     )

@@ -7,6 +7,7 @@ made whole from their layouts, and hooks go by their handles.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,7 +21,14 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.config import FrozenModel
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.layout.linear_kind import LinearKind, linear_kind
-from lightning_seqpar.layout.module_names import Argument, inside, likely_blocks, outwards, why_no_pattern
+from lightning_seqpar.layout.module_names import (
+    Argument,
+    in_all_layers,
+    inside,
+    likely_blocks,
+    outwards,
+    why_no_pattern,
+)
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.region.lowered import LoweredRegion
@@ -271,8 +279,14 @@ class PlannedModel:
 
     def refuse_uneven(self, name: str, count: int) -> NoReturn:
         """Raise ValueError for a number of units that does not divide by tp."""
-        fix = f"{sizes_that_divide('tp', count)}, or compute it whole on every rank (a rule 'whole' for the part around it)"
-        raise ValueError(f"{name}: {count} units (heads or features) do not divide by tp={self.size}; {fix}")
+        part = name.rpartition(".")[0]
+        rule: dict[str, Any] = {"pattern": in_all_layers(part), "style": "whole"}
+        if "hidden_states" in inspect.signature(self.modules[part].forward).parameters:
+            rule["args"] = ["hidden_states"]
+        raise ValueError(
+            f"{name}: {count} units (heads or features) do not divide by tp={self.size}; {sizes_that_divide('tp', count)}. "
+            f"To have every rank compute {part} whole, and shard the rest: plan={ {'rules': [rule]} }"
+        )
 
     # ---- where a module is -----------------------------------------------------------------------------------------
 

@@ -145,6 +145,9 @@ def observe_run(
         if record is not None and (stage is None or stage.is_last):
             check_loss(loss, groups)
             check_readers(loss, record)
+        if stage is not None:
+            for one in losses:
+                stage.check_graph(one)
         if sync is not None:
             sync.attach()  # a parameter may thaw in the step
         model.zero_grad()

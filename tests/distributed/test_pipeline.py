@@ -71,7 +71,17 @@ class Skipping(Biased):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-OWN: dict[str, Any] = {one.__name__: one for one in (Biased, Skipping)}
+class BeginsToRead(Biased):
+    """From some step on, the head adds the embedding's mean, which the last stage did not read before."""
+
+    begins = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.embed.weight.mean() if self.begins else loss
+
+
+OWN: dict[str, Any] = {one.__name__: one for one in (Biased, Skipping, BeginsToRead)}
 
 
 def made(name: str, args: dict[str, Any]) -> L.LightningModule:
@@ -150,6 +160,23 @@ def refused(name: str, args: dict[str, Any]) -> str:
 def test_what_can_not_be_cut_is_refused(name, args, stages, says):
     for told in run_distributed(refused, stages, name, args):
         assert re.search(says, told), told
+
+
+def begin_to_read() -> None:
+    module, data = made("BeginsToRead", {}), batches()
+    stage = stage_of(module, data[0])
+    module.begins = True
+    loss = stage.run(lambda: module.training_step(data[0], 0))
+    stage.check_graph(loss)
+    stage.settle()
+
+
+@sees(
+    "pp: nobody looks at what a stage reads", "HeldParameters.check_graph", "if not self.holds(name)}", "if not name}"
+)
+def test_a_stage_that_begins_to_read_what_it_does_not_hold_is_told():
+    with pytest.raises(RankFailedError, match=r"stage 1 of 2 reads embed\.weight, which is on stage 0"):
+        run_distributed(begin_to_read, 2)
 
 
 def drop_over_tp(sp: bool) -> tuple[int, dict[str, list[Tensor]], Tensor]:

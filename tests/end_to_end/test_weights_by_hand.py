@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from lightning.pytorch.utilities import grad_norm as lightnings_grad_norm
 from torch import Tensor
 
@@ -179,6 +179,24 @@ class Renormalises(Callback):
 class ByCallback(ByHand):
     def configure_callbacks(self) -> list[Callback]:
         return [Renormalises()]
+
+
+class Thaws(BaseFinetuning):
+    """Its code is called by a hook of Lightning's own."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.model.blocks[1].norm1)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        with pl_module.weights():
+            weight = pl_module.model.blocks[0].mlp.up.weight.data
+            weight /= weight.std()
+
+
+@needs_whole
+class ByFinetuning(ByHand):
+    def configure_callbacks(self) -> list[Callback]:
+        return [Thaws()]
 
 
 # ---- what is right on parts ----------------------------------------------------------------------------------------
@@ -397,6 +415,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     "Steps.sync_gradients",
     " and self._has_backward",
     "",
+    case="tp2",
+)
+@sees(
+    "weights by hand: what a hook of Lightning's calls is trusted",
+    "_has_code",
+    "for each in (own, type(one))",
+    "for each in (own,)",
     case="tp2",
 )
 @pytest.mark.parametrize("topology", ["tp2", pytest.param("dp2xtp2", marks=pytest.mark.more), "fsdp2xtp2"])

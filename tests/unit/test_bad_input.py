@@ -88,6 +88,8 @@ class OwnSync(TorchSyncBatchNorm):
 LAUNCHES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"tp": 2}, {"devices": 3}, "world size 3 does not divide by tp 2 × cp 1 × pp 1 = 2; use 2 or 4 processes (devices × num_nodes), or tp=1 or 3"),
     ({"tp": 2, "dp": 3}, {"devices": 4}, "dp=3: dp 3 × tp 2 × cp 1 × pp 1 = 6 ranks, but the world has 4; use dp=2 (or 'auto'), or start 6 processes"),
+    ({"tp": 2, "process_group_backend": "glo"}, {"devices": 2}, "process_group_backend='glo': torch knows no 'glo'; did you mean 'gloo'"),
+    ({"tp": 2, "process_group_backend": "cpu:mpi"}, {"devices": 2}, "process_group_backend='cpu:mpi': this build of torch has no mpi; use 'gloo'"),
     ({"tp": 2, "process_group_backend": "nccl"}, {"devices": 2}, "process_group_backend='nccl' with accelerator='cpu': nccl speaks between GPUs; use 'gloo'"),
     ({"tp": 2}, {"devices": 2, "plugins": [OwnSync()]}, "plugins=[OwnSync()]: a LayerSync plugin of yours would exchange modules of a model that is sharded; use Trainer(sync_batchnorm=True)"),
 ]  # fmt: skip

@@ -121,8 +121,8 @@ SUITE = {"rank 1 killed", "all leave", "main ends last", "rank 1 hangs", "rank 0
 )
 @sees(
     "signals of forked processes taken for the run's",
-    "ChildWatch._hear_signals",
-    "        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))\n",
+    "ChildWatch.take",
+    "            os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))\n",
     "",
     case="a worker is ended",
 )
@@ -371,9 +371,9 @@ def read_until(proc, word: str) -> str:
 
 @sees(
     "SIGTERM not heard in a collective",
-    "ChildWatch.start",
-    "        self._hear_signals()\n",
-    "",
+    "ChildWatch.take",
+    "            signal.set_wakeup_fd(present)\n",
+    "            signal.set_wakeup_fd(present)\n        signal.set_wakeup_fd(-1)\n",
 )
 @pytest.mark.matrix
 def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):

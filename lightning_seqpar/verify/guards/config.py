@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch._inductor
+import torch.distributed as dist
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,9 +59,17 @@ def refuse_sweep(processes: int) -> None:
 
 
 def check_backend(backend: str | None, device_type: str) -> None:
-    """Refuse a backend that does not work on the device."""
+    """Refuse a backend that torch does not know, that its build lacks, or that does not work on the device."""
     if backend == "nccl" and device_type == "cpu":
         raise ValueError("process_group_backend='nccl' with accelerator='cpu': nccl speaks between GPUs; use 'gloo'")
+    known = [name for name in dist.Backend.backend_list if name != "undefined"]
+    for name in [] if backend is None else [part.split(":")[-1] for part in backend.split(",")]:
+        if name not in known:
+            raise ValueError(
+                f"process_group_backend={backend!r}: torch knows no {name!r}; did you mean {nearest(name, known)}?"
+            )
+        if not dist.is_backend_available(name):
+            raise ValueError(f"process_group_backend={backend!r}: this build of torch has no {name}; use 'gloo'")
 
 
 def syncs_batch_norms(plugin: LayerSync | None) -> bool:
