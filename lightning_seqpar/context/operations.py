@@ -623,6 +623,14 @@ def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tuple(x.like(grad) if isinstance(x, SeqPart) and grad is not None else grad for x, grad in pairs)
 
 
+@handles("numpy __array__")
+def numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The whole as an array that can't be changed, as a change would not reach the sequence."""
+    array = func(args[0].whole(), *args[1:], **kwargs)
+    array.flags.writeable = False
+    return array
+
+
 @handles("retain_grad")
 def retain_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Keep the gradient of a sequence, as ``x.grad``."""
