@@ -438,29 +438,6 @@ class WithExample(zoo.Zoo):
         return self.net(ids)
 
 
-class Transfers(zoo.Zoo):
-    """Makes tokens of what the loader gives, on the way to the device."""
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return (batch[0].long(),)
-
-
-def fit_transferred() -> int:
-    ids = models.tokens(count=16).tensors[0].to(torch.uint8)
-    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=2)
-    trainer.fit(Transfers("einsum"), DataLoader(TensorDataset(ids), batch_size=4))
-    return trainer.global_step
-
-
-def test_a_peeked_batch_goes_through_the_transfer_hooks():
-    assert run_distributed(fit_transferred, 2) == [2, 2]
-
-
-class NeedsTrainer(zoo.Zoo):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) / self.trainer.callbacks[0].scale
-
-
 class WithDummies(zoo.Zoo):
     """As models of Hugging Face, it offers an input of its own."""
 
@@ -562,19 +539,6 @@ def test_ranks_that_all_fail_say_so_together():
     (first,), (second,) = run_distributed(check_with_ranks_that_fail, 2, [0, 1], 600.0)
     assert first == second
     assert first.startswith("it does not run: RuntimeError: of some ranks (test_selfcheck.py, line ")
-
-
-def test_a_step_that_fails_at_its_trainer_says_where():
-    with pytest.raises(
-        RankFailedError,
-        match=r"IndexError: list index out of range \(test_selfcheck\.py, line \d+: .*callbacks\[0\]\.scale\)",
-    ):
-        run_distributed(fit_needing, 2)
-
-
-def fit_needing() -> None:
-    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
-    trainer.fit(NeedsTrainer("einsum"), models.loader(4, count=8))
 
 
 @sees(

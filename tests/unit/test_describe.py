@@ -367,14 +367,6 @@ def test_what_is_wrong_is_said_in_a_sentence(args, told, capsys):
     assert "Traceback" not in error
 
 
-def test_whole_models_at_tp_1():
-    said = describe(build("llama"), ParallelConfig(), world_size=3)
-    assert said.axes == {"dp": 3}
-    assert {row.style for row in said.rows} == {"whole"}
-    assert said.parameters == said.global_parameters
-    assert isinstance(build("llama"), transformers.PreTrainedModel)
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_is_recomputed_is_said_and_not_counted(tp):
     said = {
@@ -410,9 +402,3 @@ def test_an_attention_whose_row_stands_beside_it_is_found():
     assert "recompute selective: h.*.attn (2 modules) run again in the backward" in said.notes
     with pytest.raises(ValueError, match=r"in the blocks \(h\.\*\) no module is the attention"):
         describe(Zoo("all_inline").net, ParallelConfig(tp=2, recompute="selective"), example=example)
-
-
-def test_a_model_that_can_not_be_cut_is_refused_in_the_words_of_the_strategy():
-    batch = next(iter(loader(2, length=LENGTH, count=2)))
-    with pytest.raises(ValueError, match=r"pp=3: model has 2 blocks, and each stage needs one"):
-        describe(GPT(), ParallelConfig(pp=3), batch=batch)

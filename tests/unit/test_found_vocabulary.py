@@ -12,13 +12,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_seqpar import ParallelConfig, describe
 from lightning_seqpar.config import PlanSpec
 from lightning_seqpar.nn.vocab import unfit_forward
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.vocabulary import VocabularyChoice, with_vocabulary
 from tests.helpers import models
-from tests.helpers.families import build
 from tests.mutants import sees
 
 
@@ -314,13 +312,3 @@ def test_which_forwards_can_stay_around_a_parallel_layer():
     bart = transformers.models.bart.modeling_bart.BartScaledWordEmbedding
     assert unfit_forward(gemma(4, 4, 0), nn.Embedding) is None
     assert unfit_forward(bart(4, 4, 0), nn.Embedding) is None
-
-
-def test_a_description_says_what_stays_whole_and_why():
-    model = build("llama")
-    model.model.embed_tokens.max_norm = 1.0
-    said = describe(model, ParallelConfig(tp=2))
-    assert any(
-        note.startswith("vocabulary: model.embed_tokens whole: an nn.Embedding with max_norm") for note in said.notes
-    )
-    assert {row.module: row.style for row in said.rows}["lm_head"] == "vocab"

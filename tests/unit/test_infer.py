@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import random
-import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_seqpar import ShardingPlan
 from lightning_seqpar.inference.dataflow import CantInferError
-from lightning_seqpar.inference.examples import Example, NoExampleError, peek_batch, small
+from lightning_seqpar.inference.examples import Example, NoExampleError, peek_batch
 from lightning_seqpar.inference.infer import infer_plan, with_tried_rules
 from lightning_seqpar.inference.model_copy import detached_copy
 from lightning_seqpar.inference.reduction import Reduction
@@ -215,15 +214,6 @@ def test_rules_that_it_proposes_together_were_tried_together():
     )
 
 
-def test_what_cannot_be_split_is_computed_whole_and_the_reason_says_why():
-    found = infer_plan(zoo.Decoder("hard_coded"), IDS, 2)
-    assert "{pattern: h.*.attn, style: whole}" in found.plan.to_yaml()
-    says = (
-        r"h\.\*\.attn: computed whole .* h\.0\.attn\.out: with its columns cut .* written into the forward as numbers"
-    )
-    assert any(re.match(says, reason) for reason in found.reasons)
-
-
 class Reentrant(peers.Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = checkpoint(lambda x: nn.functional.silu(self.gate(x)) * self.up(x), x, use_reentrant=True)
@@ -286,17 +276,6 @@ def test_a_model_that_is_its_own_copy_is_refused_before_its_weights_move():
     ):
         infer_plan(model, IDS, 2)
     assert torch.equal(model.wte.weight, before)
-
-
-def test_the_model_is_left_alone():
-    model = zoo.Decoder("gqa")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    text = str(model)
-    infer_plan(model, (IDS,), 2)
-    infer_plan(model, {"ids": IDS}, 2)
-    assert str(model) == text
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
 
 
 # ---- sequence parallelism where it can't be ---------------------------------------------------------------------
@@ -386,11 +365,6 @@ def test_a_batch_is_peeked_from_any_loader():
     assert set(both) == {"a", "b"}
     with pytest.raises(NoExampleError, match="the training loader is a stream that can be read once only"):
         peek_batch(lambda: iter([1, 2]), "training")
-
-
-def test_large_batches_are_cut():
-    assert small({"a": torch.zeros(512, 64), "b": torch.zeros(512)})["a"].shape == (64, 64)
-    assert small([torch.zeros(512, 64), torch.zeros(3)])[0].shape == (512, 64)
 
 
 class Augmented(Dataset[torch.Tensor]):

@@ -201,14 +201,6 @@ def test_a_column_with_one_unit_stays_whole_whatever_an_earlier_rule_said():
     assert plan.layout_of("first.0.down.weight").shard is None
 
 
-def test_all_rules_that_set_attributes_hold():
-    plan = resolved(models.GPT(), {"pattern": "model.blocks.*.attn", "style": "set", "values": {"training": True}})
-    assert [(rule.divide, rule.values) for rule in held(plan, "model.blocks.1.attn", "set")] == [
-        (("n_head",), {}),
-        ((), {"training": True}),
-    ]
-
-
 def test_whole_undoes_what_earlier_rules_said_of_the_inside_and_later_rules_are_refused_there():
     whole = {"pattern": "model.blocks.0.mlp", "style": "whole"}
     plan = resolved(models.GPT(), whole)
@@ -262,11 +254,6 @@ def test_a_row_that_a_module_multiplies_itself_implies_that_its_output_is_reduce
     assert [rule.style for rule in held(plan, "layers.0", "reduce")] == ["reduce"]
     with pytest.raises(ValueError, match="multiplies this column itself, and no row leads out of it"):
         resolved(Stack(), *EXPERTS[:3], base=False)
-
-
-def test_of_the_rules_for_a_parameter_the_last_holds():
-    plan = resolved(Stack(), {"pattern": "layers.*.w2", "style": "local_heads", "dim": 2}, *EXPERTS, base=False)
-    assert [match.rule.style for match in plan.at("layers.0.w2")] == ["row"]
 
 
 def test_what_is_replaced_with_a_module_can_not_be_whole():
