@@ -130,26 +130,16 @@ class ScoredBlock(nn.Module):
         return x + self.mlp(h, self.gate(h).double().sigmoid())
 
 
-class ScoredStack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(ScoredBlock() for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def arguments_of_two_types(sp: bool) -> None:
     torch.manual_seed(0)
     rules = [
-        {"pattern": "layers.*", "style": "blocks"},
-        {"pattern": "layers.*.mlp", "style": "gather", "args": [0, 1]},
-        {"pattern": "layers.*.mlp.up", "style": "column"},
-        {"pattern": "layers.*.mlp.down", "style": "row"},
+        {"pattern": "blocks.*", "style": "blocks"},
+        {"pattern": "blocks.*.mlp", "style": "gather", "args": [0, 1]},
+        {"pattern": "blocks.*.mlp.up", "style": "column"},
+        {"pattern": "blocks.*.mlp.down", "style": "row"},
     ]
-    check_shards(ScoredStack(), rules, torch.randn(2, 7, 16, requires_grad=True), 1e-5, sp=sp)
+    model = models.Stack(nn.ModuleList([ScoredBlock(), ScoredBlock()]))
+    check_shards(model, rules, torch.randn(2, 7, 16, requires_grad=True), 1e-5, sp=sp)
 
 
 @sees(

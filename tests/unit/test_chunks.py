@@ -4,31 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_seqpar.context.chunks import Chunks, contiguous, zigzag
-
-CPU = torch.device("cpu")
+from lightning_seqpar.context.chunks import contiguous, zigzag
 
 
-class Group:
-    """Of a group, what chunks ask for."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def rank(self) -> int:
-        return self._rank
-
-
-def chunks_of(deal: Any, length: int, size: int, rank: int = 0) -> Chunks:
-    return Chunks(Group(rank), length, deal(length, size), "auto")  # type: ignore[arg-type]
-
-
-def held(chunks: Chunks) -> list[list[int]]:
-    return [[at for start, stop in runs for at in range(start, stop)] for runs in chunks.ranges]
+def held(deal: Any, length: int, size: int) -> list[list[int]]:
+    """The positions of each rank."""
+    return [[at for start, stop in runs for at in range(start, stop)] for runs in deal(length, size)]
 
 
 deals = st.sampled_from([contiguous, zigzag])
@@ -38,16 +22,15 @@ sizes = st.integers(1, 6)
 
 @given(deals, lengths, sizes)
 def test_every_position_is_held_once(deal, length, size):
-    chunks = chunks_of(deal, length, size)
-    assert sorted(at for positions in held(chunks) for at in positions) == list(range(length))
-    assert chunks.size == size
-    assert chunks.counts == tuple(len(positions) for positions in held(chunks))
-    runs = len(chunks.ranges[0])
-    assert max(chunks.counts) - min(chunks.counts) <= runs, "as even as it goes"
+    positions = held(deal, length, size)
+    assert sorted(at for of_rank in positions for at in of_rank) == list(range(length))
+    counts = [len(of_rank) for of_rank in positions]
+    assert len(counts) == size
+    assert max(counts) - min(counts) <= len(deal(length, size)[0]), "as even as it goes"
 
 
 @given(st.integers(1, 8), sizes)
 def test_zigzag_evens_out_causal_work(each, size):
     """Queries and keys before them, of every rank: equally many where the length divides by twice the ranks."""
-    work = [sum(at + 1 for at in positions) for positions in held(chunks_of(zigzag, 2 * size * each, size))]
+    work = [sum(at + 1 for at in positions) for positions in held(zigzag, 2 * size * each, size)]
     assert len(set(work)) == 1
