@@ -330,7 +330,6 @@ def test_a_yaml_file_of_the_command_line(capsys, monkeypatch, tmp_path):
         (["tests.helpers.models:loader"], "without arguments"),
         ([LLAMA, "tp=3"], "use tp=2, 4 or 8"),
         ([LLAMA, "tq=3"], "tq"),
-        ([LLAMA, "tp"], "write it as field=value"),
         ([LLAMA, "tp=2", "--length", "0"], "length=0 must be 1 or more"),
         ([LLAMA, "tp=4", "--world-size", "6"], "6"),
         ([LLAMA, "--config", "nowhere.yaml"], "does not exist"),

@@ -71,14 +71,3 @@ def test_loops_are_counted_apart_and_from_their_beginning():
     schedule.begin_run()
     schedule.begin_step("training")
     assert schedule.is_first("training")
-
-
-def test_draws_are_expected_in_due_steps_and_once_a_step_drew():
-    schedule = WatchSchedule()
-    for step in range(1, 33):
-        schedule.begin_step("training")
-        assert schedule.expects_draws("training") is (step <= 16 or step == 32)
-        schedule.note_draws(drawn=step == 32)
-    assert schedule.expects_draws("validation")
-    schedule.begin_step("training")
-    assert schedule.expects_draws("training")
