@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +50,7 @@ def test_an_error_before_the_ranks_start_keeps_its_sentence(monkeypatch):
     def fail(*args: Any, **options: Any) -> None:
         raise OSError("no more processes")
 
-    monkeypatch.setattr(subprocess, "Popen", fail)
+    monkeypatch.setattr("subprocess.Popen", fail)
     trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
     with pytest.raises(OSError, match="no more processes"):
         trainer.fit(models.GPT(), models.loader(4))
