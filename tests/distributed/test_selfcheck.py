@@ -444,13 +444,19 @@ def test_a_stream_asks_for_an_example_or_takes_the_models_own():
         assert steps == [2]
 
 
+class Transfers(zoo.Zoo):
+    """Makes tokens of what the loader gives, on the way to the device."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return (batch[0].long(),)
+
+
 def fit_counted() -> tuple[int, torch.Tensor]:
     """How often the loader's samples were read, and what was drawn."""
     L.seed_everything(3, verbose=False)
     data = Counted()
-    model = zoo.Zoo("einsum")
     trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
-    trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True))
+    trainer.fit(Transfers("einsum"), DataLoader(data, batch_size=4, shuffle=True))
     return data.read, torch.rand(2)
 
 
@@ -458,14 +464,14 @@ class Counted(TensorDataset):
     read = 0
 
     def __init__(self) -> None:
-        super().__init__(models.tokens(count=8).tensors[0])
+        super().__init__(models.tokens(count=8).tensors[0].to(torch.uint8))
 
     def __getitem__(self, index: Any) -> Any:
         self.read += 1
         return super().__getitem__(index)
 
 
-def test_a_batch_is_peeked_on_the_first_rank_and_leaves_the_streams():
+def test_a_batch_is_peeked_on_the_first_rank_through_the_transfer_hooks_and_leaves_the_streams():
     (first, drawn), (other, same) = run_distributed(fit_counted, 2)
     assert (first, other) == (8, 4)
     assert torch.equal(drawn, same)

@@ -35,9 +35,10 @@ def test_nothing_is_touched_started_or_drawn():
     module, batch = GPT(), next(iter(loader(2, length=LENGTH, count=2)))
     before = {name: (parameter, parameter.clone()) for name, parameter in module.named_parameters()}
     state = torch.get_rng_state()
-    said = describe(module, ParallelConfig(tp=2), batch=batch)
-    assert said.sent_calls
+    for plan in ("auto", "infer"):
+        assert describe(module, ParallelConfig(tp=2, plan=plan), batch=batch).sent_calls
     assert torch.equal(torch.get_rng_state(), state)
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
     assert not dist.is_initialized()
     for name, parameter in module.named_parameters():
         assert parameter is before[name][0]
