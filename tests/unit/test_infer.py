@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import random
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_seqpar import ShardingPlan
 from lightning_seqpar.inference.dataflow import CantInferError
-from lightning_seqpar.inference.examples import Example, NoExampleError, peek_batch
+from lightning_seqpar.inference.examples import Example, NoExampleError, peek_batch, small
 from lightning_seqpar.inference.infer import infer_plan, with_tried_rules
 from lightning_seqpar.inference.model_copy import detached_copy
 from lightning_seqpar.inference.reduction import Reduction
@@ -207,6 +208,15 @@ def test_rules_that_it_proposes_together_were_tried_together():
     )
 
 
+def test_what_cannot_be_split_is_computed_whole_and_the_reason_says_why():
+    found = infer_plan(zoo.Decoder("hard_coded"), IDS, 2)
+    assert "{pattern: h.*.attn, style: whole}" in found.plan.to_yaml()
+    says = (
+        r"h\.\*\.attn: computed whole .* h\.0\.attn\.out: with its columns cut .* written into the forward as numbers"
+    )
+    assert any(re.match(says, reason) for reason in found.reasons)
+
+
 class Reentrant(peers.Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = checkpoint(lambda x: nn.functional.silu(self.gate(x)) * self.up(x), x, use_reentrant=True)
@@ -329,6 +339,10 @@ def test_a_batch_is_peeked_from_any_loader():
     assert set(both) == {"a", "b"}
     with pytest.raises(NoExampleError, match="the training loader is a stream that can be read once only"):
         peek_batch(lambda: iter([1, 2]), "training")
+
+
+def test_a_batch_whose_tensors_have_other_numbers_of_samples_is_not_cut():
+    assert small([torch.zeros(512, 64), torch.zeros(3)])[0].shape == (512, 64)
 
 
 class Augmented(Dataset[torch.Tensor]):
