@@ -67,10 +67,6 @@ def said_of(run, cases):
     return said
 
 
-def worker_differ(cases):
-    return said_of(fit_differing, cases)
-
-
 DIFFER = [
     ({"strategy": [{"sp": True}, {"sp": False}]}, "sp is true on rank 0 and false on rank 1"),
     ({"strategy": [{"check_every": 0}, {"check_every": 5}]}, "check_every is 0 on rank 0 and 5 on rank 1"),
@@ -104,7 +100,7 @@ DIFFER = [
 )
 @pytest.mark.core
 def test_a_training_that_ranks_disagree_about_never_starts():
-    for found in run_distributed(worker_differ, 2, [what for what, _ in DIFFER]):
+    for found in run_distributed(said_of, 2, fit_differing, [what for what, _ in DIFFER]):
         for (_, says), said in zip(DIFFER, found, strict=True):
             assert said.startswith("the ranks were not told the same"), (says, said)
             assert re.search(says, said), said
@@ -130,10 +126,6 @@ def loop_unevenly(loop):
         getattr(trainer, loop)(Validated(), models.loader(4, count=8 + 4 * dist.get_rank()))
 
 
-def worker_uneven(loops):
-    return said_of(loop_unevenly, loops)
-
-
 UNEVEN = {
     "fit": "training batches in an epoch is 4 on rank 0 and 5 on rank 1",
     "validate": "validation batches is [2] on rank 0 and [3] on rank 1",
@@ -144,7 +136,7 @@ UNEVEN = {
 
 @pytest.mark.core
 def test_ranks_of_a_replica_loop_equally_often():
-    for found in run_distributed(worker_uneven, 2, [*UNEVEN]):
+    for found in run_distributed(said_of, 2, loop_unevenly, [*UNEVEN]):
         for says, said in zip(UNEVEN.values(), found, strict=True):
             assert says in said
 

@@ -25,21 +25,11 @@ from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import gather_grads
 from tests.helpers.models import NoGradient
+from tests.helpers.zoo import FeedForward
 from tests.mutants import sees
 
 ROUNDS = 4
 COLUMNS = 5 + 5 + 4
-
-
-class Single(nn.Module):
-    """An MLP of one column."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))
 
 
 class Within(peers.Mlp):
@@ -62,7 +52,7 @@ class Decoder(peers.Decoder):
     def __init__(self, layers: int) -> None:
         peers.HEAD = 4
         super().__init__(32, layers, 64)
-        self.layers[0].mlp, self.layers[-1].mlp = Within(32, 1), Single(32)
+        self.layers[0].mlp, self.layers[-1].mlp = Within(32, 1), FeedForward(32, 64)
         self.calls = [lambda layer, x: layer(x)] * layers
         self.order = list(range(layers))
         self.seen: list[Tensor] = []
@@ -120,11 +110,6 @@ def recomputed(model: Decoder, batch: Tensor, at: int) -> None:
     loss_of(model, batch).backward()
 
 
-def recomputed_reentrant(model: Decoder, batch: Tensor, at: int) -> None:
-    model.calls = [_recomputed(True)] * 3
-    loss_of(model, batch).backward()
-
-
 def _mlp_recomputed(layer: nn.Module, x: Tensor) -> Tensor:
     x = x + layer.attn(layer.attn_norm(x))
     return x + checkpoint(layer.mlp, layer.mlp_norm(x), use_reentrant=False)
@@ -173,12 +158,6 @@ def retained(model: Decoder, batch: Tensor, at: int) -> None:
 
 def two_forwards(model: Decoder, batch: Tensor, at: int) -> None:
     (loss_of(model, batch) + loss_of(model, batch.flip(0))).backward()
-
-
-def some_weights(model: Decoder, batch: Tensor, at: int) -> None:
-    wanted = [model.layers[1].attn.k.weight, model.layers[0].mlp.down.weight, model.layers[2].mlp.up.weight]
-    for weight, grad in zip(wanted, torch.autograd.grad(loss_of(model, batch), wanted), strict=True):
-        weight.grad = grad + (0 if weight.grad is None else weight.grad)
 
 
 def some_then_all(model: Decoder, batch: Tensor, at: int) -> None:
@@ -237,7 +216,7 @@ def hooked_inside(model: Decoder, batch: Tensor, at: int) -> list[Any]:
     kept = []
     hooks = [
         model.layers[1].attn.register_forward_pre_hook(scale),
-        model.layers[2].mlp.up.register_forward_hook(scale_after),
+        model.layers[2].mlp.fc1.register_forward_hook(scale_after),
         model.layers[2].attn.register_forward_pre_hook(lambda module, args: kept.append(args[0])),
     ]
     loss = loss_of(model, batch)
@@ -319,8 +298,8 @@ def given_up(model: Decoder, batch: Tensor, at: int) -> None:
 USES = {
     use.__name__: use
     for use in (
-        plain, micro_batches, detached_inside, no_grad_below, other_orders, recomputed, recomputed_reentrant,
-        recomputed_inside, recomputed_twice, watched, retained, two_forwards, some_weights, some_then_all, hooked,
+        plain, micro_batches, detached_inside, no_grad_below, other_orders, recomputed,
+        recomputed_inside, recomputed_twice, watched, retained, two_forwards, some_then_all, hooked,
         backward_in_a_hook, hooked_inside, flattened, column_beside, cut_behind_columns, cut_behind_a_part, read_beside,
         given_up,
     )
@@ -610,7 +589,7 @@ def penalized(name: str) -> str:
     "if ctx.late is not None:",
     case="layers.1.attn.q.weight",
 )
-@pytest.mark.parametrize("name", ["layers.1.attn.q.weight", "layers.2.mlp.down.weight"])
+@pytest.mark.parametrize("name", ["layers.1.attn.q.weight", "layers.2.mlp.fc2.weight"])
 def test_a_penalty_on_gradients_of_linears_is_refused(name):
     assert "differentiate twice" in run_distributed(penalized, 2, name)[0]
 

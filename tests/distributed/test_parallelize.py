@@ -12,12 +12,9 @@ from byte_gpt import Block, ByteGPT
 from torch import Tensor, nn
 
 from lightning_seqpar import ParallelGroups, ProcessTopology, ShardingPlan, unshard
-from lightning_seqpar.layout.param_layout import Reason
-from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
-from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
@@ -133,26 +130,16 @@ class ScoredBlock(nn.Module):
         return x + self.mlp(h, self.gate(h).double().sigmoid())
 
 
-class ScoredStack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(ScoredBlock() for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def arguments_of_two_types(sp: bool) -> None:
     torch.manual_seed(0)
     rules = [
-        {"pattern": "layers.*", "style": "blocks"},
-        {"pattern": "layers.*.mlp", "style": "gather", "args": [0, 1]},
-        {"pattern": "layers.*.mlp.up", "style": "column"},
-        {"pattern": "layers.*.mlp.down", "style": "row"},
+        {"pattern": "blocks.*", "style": "blocks"},
+        {"pattern": "blocks.*.mlp", "style": "gather", "args": [0, 1]},
+        {"pattern": "blocks.*.mlp.up", "style": "column"},
+        {"pattern": "blocks.*.mlp.down", "style": "row"},
     ]
-    check_shards(ScoredStack(), rules, torch.randn(2, 7, 16, requires_grad=True), 1e-5, sp=sp)
+    model = models.Stack(nn.ModuleList([ScoredBlock(), ScoredBlock()]))
+    check_shards(model, rules, torch.randn(2, 7, 16, requires_grad=True), 1e-5, sp=sp)
 
 
 @sees(
@@ -165,20 +152,6 @@ def arguments_of_two_types(sp: bool) -> None:
 @pytest.mark.parametrize("sp", [True, False])
 def test_gathered_arguments_keep_their_types(sp):
     run_distributed(arguments_of_two_types, 2, sp)
-
-
-def test_a_plan_is_read_without_process_groups_for_any_number_of_ranks():
-    assert not dist.is_initialized()
-    model = models.GPT(tied=False).model
-    before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
-    (plan,) = resolve_plans("auto", model)
-    resolved = ResolvedPlan(model, [plan], size=4, sp=True)
-    layouts = {name: resolved.layout_of(name) for name, _ in model.named_parameters()}
-    assert layouts["blocks.0.mlp.up.weight"].shard == Shard.by_segments(0, [64], [64], 4, "up")
-    assert layouts["blocks.0.norm1.weight"].reason is Reason.SEES_SHARDS
-    with pytest.raises(ValueError, match=r"do not divide by tp=512; use tp=2 or 4"):
-        ResolvedPlan(model, [plan], size=512, sp=True)
-    assert before == {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
 
 
 def change_twice() -> None:

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from omegaconf import OmegaConf
 
-from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
+from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.strategy.model_setup import dense_parts
 from tests.helpers.fit import quiet_trainer
 from tests.mutants import sees
@@ -197,12 +197,6 @@ def test_what_is_no_config_at_all():
     for nothing in (3, None, [1], OmegaConf.create([1])):
         with pytest.raises(ValueError, match=r"a parallel config must be a mapping such as \{'tp': 2\}, got"):
             ParallelConfig.from_omegaconf(nothing)
-
-
-def test_groups_and_plans_that_know_no_such_thing():
-    groups = ParallelGroups.fake(ProcessTopology(["dp", "tp"], [2, 2]), 0)
-    with pytest.raises(ValueError, match="unknown axis 'pp'; did you mean 'tp'"):
-        groups.rank("pp")
     with pytest.raises(ValueError, match="plan rule 3: a rule is a mapping with at least 'pattern' and 'style'"):
         ShardingPlan.from_rules([3])
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from lightning_seqpar.cli.main import main
-from lightning_seqpar.config import with_overrides
 from tests.mutants import sees
 
 LLAMA = "tests.helpers.families:make_llama"
@@ -78,11 +77,6 @@ def test_fields_in_the_file_of_a_model(command, tmp_path, capsys):
     assert "error: the parallel config can't be read: " in refusal(capsys, command, half)
     main(["plan", write(tmp_path / "run.yaml", text.replace("FIELD", "'${tp}'"))])
     assert capsys.readouterr().out.startswith("4 ranks: cp 2 × tp 2")
-
-
-def test_fields_are_a_mapping_or_a_node():
-    assert with_overrides({"ddp": {"a": 1}}, ["ddp.b=2", "tp=4"]) == {"ddp": {"a": 1, "b": 2}, "tp": 4}
-    assert with_overrides({"tp": 2}, []) == {"tp": 2}
 
 
 @BOTH

@@ -150,22 +150,19 @@ def test_a_part_that_can_not_be_split_is_named_with_the_reason():
     assert found.warnings == []
 
 
-class TwoStacks(nn.Module):
-    """A stack that can be sharded, before and after one that is larger and can't."""
+class TwoStacks(zoo.Net):
+    """A stack that can be sharded, before one that is larger and can't."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(31, 16), nn.LayerNorm(16), nn.Linear(16, 31)
-        self.blocks = nn.ModuleList(zoo.PreNorm(16, zoo.Attention(16, 4), zoo.FeedForward(16, 32)) for _ in range(2))
+        super().__init__(zoo.usual(), zoo.usual())
         self.fixed = nn.ModuleList(zoo.BLOCKS["hard_coded"]() for _ in range(6))
         for block in self.fixed:
             block.mlp = nn.Identity()
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+    def run(self, x: Tensor) -> Tensor:
         for block in (*self.blocks, *self.fixed):
             x = block(x)
-        return self.head(self.norm(x))
+        return x
 
 
 @sees(
@@ -228,17 +225,8 @@ class OwnAttention(nn.Module):
         return self.norm(x + self.o(out))
 
 
-class Own(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
-        self.layers = nn.ModuleList(OwnAttention() for _ in range(2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def own_attention() -> nn.Module:
+    return zoo.Net(OwnAttention(), OwnAttention())
 
 
 @sees(
@@ -251,8 +239,8 @@ class Own(nn.Module):
     ("model", "why"),
     [
         (
-            Own,
-            "layers.*: the attention of o stands in the block's own forward, which would read the length of its shard",
+            own_attention,
+            "blocks.*: the attention of o stands in the block's own forward, which would read the length of its shard",
         ),
         (lambda: zoo.build("windows"), "stages.*.*: its activation [2, 4, 4, 16] has positions in 2 dims"),
     ],
@@ -275,7 +263,7 @@ def test_a_description_has_the_same_lines():
     text = " ".join(render(said, 400).split())
     assert f"{said.coverage} {said.coverage.reasons[0]} per rank" in text
     assert said.to_dict()["coverage"]["sharded"] == 8
-    off = describe(Own(), ParallelConfig(tp=2), example=IDS)
+    off = describe(own_attention(), ParallelConfig(tp=2), example=IDS)
     assert not off.sp
     assert f"2 ranks: tp 2, not sequence parallel ({off.coverage.sp_off if off.coverage else ''}); " in render(off, 400)
     assert describe(GPT(), ParallelConfig(tp=1)).coverage is None

@@ -7,18 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_seqpar import ParallelConfig, describe
 from lightning_seqpar.config import PlanSpec
-from lightning_seqpar.nn.vocab import unfit_forward
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.vocabulary import VocabularyChoice, with_vocabulary
 from tests.helpers import models
-from tests.helpers.families import build
 from tests.mutants import sees
 
 
@@ -127,6 +123,12 @@ def shared_with_a_reader() -> dict[str, Any]:
     return {"tokens": tokens, "reader": Reader(tokens.weight)}
 
 
+def replaced() -> dict[str, Any]:
+    tokens = nn.Embedding(40, 16)
+    tokens.forward = lambda ids: F.embedding(ids, tokens.weight)  # type: ignore[method-assign]
+    return {"tokens": tokens}
+
+
 def hooked(register: str) -> dict[str, Any]:
     tokens = nn.Embedding(40, 16)
     getattr(tokens.weight, register)(lambda grad: grad)
@@ -137,6 +139,7 @@ REASONS: dict[str, tuple[Any, str]] = {
     "max_norm": (lambda: {"tokens": nn.Embedding(40, 16, max_norm=1.0)}, "an nn.Embedding with max_norm can't be"),
     "sparse": (lambda: {"tokens": nn.Embedding(40, 16, sparse=True)}, "an nn.Embedding with sparse can't be"),
     "by itself": (lambda: {"tokens": Looked(40, 16)}, "the forward of Looked computes with the weight itself"),
+    "on the instance": (replaced, "replaced on the instance"),
     "a reader": (shared_with_a_reader, "its weight is reader.table too, which a Reader reads"),
     "a hook": (lambda: hooked("register_hook"), "a hook on its weight's gradient may count rows"),
     "a later hook": (lambda: hooked("register_post_accumulate_grad_hook"), "a hook on its weight's gradient may"),
@@ -286,41 +289,3 @@ def test_a_plan_that_is_written_whole_says_itself_what_is_sharded(tmp_path):
         choice = found(models.GPT(), spec)
         assert names(choice) == []
         assert choice.lines == ["vocabulary: as your plan says"]
-
-
-class Twice(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight) + super().forward(x)
-
-
-class Kept(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
-
-
-class Renamed(nn.Linear):
-    """The same by another name."""
-
-
-def test_which_forwards_can_stay_around_a_parallel_layer():
-    assert unfit_forward(Kept(3, 5), nn.Linear) is None
-    assert unfit_forward(Renamed(3, 5), nn.Linear) is None
-    assert unfit_forward(nn.MultiheadAttention(4, 2).out_proj, nn.Linear) is None
-    assert "Twice computes with the weight itself" in str(unfit_forward(Twice(3, 5), nn.Linear))
-    patched = nn.Linear(3, 5)
-    patched.forward = lambda x: x  # type: ignore[method-assign]
-    assert "replaced on the instance" in str(unfit_forward(patched, nn.Linear))
-    gemma = transformers.models.gemma3.modeling_gemma3.Gemma3TextScaledWordEmbedding
-    bart = transformers.models.bart.modeling_bart.BartScaledWordEmbedding
-    assert unfit_forward(gemma(4, 4, 0), nn.Embedding) is None
-    assert unfit_forward(bart(4, 4, 0), nn.Embedding) is None
-
-
-def test_a_description_says_what_stays_whole_and_why():
-    model = build("llama")
-    model.model.embed_tokens.max_norm = 1.0
-    said = describe(model, ParallelConfig(tp=2))
-    assert any(
-        note.startswith("vocabulary: model.embed_tokens whole: an nn.Embedding with max_norm") for note in said.notes
-    )
-    assert {row.module: row.style for row in said.rows}["lm_head"] == "vocab"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from lightning_seqpar.distributed.host import LateNumbers, OneStepLate, default_backend, require_inside, send_numbers
+from lightning_seqpar.distributed.host import LateNumbers, OneStepLate, default_backend
 from tests.mutants import sees
 
 
@@ -34,18 +33,6 @@ def test_what_a_step_leaves_is_looked_at_in_the_next():
     left.add("fourth")
     left.begin_step()
     assert left.take() == ["third", "fourth"]
-
-
-def test_numbers_are_sent():
-    sent = send_numbers([True, False], torch.float64, torch.device("cpu"))
-    assert (sent.tolist(), sent.dtype) == ([1.0, 0.0], torch.float64)
-
-
-def test_an_index_outside_is_named():
-    values = torch.tensor([0, 7, 3])
-    require_inside(values, values < 8, "{} is out of range")
-    with pytest.raises(IndexError, match=r"^7 is out of range$"):
-        require_inside(values, values < 4, "{} is out of range")
 
 
 def test_groups_have_gloo_beside_the_backend_of_an_accelerator():

@@ -179,16 +179,15 @@ def test_the_tree_for_contributors_has_every_module():
             assert re.search(rf"\b{name}\b", told.get(package, "")), f"CONTRIBUTING.md has no line on {package}/{name}"
 
 
-def test_links_in_the_documentation_lead_somewhere():
+def test_links_in_the_documentation_lead_somewhere_and_tests_that_it_names_exist():
     root = PACKAGE.parent
-    pages = [
-        *(root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-        *sorted((root / "docs").glob("*.md")),
-    ]
-    for page in pages:
+    pages = [root / "README.md", root / "CONTRIBUTING.md", root / "CHANGELOG.md", *root.glob("docs/*.md")]
+    for page in [*pages, *root.glob("benchmarks/*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for name in re.findall(r"\btests/[\w/]+\.py", page.read_text()):
+            assert (root / name).is_file(), f"{page.name} names {name}"
 
 
 def test_every_mutant_still_fits_its_source():

@@ -16,7 +16,7 @@ from lightning_seqpar.layout.attribute_override import read_attribute, write_att
 from lightning_seqpar.layout.linear_kind import linear_kind, settings_of
 from lightning_seqpar.plan.choice import linears_beside, resolve_plans
 from lightning_seqpar.trial.determinism import KeepFloat64
-from tests.helpers import third_party, zoo
+from tests.helpers import models, third_party, zoo
 from tests.helpers.third_party import KINDS
 from tests.mutants import sees
 
@@ -521,22 +521,17 @@ def test_numbers_in_a_dict_or_in_pairs_are_read_and_replaced_by_name():
 # ---- errors ------------------------------------------------------------------------------------------------------
 
 
-class Breaks(zoo.PreNorm):
-    """Raises an error of its own where its attention makes less than the whole width."""
+class Breaks(zoo.Attention):
+    """Raises an error of its own where it makes less than the whole width."""
 
-    class Odd(zoo.Attention):
-        def forward(self, x: Tensor) -> Tensor:
-            q = self.wq(x)
-            if q.shape[-1] != 16:
-                raise LookupError("no such width")
-            return super().forward(x)
-
-    def __init__(self) -> None:
-        super().__init__(16, self.Odd(16, 4), zoo.FeedForward(16, 32))
+    def forward(self, x: Tensor) -> Tensor:
+        if self.wq(x).shape[-1] != 16:
+            raise LookupError("no such width")
+        return super().forward(x)
 
 
 def test_an_error_of_the_models_own_code_is_told_as_a_reason(monkeypatch):
-    monkeypatch.setitem(zoo.EXTRA, "breaks", Breaks)
+    monkeypatch.setitem(zoo.EXTRA, "breaks", lambda: zoo.PreNorm(16, Breaks(16, 4), zoo.FeedForward(16, 32)))
     found = infer_plan(build("breaks"), IDS, 2)
     assert "{pattern: h.*.attn, style: whole}" in found.plan.to_yaml()
     assert any("h.0.attn.wo" in reason and "LookupError: no such width" in reason for reason in found.reasons)
@@ -555,24 +550,14 @@ def test_an_error_without_a_message_is_told_with_its_place_and_the_other_blocks_
                 raise StopIteration
             return super().forward(x)
 
-    class Two(nn.Module):
-        def __init__(self, odd: type) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(31, 16)
-            self.odd, self.even = (
-                nn.ModuleList(kind(16, zoo.Attention(16, 4), zoo.FeedForward(16, 32)) for _ in range(2))
-                for kind in (odd, zoo.PreNorm)
-            )
-
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.embed(ids)
-            for block in (*self.odd, *self.even):
-                x = block(x)
-            return x
-
-    found = infer_plan(Two(Silent), IDS, 2)
-    assert [rule.pattern for rule in found.plan.rules if rule.style == "blocks"] == ["even.*"]
-    said = r"odd.0: planning it was tried, which raised StopIteration: (it has no message) (test_kinds_of_code.py, line"
+    model = zoo.Named()
+    model.first, model.second = (
+        models.Stack(nn.ModuleList(kind(16, zoo.Attention(16, 4), zoo.FeedForward(16, 32)) for _ in range(2)))
+        for kind in (Silent, zoo.PreNorm)
+    )
+    found = infer_plan(model, IDS, 2)
+    assert [rule.pattern for rule in found.plan.rules if rule.style == "blocks"] == ["second.blocks.*"]
+    said = r"first.blocks.0: planning it was tried, which raised StopIteration: (it has no message) (test_kinds_of_code.py, line"
     assert said in found.reasons[0]
 
 
@@ -655,9 +640,4 @@ def test_the_rest_is_inferred_behind_a_shipped_plan():
     assert (shipped.source, shipped.prefix) == ("family torch_encoder_batch_first", "tower")
     assert "blocks.*.attn.wo" in inferred.to_yaml()
     assert "tower" not in inferred.to_yaml()
-
-
-def test_nothing_is_inferred_where_a_shipped_plan_covers_all():
-    from tests.helpers import models
-
-    assert linears_beside(models.GPT(), resolve_plans("auto", models.GPT())) == []
+    assert linears_beside(models.GPT(), resolve_plans("auto", models.GPT())) == []  # which covers all

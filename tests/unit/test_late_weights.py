@@ -22,21 +22,26 @@ from tests.helpers.families import build, save_pretrained
 from tests.mutants import sees
 
 
-def replayed(make: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """What a model made without memory is filled with; ``dtype`` is the default while it is made."""
+def filled(model: nn.Module, late: LateWeights) -> dict[str, Tensor]:
+    late.check()
+    late.fill_buffers()
+    late.fill_parameters(None)
+    return dict(model.named_parameters())
+
+
+def made_twice(make: Any, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The numbers of a model made with memory, and of one that is filled behind; ``dtype`` is the default while it is made."""
+    torch.manual_seed(3)
+    with default_dtype(dtype):
+        real = make()
     torch.manual_seed(3)
     recorder = DeferredInit()
     with default_dtype(dtype), recorder, torch.device("meta"):
         model = make()
     torch.manual_seed(99)
-    refs = {name: recorder.ref(x) for name, x in (*model.named_parameters(), *model.named_buffers())}
-    found: dict[str, Tensor] = {}
-
-    def take(key: int, tensor: Any) -> None:
-        found.update({name: tensor(ref).clone() for name, ref in refs.items() if ref.storage == key})
-
-    recorder.replay(refs.values(), take)
-    return found
+    filled(model, LateWeights(model, recorder))
+    one, other = (dict((*kind.named_parameters(), *kind.named_buffers())) for kind in (real, model))
+    return one, other
 
 
 class Awkward(nn.Module):
@@ -59,6 +64,40 @@ class Awkward(nn.Module):
         self.register_buffer("noise", torch.randn(3))
 
 
+class Given(nn.Module):
+    """Numbers of Python, seeds, generators and real draws in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(11)
+        self.first = nn.Linear(3, 4)
+        torch.manual_seed(5)
+        self.second = nn.Linear(3, 4)
+        torch.manual_seed(5)
+        self.third = nn.Linear(3, 4)
+        self.fourth = nn.Linear(3, 4)
+        self.register_buffer("gain", torch.tensor([2.0, 3.0]) * 1.5)
+        self.own = nn.Parameter(torch.empty(4, 3))
+        self.other = nn.Parameter(torch.empty(4, 3))
+        with torch.no_grad():
+            nn.init.normal_(self.own, generator=generator)
+            nn.init.trunc_normal_(self.other, generator=generator)
+            self.own[torch.tensor([0, 2])] = 0
+            self.first.bias.copy_(torch.as_tensor([1.0, 2.0, 3.0, 4.0]))
+            self.second.bias.copy_(self.first.bias.new_tensor([4.0, 3.0, 2.0, 1.0]) + torch.as_tensor(self.first.bias))
+        self.register_buffer("picked", torch.multinomial(torch.tensor([0.1, 0.2, 0.7]), 2))
+        self.last = nn.Linear(3, 4)
+
+
+class Halves(nn.Module):
+    """Two parameters that are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.randn(4, 3)
+        self.a, self.b = nn.Parameter(both[:2]), nn.Parameter(both[2:])
+
+
 @sees(
     "draws of weights that are overwritten left out",
     "DeferredInit.replay",
@@ -66,22 +105,28 @@ class Awkward(nn.Module):
     "                        if op.is_random and not at:\n",
     case="<lambda>0",
 )
+@sees(
+    "a seed set while a late model is made forgotten",
+    "DeferredInit._note_stream",
+    "            op.state = len(self._states)\n",
+    "            op.state = len(self._states) if not self._states else -1\n",
+    case="Given",
+)
 @pytest.mark.parametrize(
     "make",
     [
         lambda: ByteGPT(dim=16, n_head=4, n_layer=2, context=16, tied=True, vocab=31),
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4), 2, enable_nested_tensor=False),
         Awkward,
+        Given,
+        Halves,
     ],
 )
-def test_a_replay_gives_the_numbers_of_the_real_thing(make):
-    torch.manual_seed(3)
-    real = make()
-    found = replayed(make)
-    want = dict((*real.named_parameters(), *real.named_buffers()))
+def test_late_weights_are_the_numbers_of_the_real_thing(make):
+    want, found = made_twice(make)
     assert found.keys() == want.keys()
     for name, tensor in want.items():
-        assert torch.equal(found[name], tensor.detach()), name
+        assert torch.equal(found[name], tensor), name
 
 
 class Plain(nn.Module):
@@ -99,14 +144,11 @@ class Plain(nn.Module):
     "    with default_dtype(op.dtype):\n",
     "    with default_dtype(None):\n",
 )
-def test_a_replay_draws_in_the_type_that_was_the_default_then():
-    torch.manual_seed(3)
-    with default_dtype(torch.float64):
-        real = Plain()
-    found = replayed(Plain, torch.float64)
-    for name, tensor in real.named_parameters():
+def test_late_weights_are_drawn_in_the_type_that_was_the_default_then():
+    want, found = made_twice(Plain, torch.float64)
+    for name, tensor in want.items():
         assert tensor.dtype == torch.float64
-        assert torch.equal(found[name], tensor.detach()), name
+        assert torch.equal(found[name], tensor), name
 
 
 # ---- what can't be done ----------------------------------------------------------------------------------------
@@ -154,63 +196,6 @@ def test_resets_fill_what_was_made_too_early():
     assert float(model[0].weight.std()) == pytest.approx(1.0, rel=0.1)
     assert torch.equal(model[1].weight, torch.ones(40))
     assert 0 < float(model[2].weight.abs().max()) <= 40**-0.5
-
-
-class Given(nn.Module):
-    """Numbers of Python, seeds, generators and real draws in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(11)
-        self.first = nn.Linear(3, 4)
-        torch.manual_seed(5)
-        self.second = nn.Linear(3, 4)
-        torch.manual_seed(5)
-        self.third = nn.Linear(3, 4)
-        self.fourth = nn.Linear(3, 4)
-        self.register_buffer("gain", torch.tensor([2.0, 3.0]) * 1.5)
-        self.own = nn.Parameter(torch.empty(4, 3))
-        self.other = nn.Parameter(torch.empty(4, 3))
-        with torch.no_grad():
-            nn.init.normal_(self.own, generator=generator)
-            nn.init.trunc_normal_(self.other, generator=generator)
-            self.own[torch.tensor([0, 2])] = 0
-            self.first.bias.copy_(torch.as_tensor([1.0, 2.0, 3.0, 4.0]))
-            self.second.bias.copy_(self.first.bias.new_tensor([4.0, 3.0, 2.0, 1.0]) + torch.as_tensor(self.first.bias))
-        self.register_buffer("picked", torch.multinomial(torch.tensor([0.1, 0.2, 0.7]), 2))
-        self.last = nn.Linear(3, 4)
-
-
-class Halves(nn.Module):
-    """Two parameters that are views of one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        both = torch.randn(4, 3)
-        self.a, self.b = nn.Parameter(both[:2]), nn.Parameter(both[2:])
-
-
-@sees(
-    "a seed set while a late model is made forgotten",
-    "DeferredInit._note_stream",
-    "            op.state = len(self._states)\n",
-    "            op.state = len(self._states) if not self._states else -1\n",
-    case="Given",
-)
-@pytest.mark.parametrize("make", [Given, Halves])
-def test_what_the_meta_device_forgets_is_remembered(make):
-    torch.manual_seed(3)
-    real = make()
-    torch.manual_seed(3)
-    recorder = DeferredInit()
-    with recorder, torch.device("meta"):
-        model = make()
-    late = LateWeights(model, recorder)
-    late.check()
-    late.fill_buffers()
-    late.fill_parameters(None)
-    for name, tensor in (*real.named_parameters(), *real.named_buffers()):
-        assert torch.equal(dict((*model.named_parameters(), *model.named_buffers()))[name], tensor), name
 
 
 @pytest.fixture(scope="module")
@@ -264,13 +249,6 @@ def fused(model: nn.Module) -> nn.Module:
 def normed(model: nn.Module) -> nn.Module:
     nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
     return model
-
-
-def filled(model: nn.Module, late: LateWeights) -> dict[str, Tensor]:
-    late.check()
-    late.fill_buffers()
-    late.fill_parameters(None)
-    return dict(model.named_parameters())
 
 
 def test_what_may_happen_between_files_and_filling(folder):

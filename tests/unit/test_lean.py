@@ -17,6 +17,7 @@ from lightning_seqpar.activations.elementwise_recompute import ElementwiseRecomp
 from lightning_seqpar.activations.norm_recompute import is_norm, make_recomputing, norm_of
 from lightning_seqpar.distributed.autograd import saved_tensor_hooks
 from lightning_seqpar.distributed.counters import SavedBytes
+from tests.helpers.zoo import RMSNorm
 from tests.mutants import sees
 
 
@@ -25,19 +26,6 @@ def lean(norm: nn.Module) -> Any:
     copied = copy.deepcopy(norm)
     make_recomputing(copied, lambda _: True)
     return copied
-
-
-class RMSNorm(nn.Module):
-    """As Hugging Face's model code writes it."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.float32) if x.dtype == torch.bfloat16 else x
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * wide.to(x.dtype)
 
 
 def run(module: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
@@ -460,13 +448,3 @@ def test_a_stretch_leaves_what_others_keep_alone():
         "in a checkpoint's forward, in its recomputation, where no hooks may be, under hooks and modes"
     )
     assert saved_tensor_hooks() is None
-
-
-def test_a_stretch_can_be_run_through_twice():
-    column, row = column_and_row()
-    _, out, gained = through(lambda column: F.gelu(F.silu(column) * column), column, row=row)
-    assert gained
-    out.square().sum().backward(retain_graph=True)
-    first = row.grad.clone()
-    out.square().sum().backward()
-    assert torch.equal(row.grad, 2 * first)

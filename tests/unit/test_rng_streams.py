@@ -85,16 +85,6 @@ def test_a_recompute_draws_what_the_forward_drew_wherever_it_begins():
         assert all(map(torch.equal, again, drawn[start:]))
 
 
-def test_a_switch_to_the_current_stream_does_nothing():
-    torch.manual_seed(1)
-    streams = RankStreams(1)
-    assert not streams.end()
-    assert streams.begin()
-    before = torch.get_rng_state()
-    assert not streams.begin()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("draw", ["poisson", "binomial", "rand", "own"])
 def test_a_generator_is_seen_wherever_it_is_given(draw):
     numbers, drawn, rates = torch.Generator(), [], torch.ones(3)

@@ -78,15 +78,6 @@ def test_a_batch_that_never_came_says_how_many_did(figure):
         getattr(meter, figure)
 
 
-def test_the_figures_of_a_batch_that_came():
-    meter = StepMeter(batch=3)
-    fit(meter, Small(), batches=4)
-    assert meter.measured
-    # The linear keeps its input, the square its own, in float32.
-    assert meter.saved_bytes == 4 * (ROWS * FEATURES + ROWS)
-    assert (meter.calls, meter.bytes, meter.backend_calls, meter.backend_bytes) == ({}, {}, {}, {})
-
-
 class Selective(Small):
     """Its product is cached by a selective checkpoint, and the rest recomputed."""
 

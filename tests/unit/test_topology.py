@@ -15,29 +15,11 @@ from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology
 from tests.mutants import sees
 
 
-@sees(
-    "row-major strides in the wrong direction",
-    "ProcessTopology._strides",
-    "math.prod(self.dims[i + 1 :]) for i",
-    "math.prod(self.dims[:i]) for i",
-)
-def test_the_sixteen_rank_example_of_the_field():
-    topology = ProcessTopology(["pp", "dp", "tp"], [4, 2, 2])
-    assert topology.get_axis_comm_lists("tp") == [[2 * i, 2 * i + 1] for i in range(8)]
-    assert topology.get_axis_comm_lists("pp") == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
-    assert topology.get_axis_comm_lists("dp") == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
-
-
 def test_filters_lists_and_labels():
     topology = ProcessTopology(["pipe", "data", "model"], [2, 2, 2])
     assert topology.filter_match(pipe=0, data=1) == [2, 3]
-    assert topology.get_axis_comm_lists("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert topology.get_axis_comm_lists("data", "model") == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert topology.get_axis_list("data", 0) == [0, 1, 4, 5]
     assert topology.get_axis_comm_lists("expert") == []
-    assert topology.get_coord(5).model == 1
-    assert topology.get_coord(5).pipe == 1
-    assert topology.get_rank(pipe=1, data=0, model=1) == 5
     small = ProcessTopology(["a", "b"], [2, 2])
     assert small.get_rank_repr(3, omit_axes=()) == "a_01-b_01"
     assert ProcessTopology(["tp"], [128]).get_rank_repr(7) == "tp_007"
@@ -56,6 +38,13 @@ def brute_force(order: tuple[str, ...], sizes: dict[str, int]) -> dict[tuple[int
     return found
 
 
+@sees(
+    "row-major strides in the wrong direction",
+    "ProcessTopology._strides",
+    "math.prod(self.dims[i + 1 :]) for i",
+    "math.prod(self.dims[:i]) for i",
+    case="pp-dp-cp-tp",
+)
 @sees(
     "order of the axes reversed",
     "ProcessTopology.from_config",

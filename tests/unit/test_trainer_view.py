@@ -264,19 +264,12 @@ def test_a_step_uses_all_that_its_trainer_has_without_any_effect(tmp_path, monke
     "tensor.unsqueeze(0)",
 )
 def test_what_replicas_gather_has_an_entry_of_each():
-    class Gathering(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.shapes = nn.Linear(2, 2), []
-
+    class Gathering(Using):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             out = self.layer(batch[0])
             gathered = self.all_gather({"out": out}, sync_grads=True)["out"]
             self.shapes = [tuple(gathered.shape), tuple(self.all_gather(batch_idx).shape)]
             return gathered.sum()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     module = Gathering()
     trainer = prepared(module)

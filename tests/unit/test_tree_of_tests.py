@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -67,10 +66,3 @@ def test_a_unit_test_starts_no_process(path):
 @pytest.mark.parametrize("folder", [*FOLDERS, "helpers"])
 def test_a_folder_says_what_it_is_for(folder):
     assert ast.get_docstring(ast.parse((TESTS / folder / "__init__.py").read_text()))
-
-
-def test_the_documentation_names_files_that_exist():
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
-    for page in pages:
-        for name in re.findall(r"\btests/[\w/]+\.py", page.read_text()):
-            assert (ROOT / name).is_file(), f"{page.name} names {name}"
