@@ -164,22 +164,9 @@ class Block(nn.Module):
         return x + self.mlp(self.n2(x))
 
 
-class Small(L.LightningModule):
+class Small(models.Blocks):
     def __init__(self, width: int = 64, mixes: bool = False, drop: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
-        self.blocks = nn.ModuleList(Block(width, mixes, drop) for _ in range(2))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (ids,) = batch
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        super().__init__(lambda: Block(width, mixes, drop))
 
 
 def kept_of(strategy: dict[str, Any]) -> list[int]:

@@ -111,6 +111,30 @@ class Encoder(L.LightningModule):
         return optimizer_of(self.optimizer, self)
 
 
+class Blocks(L.LightningModule):
+    """An embedding, blocks and a head, which tells the tokens that it is given."""
+
+    def __init__(self, make: Callable[[], nn.Module], depth: int = 2, dim: int = 16, vocab: int = 31) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(vocab, dim), nn.Linear(dim, vocab)
+        self.blocks = nn.ModuleList(make() for _ in range(depth))
+        perturb(self)
+
+    def run(self, x: Tensor) -> Tensor:
+        """What the blocks make of the embedded tokens."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        return F.cross_entropy(self.head(self.run(self.embed(tokens))).flatten(0, 1), tokens.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def perturb(module: nn.Module) -> None:
     """Move every weight off its special start: zeros and ones hide wrong gradients."""
     generator = torch.Generator().manual_seed(7)
