@@ -46,6 +46,8 @@ def kinds() -> dict[str, tuple[Any, Any]]:
         "lora": (lambda: adapted.Adapted("llama", ["q_proj", "o_proj"]), "auto"),
         "conv1d": (lambda: HuggingFace("gpt2"), "auto"),
         "experts": (lambda: HuggingFace("mixtral"), "auto"),
+        "a buffer of heads": (lambda: zoo.Zoo("alibi"), "auto"),
+        "a table of heads": (lambda: zoo.Zoo("bias_table"), "auto"),
     }
 
 
@@ -284,40 +286,28 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_drew(tmp_path, form, at)
 # ---- models that are restored in another way ----------------------------------------------------------------------
 
 
-class Meta(models.GPT):
-    """Made without memory in ``configure_model``."""
-
-    def __init__(self) -> None:
-        L.LightningModule.__init__(self)
-        self.model, self.optimizer = None, "adamw"
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            with torch.device("meta"):
-                self.model = models.ByteGPT(dim=16, n_head=4, n_layer=2, context=16, tied=True, vocab=31)
-
-
-def restored(kind: str, ckpt: str, path: str) -> None:
-    strategy = SeqParallelStrategy(tp=2, checkpoint={"format": "sharded"})
+def restored(kind: str, form: str, ckpt: str, path: str) -> None:
+    strategy = SeqParallelStrategy(tp=2, checkpoint=FORMS[form])
     trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=2, precision="32-true")
-    module = Meta() if kind == "meta" else models.GPT()
+    module = models.Late("meta") if kind == "meta" else models.GPT()
     if kind == "sharded already":
         trainer.fit(module, models.loader(4, count=8, length=9))
     trainer.fit(module, models.loader(4, count=8, length=9), ckpt_path=ckpt)
     trainer.save_checkpoint(path)
 
 
-def write_first(path: str) -> None:
-    strategy = SeqParallelStrategy(tp=4, checkpoint={"format": "sharded"})
-    trainer = quiet_trainer(devices=4, strategy=strategy, max_steps=2, precision="32-true")
+def write_first(form: str, path: str) -> None:
+    trainer = quiet_trainer(
+        devices=4, strategy=SeqParallelStrategy(tp=4, checkpoint=FORMS[form]), max_steps=2, precision="32-true"
+    )
     trainer.fit(models.GPT(seed=5), models.loader(4, count=8, length=9))
     trainer.save_checkpoint(path)
 
 
-@pytest.mark.parametrize("kind", ["meta", "sharded already"])
-def test_a_folder_fills_models_without_memory_and_models_of_shards(tmp_path, kind):
-    run_distributed(write_first, 4, str(tmp_path / "a.ckpt"))
-    run_distributed(restored, 2, kind, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"))
+@pytest.mark.parametrize(("kind", "form"), [("meta", "single"), ("meta", "sharded"), ("sharded already", "sharded")])
+def test_a_checkpoint_fills_models_without_memory_and_models_of_shards(tmp_path, kind, form):
+    run_distributed(write_first, 4, form, str(tmp_path / "a.ckpt"))
+    run_distributed(restored, 2, kind, form, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"))
     a, b = whole(tmp_path / "a.ckpt"), whole(tmp_path / "b.ckpt")
     for part in ("state_dict", "optimizer_states"):
         assert same(a[part], b[part]), part

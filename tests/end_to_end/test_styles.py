@@ -172,30 +172,6 @@ def test_shared_parts_are_summed_once_and_count_once(world, tp, kind):
     compare(reference, got[0]).raise_if_failed()
 
 
-def save_and_load(kind: str, folder: str) -> None:
-    plan = {"rules": [{"pattern": "net.{wte,lm_head}", "style": "vocab"}]}
-    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, plan=plan), max_steps=2)
-    module = zoo.Zoo(kind)
-    trainer.fit(module, models.loader(4, count=8))  # an epoch: within one, plain Lightning would begin it anew
-    trainer.save_checkpoint(f"{folder}/a.ckpt")
-    again = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, plan=plan), max_steps=4)
-    again.fit(zoo.Zoo(kind, seed=1), models.loader(4, count=8), ckpt_path=f"{folder}/a.ckpt")
-    again.save_checkpoint(f"{folder}/b.ckpt")
-
-
-@pytest.mark.parametrize("kind", ["gqa_shared", rest("alibi"), rest("bias_table")])
-def test_checkpoints_hold_the_whole_of_it(kind, tmp_path):
-    """Shared kv heads, sliced buffers and tables, padded vocabularies: loaded by plain Lightning, and resumed."""
-    run_distributed(save_and_load, 2, kind, str(tmp_path))
-    plain = quiet_trainer(devices=1, max_steps=4)
-    module = zoo.Zoo(kind, seed=1)
-    plain.fit(module, models.loader(4, count=8), ckpt_path=tmp_path / "a.ckpt")
-    found = torch.load(tmp_path / "b.ckpt", weights_only=True)["state_dict"]
-    assert set(found) == set(module.state_dict())
-    for name, value in module.state_dict().items():
-        assert torch.allclose(found[name].double(), value.double(), rtol=0, atol=1e-9), name
-
-
 # ---- linears and views -----------------------------------------------------------------------------------------
 
 

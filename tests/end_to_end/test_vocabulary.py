@@ -453,20 +453,6 @@ def test_what_steps_return_and_measure_is_whole():
         assert torch.allclose(tokens, predicted, rtol=0, atol=1e-9)
 
 
-def dump_tied_head() -> str:
-    module = models.GPT(tied=True)
-    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
-    trainer.fit(module, models.loader(4))
-    with pytest.raises(RuntimeError) as told:
-        module.model.head.state_dict()
-    return str(told.value)
-
-
-def test_a_tied_head_by_itself_does_not_give_its_part_away():
-    for told in run_distributed(dump_tied_head, 2):
-        assert "state_dict() of a parallelised model would return shards" in told
-
-
 # ---- heads in chunks, where nothing is sharded over tp -----------------------------------------------------------
 
 ALONE: dict[str, tuple[int, dict[str, Any]]] = {

@@ -23,40 +23,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "async": {"format": "sharded", "async_save": True},
 }
 
-PRECISION = "32-true"  # stock Lightning restores 64-true weights through float32
-
-
-def train(
-    model: str,
-    tp: int,
-    folder: str | None,
-    steps: int = 6,
-    ckpt: str | None = None,
-    after: str | None = None,
-    optimizer: str = "adamw",
-    every: int = 3,
-    batch: int = 8,
-    precision: str = PRECISION,
-    batches: int = 20,
-) -> Any:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    strategy = SeqParallelStrategy(tp=tp) if world > 1 else "auto"
-    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1) if folder else None
-    recorder = ParityRecorder()
-    trainer = quiet_trainer(
-        devices=world,
-        strategy=strategy,
-        max_steps=steps,
-        precision=precision,
-        enable_checkpointing=saver is not None,
-        callbacks=[recorder, *([saver] if saver else [])],
-    )
-    module = getattr(models, model)(optimizer=optimizer)
-    trainer.fit(module, models.loader(batch // (world // tp), count=batch * batches), ckpt_path=ckpt)
-    if after is not None:
-        trainer.save_checkpoint(after)
-    return recorder.trace
-
 
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):

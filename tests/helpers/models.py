@@ -591,3 +591,29 @@ class Contrastive(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optimizer_of(self.optimizer, self)
+
+
+class Late(GPT):
+    """The example's GPT, made in ``configure_model`` in the way that ``how`` says."""
+
+    def __init__(self, how: str) -> None:
+        L.LightningModule.__init__(self)
+        self.how, self.model, self.optimizer = how, None, "adamw"
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        if self.how != "unseeded":
+            torch.manual_seed(7)
+        if self.how == "real":
+            self.model = self.make()
+        elif self.how in ("meta", "unseeded"):
+            with torch.device("meta"):
+                self.model = self.make()
+        else:
+            with self.trainer.init_module(empty_init=True):
+                self.model = self.make()
+
+    @staticmethod
+    def make() -> nn.Module:
+        return ByteGPT(dim=16, n_head=4, n_layer=2, context=16, tied=True, vocab=31)
