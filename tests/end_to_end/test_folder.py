@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_seqpar import SeqParallelStrategy
@@ -21,7 +20,7 @@ from lightning_seqpar.checkpoint.atomic_files import MARKER
 from lightning_seqpar.checkpoint.folder import Opened
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, Trace
-from tests.helpers import models
+from tests.helpers import dropping, models
 from tests.helpers.checkpoints import FORMS, same, train_in_form, whole
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.slices import rest
@@ -211,15 +210,11 @@ def test_what_was_whole_between_two_renames_is_read(tmp_path, folder, end):
 # ---- random numbers -----------------------------------------------------------------------------------------------
 
 
-class Dropping(models.GPT):
-    """Dropout within the blocks and outside them."""
+class Dropping(dropping.Dropping):
+    """Draws from the generators of Python and numpy too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model.tokens = nn.Sequential(self.model.tokens, nn.Dropout(0.2))
-        for block in self.model.blocks:
-            block.mlp = nn.Sequential(block.mlp, nn.Dropout(0.2))
-        self.model.head = nn.Linear(16, 31, bias=False)
         self.noise: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_seqpar import SeqParallelStrategy, unshard
+from lightning_seqpar import SeqParallelStrategy, grad_norm, unshard
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, compare
 from tests.helpers import models, zoo
@@ -489,28 +489,27 @@ def test_replicas_that_start_apart_are_made_equal_from_the_first_rank():
         assert run_distributed(start_apart, world) == [(True, True)] * world
 
 
-def inner_norm_matches() -> None:
-    from lightning_seqpar import grad_norm
+class KnowsNorms(zoo.Zoo):
+    """Of two kv heads, which four ranks share; its optimizer is given no gradient of the first norms."""
 
-    told: list[float] = []
+    KINDS = (1.0, 2.0, float("inf"))
 
-    class Model(models.GPT):
-        def configure_optimizers(self) -> Any:  # it is given no gradient of the first norms
-            return torch.optim.AdamW([p for n, p in self.named_parameters() if "norm1" not in n], lr=1e-3)
+    def __init__(self) -> None:
+        super().__init__("gqa_shared")
+        self.told: list[float] = []
 
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            told.append(float(grad_norm(self)))
-            told.append(float(grad_norm(self, float("inf"))))
-            told.append(float(grad_norm(self, 1.0)))
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for n, p in self.named_parameters() if "ln1" not in n], lr=1e-3)
 
-    world = dist.get_world_size()
-    trainer = quiet_trainer(devices=world, strategy=SeqParallelStrategy(tp=2), max_steps=1)
-    trainer.fit(Model(), models.loader(8 // (world // 2)))
-    whole = models.GPT().double()
-    whole.training_step(next(iter(models.loader(8))), 0).backward()
-    grads = [parameter.grad for parameter in whole.parameters() if parameter.grad is not None]
-    expected = [torch.nn.utils.get_total_norm(grads, norm).item() for norm in (2.0, float("inf"), 1.0)]
-    assert told == pytest.approx(expected, rel=1e-12)
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.told += [float(grad_norm(self, kind)) for kind in self.KINDS]
+
+
+def norms_of_gradients(tp: int) -> list[float]:
+    world, module = dist.get_world_size(), KnowsNorms()
+    trainer = quiet_trainer(devices=world, strategy=SeqParallelStrategy(tp=tp), max_steps=1)
+    trainer.fit(module, models.loader(8 // (world // tp)))
+    return module.told
 
 
 @sees(
@@ -518,11 +517,24 @@ def inner_norm_matches() -> None:
     "Steps.sync_gradients",
     "None if automatic or optimizer is None else",
     "None if optimizer is None else",
-    case="2",
+    case="2-2",
 )
-@pytest.mark.parametrize("world", [2, rest(4)])
-def test_grad_norm_is_the_norm_of_the_gathered_gradient(world):
-    run_distributed(inner_norm_matches, world)
+@sees(
+    "no largest gradient where a rank counts none of a tensor",
+    "global_grad_norm.power",
+    "grad if grad.numel() else grad.new_zeros(1)",
+    "grad",
+    case="4-4",
+)
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 4), rest(4, 2)])
+def test_grad_norm_is_the_norm_of_the_gathered_gradient(world, tp):
+    """At tp 4 a head's second holder counts none of it, not even its largest."""
+    whole = KnowsNorms().double()
+    whole.training_step(next(iter(models.loader(8))), 0).backward()
+    grads = [parameter.grad for parameter in whole.parameters() if parameter.grad is not None]
+    expected = [torch.nn.utils.get_total_norm(grads, kind).item() for kind in KnowsNorms.KINDS]
+    for told in run_distributed(norms_of_gradients, world, tp):
+        assert told == pytest.approx(expected, rel=1e-12)
 
 
 def fit_unchecked_then_by_others() -> None:

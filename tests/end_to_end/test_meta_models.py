@@ -11,14 +11,14 @@ import torch
 import transformers
 from byte_gpt import ByteGPT
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_seqpar import SeqParallelStrategy, weights_from
 from lightning_seqpar.layout.replica_rows import local_rows
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import models, zoo
-from tests.helpers.families import TASKS, HuggingFace, build, save_pretrained
+from tests.helpers.families import TASKS, HuggingFace, build, quiet, save_pretrained
 from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.models import GPT
 from tests.helpers.processes import memory
@@ -101,17 +101,6 @@ class LateHF(HuggingFace):
         if self.folder:
             weights_from(self.model, self.folder)
         quiet(self.model)
-
-
-def quiet(model: nn.Module) -> None:
-    """Without dropout, and Gemma's norm aside, as the families' own test has it."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    model.train()
 
 
 zoo.LateHF = LateHF

@@ -177,20 +177,11 @@ def test_without_tensor_parallelism_it_is_plain_lightning(topology):
     check("gpt-tied", topology, True, accumulate=2, clip=0.05)
 
 
-def test_clipping_by_value():
-    check("gpt-tied", "dp2xtp2", True, "sgd", clip=1e-3, clip_by="value")
-
-
 @pytest.mark.parametrize("length", [8, rest(3), 2], ids=lambda n: f"{n - 1}-positions")
 @pytest.mark.parametrize("topology", ["tp2", "tp4"])
 def test_lengths_that_do_not_divide(topology, length):
     check("gpt-tied", topology, True, length=length, steps=3)
     check("encoder-sbh", topology, True, length=length, steps=3)
-
-
-@pytest.mark.parametrize("regather", [True, False])
-def test_with_and_without_regather(regather):
-    check("gpt-tied", "tp2", True, strategy={"regather": regather}, steps=3)
 
 
 @pytest.mark.parametrize("variant", [{"norm_first": True}, rest({"activation": "relu"}), {"mask": True}], ids=str)

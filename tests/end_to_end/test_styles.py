@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan, grad_norm
+from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.layout.attribute_override import AttributeOverride
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.shard import Shard
@@ -96,35 +96,6 @@ def test_a_token_outside_the_vocabulary_is_refused(wrong):
 
 
 # ---- what several ranks hold -----------------------------------------------------------------------------------
-
-
-class Normed(zoo.Zoo):
-    def __init__(self) -> None:
-        super().__init__("gqa_shared", "sgd")
-        self.norms: list[float] = []
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.norms += [float(grad_norm(self, kind)) for kind in (1.0, 2.0, float("inf"))]
-
-
-def norms(tp: int) -> list[float]:
-    module = Normed()
-    strategy = SeqParallelStrategy(tp=tp, self_check=False) if tp > 1 else "auto"
-    quiet_trainer(devices=tp, strategy=strategy, max_steps=2).fit(module, models.loader(4))
-    return module.norms
-
-
-@sees(
-    "no largest gradient where a rank counts none of a tensor",
-    "global_grad_norm.power",
-    "grad if grad.numel() else grad.new_zeros(1)",
-    "grad",
-)
-def test_norms_of_gradients_that_some_ranks_hold_for_others():
-    """Of two kv heads on four ranks: a head's second holder counts none of it, not even its largest."""
-    reference = norms(1)
-    for got in run_distributed(norms, 4, 4):
-        assert got == pytest.approx(reference, rel=1e-9)
 
 
 def test_shards_by_units_and_by_vocabulary():

@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torchmetrics import MeanMetric, SumMetric
@@ -122,24 +122,6 @@ class Manual(Plain):
         return loss.detach()
 
 
-class TwiceFound(LearningRateFinder):
-    """Finds the rate at the first and the second epoch, as Lightning's docs have it for fine-tuning."""
-
-    def on_fit_start(self, *args: Any) -> None:
-        return
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch < 2:
-            self.lr_find(trainer, pl_module)
-
-
-class Rated(Plain):
-    lr = 1e-3
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-
 class Thawing(Plain):
     """Only the head trains in the first epoch, everything from the second on."""
 
@@ -168,18 +150,10 @@ def thawed(tp: int, module: L.LightningModule) -> Trace:
     return recorder.trace
 
 
-def rates(tp: int, folder: str) -> tuple[Trace, float]:
-    finder = TwiceFound(num_training_steps=14, update_attr=True, attr_name="lr", early_stop_threshold=None)
-    module = Rated()
-    trace = trained(module, tp, 72, callbacks=[finder], default_root_dir=folder, max_steps=-1, max_epochs=3)
-    return trace, module.lr
-
-
 TRAINED: dict[str, Callable[[int, str], Any]] = {
     "an iterator": lambda tp, folder: trained(FromIterator(), tp),
     "a hook before transfer": lambda tp, folder: trained(BeforeTransfer(), tp),
     "manual": lambda tp, folder: trained(Manual(), tp),
-    "rates": rates,
     "thawing raw parameters": lambda tp, folder: thawed(tp, Thawing("raw_attention")),
     "thawing between norms": lambda tp, folder: thawed(tp, Thawing("head_norm", "ln")),
 }
@@ -221,12 +195,6 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
     "type(self._model).configure_optimizers(self._model)",
 )
 @sees(
-    "habits: updates before a rate is found pass for others",
-    "Steps.train",
-    "record.versions.clear()",
-    "pass",
-)
-@sees(
     "habits: a batch before its transfer",
     "_of_loop",
     "batch = module._on_before_batch_transfer(batch, dataloader_idx=0)",
@@ -238,13 +206,8 @@ def test_what_users_write_trains_as_in_one_process(tmp_path):
     expected = outcomes("TRAINED", list(TRAINED), 1, str(tmp_path))
     for found in run_distributed(outcomes, 2, "TRAINED", list(TRAINED), 2, str(tmp_path)):
         for name in TRAINED:
-            mine, other = found[name], expected[name]
-            assert not isinstance(mine, str), f"{name}: {mine}"
-            if name == "rates":
-                assert mine[1] == pytest.approx(other[1], rel=1e-9)
-                assert other[1] != Rated.lr
-                mine, other = mine[0], other[0]
-            compare(other, mine).raise_if_failed()
+            assert not isinstance(found[name], str), f"{name}: {found[name]}"
+            compare(expected[name], found[name]).raise_if_failed()
 
 
 # ---- the rest of a run ---------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import grad_norm as lightnings_grad_norm
 from torch import Tensor
 
@@ -118,13 +117,6 @@ def first_rows_stay(self: Any, optimizer: Any) -> None:
     self.model.blocks[0].mlp.up.weight.grad[:20] = 0
 
 
-@case("on_train_epoch_end")
-def late(self: Any) -> None:
-    """Behind the steps in which checks are due."""
-    weight = self.model.blocks[1].mlp.down.weight
-    weight.sub_(weight.max() * 0.01)
-
-
 @needs_whole
 class InManualSteps(ByHand):
     """An own norm decides whether to step."""
@@ -165,20 +157,6 @@ class InSteps(InForward):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.forward(batch)
         return ByHand.training_step(self, batch, batch_idx)
-
-
-class Renormalises(Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        with pl_module.weights():
-            for at in (0, 1):
-                weight = pl_module.model.blocks[at].mlp.down.weight.data
-                weight /= weight.std()
-
-
-@needs_whole
-class ByCallback(ByHand):
-    def configure_callbacks(self) -> list[Callback]:
-        return [Renormalises()]
 
 
 # ---- what is right on parts ----------------------------------------------------------------------------------------
