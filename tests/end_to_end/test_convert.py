@@ -14,7 +14,7 @@ from lightning_seqpar.checkpoint.convert import open_source, write_checkpoint
 from lightning_seqpar.cli.main import main
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
-from tests.helpers.checkpoints import same, train_in_form, whole
+from tests.helpers.checkpoints import same, save_in_parts, whole
 from tests.helpers.fit import quiet_trainer
 from tests.mutants import sees
 
@@ -23,7 +23,7 @@ from tests.mutants import sees
 def saved(tmp_path_factory):
     """A folder of two ranks, and a file that plain Lightning wrote."""
     place = tmp_path_factory.mktemp("saved")
-    run_distributed(train_in_form, 2, 2, "sharded", 3, None, str(place / "parts.ckpt"))
+    run_distributed(save_in_parts, 2, str(place / "parts.ckpt"))
     plain = quiet_trainer(devices=1, max_steps=3, precision="32-true")
     plain.fit(models.GPT(), models.loader(8, count=160))
     plain.save_checkpoint(place / "plain.ckpt")

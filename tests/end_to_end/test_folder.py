@@ -21,7 +21,7 @@ from lightning_seqpar.checkpoint.folder import Opened
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, Trace
 from tests.helpers import dropping, models
-from tests.helpers.checkpoints import FORMS, same, train_in_form, whole
+from tests.helpers.checkpoints import FORMS, same, save_in_parts, whole
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.slices import rest
 from tests.mutants import sees
@@ -150,7 +150,7 @@ def test_buffers_are_those_of_one_replica(tmp_path):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("saved") / "a.ckpt"
-    run_distributed(train_in_form, 2, 2, "sharded", 3, None, str(place))
+    run_distributed(save_in_parts, 2, str(place))
     return place
 
 

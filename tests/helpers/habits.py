@@ -937,7 +937,10 @@ def penalised(place: Place) -> Yield:
     return place.train(Penalised())
 
 
-OF_A_PART = r"would find a copy, that is not in the graph; take the gradient by x\.whole\(\)"
+NO_PENALTY = {
+    **dict.fromkeys(("tp2", "dp2xtp2", "fsdp2xtp2", "tp2xcp2"), r"gradient penalty|create_graph"),
+    "cp2": r"would find a copy, that is not in the graph; take the gradient by x\.whole\(\)",
+}
 
 
 class PenalisesGradients(Learner):
@@ -960,10 +963,7 @@ class PenalisesGradients(Learner):
     "a gradient penalty",
     "`torch.autograd.grad(loss, x, create_graph=True)`",
     suite=("tp2", "fsdp2xtp2"),
-    refused={
-        **dict.fromkeys(("tp2", "dp2xtp2", "fsdp2xtp2", "tp2xcp2"), r"gradient penalty|create_graph"),
-        "cp2": OF_A_PART,
-    },
+    refused=NO_PENALTY,
     remark="sharded layers have no second derivative; take a difference of two losses",
     in_stages=r"detached at every block, which raised RuntimeError: The differentiated Tensor",
 )
@@ -974,10 +974,7 @@ def penalises_gradients(place: Place) -> Yield:
 @habit(
     "a gradient penalty on the head's input",
     "the same, with `x` behind the blocks",
-    refused={
-        **dict.fromkeys(("tp2", "dp2xtp2", "fsdp2xtp2", "tp2xcp2"), r"gradient penalty|create_graph"),
-        "cp2": OF_A_PART,
-    },
+    refused=NO_PENALTY,
     remark="the vocabulary's head and loss have none either; at tp 2 it runs with `vocab=False`",
 )
 def penalises_the_head(place: Place) -> Yield:
