@@ -307,7 +307,7 @@ REFUSALS = {
         "Dropping",
         {"path": True},
         {"plan": PLAN, "self_check": False},
-        "blocks.0: compile=True: bernoulli draws a tensor of shape [8, 1, 1]",
+        "blocks.0: compile=True: bernoulli_ draws a tensor of shape [8, 1, 1]",
     ),
     "features without sp": (
         "Dropping",

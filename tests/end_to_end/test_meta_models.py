@@ -19,7 +19,7 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import models, zoo
 from tests.helpers.families import TASKS, HuggingFace, build, quiet, save_pretrained
-from tests.helpers.fit import fit, quiet_trainer
+from tests.helpers.fit import fit, fit_or_tell, quiet_trainer
 from tests.helpers.models import GPT
 from tests.helpers.processes import memory
 from tests.helpers.slices import rest
@@ -110,11 +110,8 @@ CASES = ["llama", "phi3", "gpt2", "mixtral", "t5", "bert", "gpt_neox"]
 def fit_folders(folders: list[tuple[str, str]], world: int, tp: int) -> list[Trace | str]:
     found: list[Trace | str] = []
     for family, folder in folders:
-        try:
-            args = {"family": family, "folder": folder}
-            found.append(fit("LateHF", args, world=world, strategy={"tp": tp}, steps=2, length=9))
-        except (ValueError, RuntimeError) as error:
-            found.append(f"{type(error).__name__}: {error}")
+        args = {"family": family, "folder": folder}
+        found.append(fit_or_tell("LateHF", args, world=world, strategy={"tp": tp}, steps=2, length=9))
     return found
 
 

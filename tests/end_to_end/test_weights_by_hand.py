@@ -87,16 +87,6 @@ def by_assignment(self: Any, *args: Any) -> None:
 
 
 @case("on_before_optimizer_step")
-def adaptive_clipping(self: Any, optimizer: Any) -> None:
-    """Gradients no longer than a part of their weights (AGC, arXiv 2102.06171)."""
-    for p in (p for p in self.parameters() if p.grad is not None):
-        dims = tuple(range(1, p.ndim)) or None
-        limit = 0.01 * p.norm(dim=dims, keepdim=True).clamp_min(1e-3)
-        norm = p.grad.norm(dim=dims, keepdim=True)
-        p.grad.copy_(torch.where(norm > limit, p.grad * (limit / norm.clamp_min(1e-6)), p.grad))
-
-
-@case("on_before_optimizer_step")
 def own_clipping(self: Any, optimizer: Any) -> None:
     norm = torch.tensor([p.grad.norm() for p in self.parameters()], dtype=torch.float64).norm()
     for p in self.parameters():

@@ -209,13 +209,6 @@ class ManualTwo(L.LightningModule):
         return [torch.optim.SGD(self.first.parameters(), 0.05), torch.optim.AdamW(self.second.parameters(), 1e-2)]
 
 
-class Scheduled(GPT):
-    def configure_optimizers(self) -> Any:
-        optimizer = optimizer_of("sgd", self)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=20)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
 class FollowsShapes(GPT):
     """Learning rates and decay that follow from the model's shapes and classes, as muP has them."""
 
@@ -448,14 +441,6 @@ class Watched(GPT):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.model(batch[0]).argmax(-1)
-
-
-class WatchedEncoder(Encoder):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", Encoder.training_step(self, batch, batch_idx), sync_dist=True)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
 
 
 class Cropped(GPT):
