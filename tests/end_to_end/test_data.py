@@ -63,17 +63,6 @@ class Reader(models.GPT):
         return batch[0]
 
 
-class Backwards(Sampler):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self):
-        return iter(range(self.count - 1, -1, -1))
-
-
 class Pairs(BatchSampler):
     """A user's batch sampler with its own constructor order."""
 
@@ -87,7 +76,7 @@ def make_loader(kind: str, count: int, batch: int) -> DataLoader:
     if kind == "shuffled":
         return DataLoader(data, batch, shuffle=True)
     if kind == "user-sampler":
-        return DataLoader(data, batch, sampler=Backwards(count))
+        return DataLoader(data, batch, sampler=list(reversed(range(count))))
     if kind == "generator":
         return DataLoader(data, batch, shuffle=True, generator=torch.Generator().manual_seed(5))
     if kind == "distributed":

@@ -163,19 +163,6 @@ def test_blocks_are_dealt_out(pp_layers, first):
     assert run_distributed(dealt, 2, pp_layers) == [(0, names[:first]), (1, names[first:])]
 
 
-def wrong_sum() -> str:
-    try:
-        dealt([2, 2])
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_layers_must_be_all_blocks():
-    for told in run_distributed(wrong_sum, 2):
-        assert "pp_layers=[2, 2]: they are 4 blocks together, and the model has 3 blocks" in told
-
-
 def test_the_bubble_is_told():
     assert describe_bubble(2, 4) == (
         "pp=4 with accumulate_grad_batches=2: each stage waits 60% of the time for others, since there are fewer micro-batches "
