@@ -92,13 +92,6 @@ def runs(request, folder):
     case="tp2-penalises_the_head",
 )
 @sees(
-    "habits: updates before a rate is found pass for others",
-    "Steps.train",
-    "record.versions.clear()",
-    "pass",
-    case="tp2-rate_found_first",
-)
-@sees(
     "habits: a rate is found by one replica's losses",
     "Loops.begin_training",
     "            share_losses_of_finders(env.callbacks)\n",

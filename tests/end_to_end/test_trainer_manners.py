@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torchmetrics import MeanMetric, SumMetric
@@ -122,6 +122,24 @@ class Manual(Plain):
         return loss.detach()
 
 
+class TwiceFound(LearningRateFinder):
+    """Finds the rate at the first and the second epoch, as Lightning's docs have it for fine-tuning."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        return
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch < 2:
+            self.lr_find(trainer, pl_module)
+
+
+class Rated(Plain):
+    lr = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
 class Thawing(Plain):
     """Only the head trains in the first epoch, everything from the second on."""
 
@@ -150,10 +168,19 @@ def thawed(tp: int, module: L.LightningModule) -> Trace:
     return recorder.trace
 
 
+def rates(tp: int, folder: str) -> Trace:
+    finder = TwiceFound(num_training_steps=14, update_attr=True, attr_name="lr", early_stop_threshold=None)
+    module = Rated()
+    trace = trained(module, tp, 72, callbacks=[finder], default_root_dir=folder, max_steps=-1, max_epochs=3)
+    assert module.lr != Rated.lr
+    return trace
+
+
 TRAINED: dict[str, Callable[[int, str], Any]] = {
     "an iterator": lambda tp, folder: trained(FromIterator(), tp),
     "a hook before transfer": lambda tp, folder: trained(BeforeTransfer(), tp),
     "manual": lambda tp, folder: trained(Manual(), tp),
+    "rates": rates,
     "thawing raw parameters": lambda tp, folder: thawed(tp, Thawing("raw_attention")),
     "thawing between norms": lambda tp, folder: thawed(tp, Thawing("head_norm", "ln")),
 }
@@ -193,6 +220,12 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
     "_Steps._configured",
     "self._model.configure_optimizers()",
     "type(self._model).configure_optimizers(self._model)",
+)
+@sees(
+    "habits: updates before a rate is found pass for others",
+    "Steps.train",
+    "record.versions.clear()",
+    "pass",
 )
 @sees(
     "habits: a batch before its transfer",
