@@ -241,6 +241,27 @@ SLICE = (
 
 
 @sees(
+    "checkpoint of shards",
+    "Saver.model_state",
+    "        return full_state_dict(record, self._env.device)",
+    "        with record.allow_state_dict():\n            return super().lightning_module_state_dict()",
+    case="tp2-dp2-single-plain-several",
+)
+@sees(
+    "moments of shards in the checkpoint",
+    "Saver.optimizer_state",
+    ("        return full_optimizer_state(plain_optimizer(optimizer), record.layout, record.groups, self._env.device)"),
+    "        return super().optimizer_state(optimizer)",
+    case="tp2-dp2-single-plain-several",
+)
+@sees(
+    "moments of a replicated parameter from the wrong rank",
+    "_assemble",
+    '        return local if _is_writer(groups) else local.to("meta")\n',
+    '        return local.to("meta") if _is_writer(groups) else local\n',
+    case="tp2-dp2-single-plain-several",
+)
+@sees(
     "what all ranks hold written by none of some",
     "_WriterChoice.part",
     "writer == (dp, tp)",

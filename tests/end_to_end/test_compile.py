@@ -9,7 +9,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from byte_gpt import Block
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -23,7 +22,7 @@ from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.strategy.summary import describe_compiled
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
-from tests.helpers import models
+from tests.helpers import dropping, models
 from tests.helpers.fit import fit, quiet_trainer
 from tests.mutants import sees
 
@@ -229,54 +228,31 @@ class Noted(nn.Dropout):
         return out
 
 
-class Attention(nn.Module):
-    def __init__(self, before: float) -> None:
-        super().__init__()
-        self.heads, self.qkv, self.proj = 4, nn.Linear(16, 48), nn.Linear(16, 16)
-        self.before, self.probs, self.behind = nn.Dropout(before), Noted(0.25), Noted(0.25)
+class Breaking(nn.Module):
+    """Asks a number of its input, which no graph can."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.before(x)
-        b, s, _ = x.shape
-        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        y = self.probs((q @ k.transpose(-1, -2)).softmax(-1)) @ v
-        return self.behind(self.proj(y.transpose(1, 2).reshape(b, s, -1)))
+        return x * 2 if float(x.detach().sum()) > 1e9 else x
 
 
-class DropBlock(nn.Module):
+class Dropping(dropping.Dropping):
+    """Drops out what is dealt out, and on request whole activations, or samples as stochastic depth does."""
+
     def __init__(self, before: float = 0.0, path: bool = False, breaks: bool = False) -> None:
         super().__init__()
-        self.norm, self.attn, self.path, self.breaks = nn.LayerNorm(16), Attention(before), path, breaks
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.attn(self.norm(x))
-        if self.path and self.training:
-            y = y * (torch.rand(y.shape[0], 1, 1) < 0.9)
-        if self.breaks and float(y.detach().sum()) > 1e9:
-            y = y * 2
-        return x + y
-
-
-class Dropping(L.LightningModule):
-    def __init__(self, **block: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.drop = nn.Embedding(31, 16), Noted(0.25)
-        self.blocks = nn.ModuleList(DropBlock(**block) for _ in range(2))
-        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+        for block in self.blocks:
+            block.attn.before = nn.Dropout(before)
+            if not path:
+                block.path = Breaking() if breaks else nn.Identity()
+        for module in self.modules():
+            if isinstance(module, dropping.Recorder):
+                module.__class__ = Noted
         self.masks: list[dict[str, Tensor]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (ids,) = batch
-        x = self.drop(self.embed(ids))
-        for block in self.blocks:
-            x = block(x)
-        loss = F.cross_entropy(self.out(self.norm(x)).flatten(0, 1), ids.flatten())
+        loss = super().training_step(batch, batch_idx)
         self.masks.append({name: part.kept for name, part in self.named_modules() if isinstance(part, Noted)})
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def drop() -> tuple[list[dict[str, Tensor]], Tensor]:
@@ -293,7 +269,8 @@ def test_masks_are_shared_or_independent_as_the_activation_is():
     assert torch.equal(after, after_other)  # the replicated stream is where it is on the other rank
     for step, (mine, other) in enumerate(zip(masks, others, strict=True)):
         for name, kept in mine.items():
-            assert abs(float(kept.double().mean()) - 0.75) < 5 * (0.25 * 0.75 / kept.numel()) ** 0.5, name
+            spread = (dropping.P * (1 - dropping.P) / kept.numel()) ** 0.5
+            assert abs(float(kept.double().mean()) - (1 - dropping.P)) < 5 * spread, name
             assert torch.equal(kept, other[name]) == (name == "drop"), name
             assert step == 0 or not torch.equal(kept, masks[step - 1][name]), name
         assert not torch.equal(mine["blocks.0.attn.probs"], mine["blocks.1.attn.probs"])
@@ -310,6 +287,9 @@ PLAN = {
         {"pattern": "blocks.*.attn", "style": "set", "divide": ["heads"]},
         {"pattern": "blocks.*.attn.qkv", "style": "column", "segments": 3, "units": "heads"},
         {"pattern": "blocks.*.attn.proj", "style": "row", "units": "heads"},
+        {"pattern": "blocks.*.up", "style": "gather"},
+        {"pattern": "blocks.*.up", "style": "column"},
+        {"pattern": "blocks.*.down", "style": "row"},
         {"pattern": "norm", "style": "exit"},
     ],
 }
@@ -327,7 +307,7 @@ REFUSALS = {
         "Dropping",
         {"path": True},
         {"plan": PLAN, "self_check": False},
-        "blocks.0: compile=True: rand draws a tensor of shape [8, 1, 1]",
+        "blocks.0: compile=True: bernoulli_ draws a tensor of shape [8, 1, 1]",
     ),
     "features without sp": (
         "Dropping",

@@ -10,7 +10,7 @@ import pytest
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers.families import FAMILIES
-from tests.helpers.fit import fit
+from tests.helpers.fit import fit, fit_or_tell
 from tests.helpers.third_party import BATCH_NORMS, KINDS
 from tests.helpers.zoo import BLOCKS, MODELS
 from tests.mutants import sees
@@ -29,10 +29,6 @@ class Run(NamedTuple):
     def name(self) -> str:
         """For the test's id."""
         return "-".join(str(value) for _, value in (*self.args, *self.more)) or self.model
-
-    def reference(self) -> Trace:
-        """On one process."""
-        return fit(self.model, dict(self.args), **{"steps": 3, **dict(self.more)})
 
 
 def zoo(kinds: Any) -> list[Run]:
@@ -95,14 +91,9 @@ OTHERS = {
 
 
 def train(runs: list[Run], world: int, strategy: dict[str, Any]) -> dict[Run, Trace | str]:
-    """Every run, one after the other. An error is the same on all ranks."""
-    out: dict[Run, Trace | str] = {}
-    for run in runs:
-        try:
-            out[run] = fit(run.model, dict(run.args), world=world, strategy=strategy, **{"steps": 3, **dict(run.more)})
-        except ValueError as error:
-            out[run] = str(error)
-    return out
+    """Every run, one after the other."""
+    how: dict[str, Any] = {"world": world, "strategy": strategy, "steps": 3}
+    return {run: fit_or_tell(run.model, dict(run.args), **{**how, **dict(run.more)}) for run in runs}
 
 
 @functools.cache
@@ -114,7 +105,7 @@ def trained(start: str) -> dict[Run, Trace | str]:
 
 @functools.cache
 def reference(run: Run) -> Trace:
-    return run.reference()
+    return fit(run.model, dict(run.args), **{"steps": 3, **dict(run.more)})
 
 
 CASES = [

@@ -14,7 +14,8 @@ from lightning_seqpar.checkpoint.convert import open_source, write_checkpoint
 from lightning_seqpar.cli.main import main
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
-from tests.helpers.checkpoints import same, train, train_in_form, whole
+from tests.helpers.checkpoints import same, save_in_parts, whole
+from tests.helpers.fit import quiet_trainer
 from tests.mutants import sees
 
 
@@ -22,8 +23,10 @@ from tests.mutants import sees
 def saved(tmp_path_factory):
     """A folder of two ranks, and a file that plain Lightning wrote."""
     place = tmp_path_factory.mktemp("saved")
-    run_distributed(train_in_form, 2, 2, "sharded", 3, None, str(place / "parts.ckpt"))
-    train("GPT", 1, str(place / "plain"), steps=3)
+    run_distributed(save_in_parts, 2, str(place / "parts.ckpt"))
+    plain = quiet_trainer(devices=1, max_steps=3, precision="32-true")
+    plain.fit(models.GPT(), models.loader(8, count=160))
+    plain.save_checkpoint(place / "plain.ckpt")
     return place
 
 
@@ -53,7 +56,7 @@ class Held:
 
 def test_numbers_within_objects_go_along(tmp_path, saved):
     """A loss with class weights among the hyperparameters; a view, and a tensor that stands elsewhere too."""
-    tree = torch.load(saved / "plain" / "step=3.ckpt", weights_only=False)
+    tree = torch.load(saved / "plain.ckpt", weights_only=False)
     weight = torch.arange(5.0)
     objects = {
         "loss": torch.nn.CrossEntropyLoss(weight),
@@ -74,7 +77,7 @@ def test_numbers_within_objects_go_along(tmp_path, saved):
 def test_what_is_in_it(saved):
     parts, plain = (
         contents_of(open_source(saved / "parts.ckpt")),
-        contents_of(open_source(saved / "plain" / "step=3.ckpt")),
+        contents_of(open_source(saved / "plain.ckpt")),
     )
     assert (parts.form, plain.form) == ("sharded", "single")
     assert parts.origin["topology"]["tp"] == 2

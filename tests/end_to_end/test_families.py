@@ -12,7 +12,7 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests import write_families
 from tests.helpers.families import FAMILIES, build
-from tests.helpers.fit import fit
+from tests.helpers.fit import fit, fit_or_tell
 from tests.helpers.slices import rest
 
 TOPOLOGIES = {
@@ -45,15 +45,10 @@ def fit_all(topology: str, plan: str, loss: str, precision: str, families: list[
     world, tp, sp = TOPOLOGIES[topology]
     out: dict[str, Trace | str] = {}
     for family in families:
-        try:
-            # By its name where the test's own norm is no class of the family.
-            strategy = {"tp": tp, "sp": sp, "plan": family if (family, plan) == ("gemma3", "auto") else plan}
-            args = {"family": family, "loss": loss}
-            out[family] = fit(
-                "HuggingFace", args, world=world, strategy=strategy, precision=PRECISION[precision], **RUN
-            )
-        except ValueError as error:
-            out[family] = str(error)
+        # By its name where the test's own norm is no class of the family.
+        strategy = {"tp": tp, "sp": sp, "plan": family if (family, plan) == ("gemma3", "auto") else plan}
+        how = {"world": world, "strategy": strategy, "precision": PRECISION[precision], **RUN}
+        out[family] = fit_or_tell("HuggingFace", {"family": family, "loss": loss}, **how)
     return out
 
 

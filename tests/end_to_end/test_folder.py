@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_seqpar import SeqParallelStrategy
@@ -21,8 +20,8 @@ from lightning_seqpar.checkpoint.atomic_files import MARKER
 from lightning_seqpar.checkpoint.folder import Opened
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, Trace
-from tests.helpers import models
-from tests.helpers.checkpoints import FORMS, same, train_in_form, whole
+from tests.helpers import dropping, models
+from tests.helpers.checkpoints import FORMS, same, save_in_parts, whole
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.slices import rest
 from tests.mutants import sees
@@ -46,6 +45,8 @@ def kinds() -> dict[str, tuple[Any, Any]]:
         "lora": (lambda: adapted.Adapted("llama", ["q_proj", "o_proj"]), "auto"),
         "conv1d": (lambda: HuggingFace("gpt2"), "auto"),
         "experts": (lambda: HuggingFace("mixtral"), "auto"),
+        "a buffer of heads": (lambda: zoo.Zoo("alibi"), "auto"),
+        "a table of heads": (lambda: zoo.Zoo("bias_table"), "auto"),
     }
 
 
@@ -149,7 +150,7 @@ def test_buffers_are_those_of_one_replica(tmp_path):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("saved") / "a.ckpt"
-    run_distributed(train_in_form, 2, 2, "sharded", 3, None, str(place))
+    run_distributed(save_in_parts, 2, str(place))
     return place
 
 
@@ -209,15 +210,11 @@ def test_what_was_whole_between_two_renames_is_read(tmp_path, folder, end):
 # ---- random numbers -----------------------------------------------------------------------------------------------
 
 
-class Dropping(models.GPT):
-    """Dropout within the blocks and outside them."""
+class Dropping(dropping.Dropping):
+    """Draws from the generators of Python and numpy too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model.tokens = nn.Sequential(self.model.tokens, nn.Dropout(0.2))
-        for block in self.model.blocks:
-            block.mlp = nn.Sequential(block.mlp, nn.Dropout(0.2))
-        self.model.head = nn.Linear(16, 31, bias=False)
         self.noise: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -284,40 +281,28 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_drew(tmp_path, form, at)
 # ---- models that are restored in another way ----------------------------------------------------------------------
 
 
-class Meta(models.GPT):
-    """Made without memory in ``configure_model``."""
-
-    def __init__(self) -> None:
-        L.LightningModule.__init__(self)
-        self.model, self.optimizer = None, "adamw"
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            with torch.device("meta"):
-                self.model = models.ByteGPT(dim=16, n_head=4, n_layer=2, context=16, tied=True, vocab=31)
-
-
-def restored(kind: str, ckpt: str, path: str) -> None:
-    strategy = SeqParallelStrategy(tp=2, checkpoint={"format": "sharded"})
+def restored(kind: str, form: str, ckpt: str, path: str) -> None:
+    strategy = SeqParallelStrategy(tp=2, checkpoint=FORMS[form])
     trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=2, precision="32-true")
-    module = Meta() if kind == "meta" else models.GPT()
+    module = models.Late("meta") if kind == "meta" else models.GPT()
     if kind == "sharded already":
         trainer.fit(module, models.loader(4, count=8, length=9))
     trainer.fit(module, models.loader(4, count=8, length=9), ckpt_path=ckpt)
     trainer.save_checkpoint(path)
 
 
-def write_first(path: str) -> None:
-    strategy = SeqParallelStrategy(tp=4, checkpoint={"format": "sharded"})
-    trainer = quiet_trainer(devices=4, strategy=strategy, max_steps=2, precision="32-true")
+def write_first(form: str, path: str) -> None:
+    trainer = quiet_trainer(
+        devices=4, strategy=SeqParallelStrategy(tp=4, checkpoint=FORMS[form]), max_steps=2, precision="32-true"
+    )
     trainer.fit(models.GPT(seed=5), models.loader(4, count=8, length=9))
     trainer.save_checkpoint(path)
 
 
-@pytest.mark.parametrize("kind", ["meta", "sharded already"])
-def test_a_folder_fills_models_without_memory_and_models_of_shards(tmp_path, kind):
-    run_distributed(write_first, 4, str(tmp_path / "a.ckpt"))
-    run_distributed(restored, 2, kind, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"))
+@pytest.mark.parametrize(("kind", "form"), [("meta", "single"), ("meta", "sharded"), ("sharded already", "sharded")])
+def test_a_checkpoint_fills_models_without_memory_and_models_of_shards(tmp_path, kind, form):
+    run_distributed(write_first, 4, form, str(tmp_path / "a.ckpt"))
+    run_distributed(restored, 2, kind, form, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"))
     a, b = whole(tmp_path / "a.ckpt"), whole(tmp_path / "b.ckpt")
     for part in ("state_dict", "optimizer_states"):
         assert same(a[part], b[part]), part

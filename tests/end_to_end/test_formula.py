@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.testing import run_distributed
-from tests.helpers import families, models
+from tests.helpers import families, models, zoo
 from tests.helpers.fit import metered
 from tests.mutants import sees
 
@@ -183,68 +183,46 @@ def test_with_context_parallelism_a_rank_keeps_and_sends_its_share_of_that(famil
     assert {name: calls[name] for name in over_cp} == over_cp
 
 
-class SelfAttention(torch.nn.Module):
-    def __init__(self, h: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.qkv, self.out = heads, torch.nn.Linear(h, 3 * h), torch.nn.Linear(h, h)
-
+class FusedAttention(zoo.Fused):
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.proj(zoo.attend(*self.heads(x), is_causal=True))
 
 
-class EagerAttention(SelfAttention):
+class EagerAttention(zoo.Fused):
     """With scores and probabilities, as the paper's layer has them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = self.heads(x)
         weights = (q @ k.transpose(-1, -2)).softmax(-1)
-        return self.out((weights @ v).transpose(1, 2).flatten(2))
+        return self.proj((weights @ v).transpose(1, 2).flatten(2))
 
 
-class Layer(torch.nn.Module):
+class Layer(zoo.PreNorm):
     """The layer of arXiv 2205.05198: norms, attention, an MLP of four times the width, two dropouts."""
 
-    def __init__(self, h: int, heads: int, eager: bool) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = torch.nn.LayerNorm(h), torch.nn.LayerNorm(h)
-        self.attention = (EagerAttention if eager else SelfAttention)(h, heads)
-        self.up, self.down = torch.nn.Linear(h, 4 * h), torch.nn.Linear(4 * h, h)
+    def __init__(self, attention: Any) -> None:
+        super().__init__(H, attention(H, HEADS), zoo.FeedForward(H, 4 * H))
         self.drop1, self.drop2 = torch.nn.Dropout(0.1), torch.nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop1(self.attention(self.norm1(x)))
-        return x + self.drop2(self.down(F.gelu(self.up(self.norm2(x)))))
+        x = x + self.drop1(self.attn(self.ln1(x)))
+        return x + self.drop2(self.mlp(self.ln2(x)))
 
 
-class Classic(L.LightningModule):
+class Classic(models.Blocks):
     def __init__(self, layers: int, eager: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens = torch.nn.Embedding(VOCAB, H)
-        self.layers = torch.nn.ModuleList(Layer(H, HEADS, eager) for _ in range(layers))
-        self.head = torch.nn.Linear(H, VOCAB)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (ids,) = batch
-        x = self.tokens(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        super().__init__(lambda: Layer(EagerAttention if eager else FusedAttention), layers, H, VOCAB)
 
 
 def run_classic(sp: bool) -> dict[tuple[str, bool], tuple[float, dict[str, int]]]:
     """What a layer keeps of each token's feature, in bytes, and its collectives; by ``recompute``, and if attention is eager."""
     rules = [
-        {"pattern": "layers.*", "style": "blocks"},
-        {"pattern": "layers.*.attention.qkv", "style": "column", "segments": [H, H, H], "units": [HEADS] * 3},
-        {"pattern": "layers.*.{attention,up}", "style": "gather"},
-        {"pattern": "layers.*.up", "style": "column"},
-        {"pattern": "layers.*.{attention.out,down}", "style": "row"},
-        {"pattern": "layers.*.attention", "style": "set", "divide": ["heads"]},
+        {"pattern": "blocks.*", "style": "blocks"},
+        {"pattern": "blocks.*.attn.qkv", "style": "column", "segments": [H, H, H], "units": [HEADS] * 3},
+        {"pattern": "blocks.*.{attn,mlp}", "style": "gather"},
+        {"pattern": "blocks.*.mlp.fc1", "style": "column"},
+        {"pattern": "blocks.*.{attn.proj,mlp.fc2}", "style": "row"},
+        {"pattern": "blocks.*.attn", "style": "set", "divide": ["n_head"]},
     ]
     plan, tp = {"base": "none", "rules": rules}, dist.get_world_size()
     found = {}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_seqpar import SeqParallelStrategy, unshard
-from lightning_seqpar.distributed.counters import Traffic
+from lightning_seqpar.distributed.counters import StepMeter
 from lightning_seqpar.layout.replica_rows import is_split, local_rows
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare, gather_weights
@@ -369,21 +369,6 @@ def test_a_life_with_several_runs(tp, tmp_path):
 # ---- what it sends, and what it refuses --------------------------------------------------------------------------
 
 
-class Sends(Callback):
-    """Collectives of each micro-batch, by name."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, int]] = []
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.traffic = Traffic()
-        self.traffic.__enter__()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.traffic.__exit__(None, None, None)
-        self.calls.append(dict(self.traffic.calls))
-
-
 class ReadsBlock(models.GPT):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) + 0.1 * sum(p.pow(2).sum() for p in self.parameters())
@@ -488,7 +473,7 @@ def refusals() -> tuple[dict[str, str], dict[str, Trace], list[dict[str, int]]]:
         chosen, precision = {"data_parallel": "fsdp", **strategy}, "32-true" if model == "Mixed" else "64-true"
         return fit(model, args, world=2, strategy=chosen, steps=2, precision=precision)
 
-    told, sends = {}, Sends()
+    told, meters = {}, [StepMeter(batch=at) for at in range(3)]
     for name, (model, args, strategy, _) in REFUSALS.items():
         with pytest.raises((ValueError, RuntimeError)) as caught:
             trace(model, args, strategy)
@@ -499,8 +484,8 @@ def refusals() -> tuple[dict[str, str], dict[str, Trace], list[dict[str, int]]]:
         "graph of all": trace("Penalised", {}, GATHERED),
         "graph of ddp": trace("Penalised", {}, {"data_parallel": "ddp"}),
     }
-    fit("GPT", {}, world=2, strategy={"data_parallel": "fsdp"}, steps=1, accumulate=3, callbacks=[sends])
-    return told, right, sends.calls
+    fit("GPT", {}, world=2, strategy={"data_parallel": "fsdp"}, steps=1, accumulate=3, callbacks=meters)
+    return told, right, [meter.calls for meter in meters]
 
 
 @sees(

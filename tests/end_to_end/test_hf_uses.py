@@ -15,7 +15,7 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import zoo
 from tests.helpers.families import FAMILIES, HuggingFace
-from tests.helpers.fit import fit, quiet_trainer
+from tests.helpers.fit import fit, fit_or_tell, quiet_trainer
 from tests.helpers.models import loader
 from tests.mutants import sees
 
@@ -94,11 +94,8 @@ def fit_uses(cases: list[tuple[str, str, str]]) -> list[Trace | str]:
     found: list[Trace | str] = []
     for plan, family, use in cases:
         strategy = {"tp": 2, "plan": family if (family, plan) == ("gemma3", "auto") else plan}
-        try:
-            args = {"family": family, "use": use}
-            found.append(fit("Used", args, world=2, strategy=strategy, steps=2, length=LENGTH))
-        except (ValueError, RuntimeError) as error:
-            found.append(f"{type(error).__name__}: {error}")
+        args = {"family": family, "use": use}
+        found.append(fit_or_tell("Used", args, world=2, strategy=strategy, steps=2, length=LENGTH))
     return found
 
 
@@ -210,10 +207,7 @@ zoo.Quantised = Quantised
 
 
 def fit_quantised(plan: Any) -> Trace | str:
-    try:
-        return fit("Quantised", {}, world=2, strategy={"tp": 2, "plan": plan}, steps=2, length=LENGTH)
-    except ValueError as error:
-        return str(error)
+    return fit_or_tell("Quantised", {}, world=2, strategy={"tp": 2, "plan": plan}, steps=2, length=LENGTH)
 
 
 def test_linears_of_unknown_kind_are_refused_never_left_whole_in_silence():

@@ -131,7 +131,7 @@ def test_numbers_are_those_of_one_process(world, cases):
         assert all(rows.rows == {} for rows in other.values()), "rank 0 alone logs"
 
 
-def measured(every: int | None, at: int) -> tuple[dict[str, int], int, Rows]:
+def measured(every: int | None, at: int, *more: Callback) -> tuple[dict[str, int], int, Rows]:
     """The collectives of batch ``at`` with a monitor that logs so often, or without one; their bytes; and what was logged."""
     rows, meter = Rows(), StepMeter(batch=at)
     monitors = [] if every is None else [SeqParallelMonitor(every)]
@@ -140,7 +140,7 @@ def measured(every: int | None, at: int) -> tuple[dict[str, int], int, Rows]:
         strategy=SeqParallelStrategy(tp=2, self_check=False),
         max_steps=at + 3,
         logger=rows,
-        callbacks=[meter, Begins(), *monitors],
+        callbacks=[*more, meter, Begins(), *monitors],
     )
     trainer.fit(models.GPT(), models.loader(2, count=192))
     return meter.calls, sum(meter.bytes.values()), rows
@@ -148,15 +148,8 @@ def measured(every: int | None, at: int) -> tuple[dict[str, int], int, Rows]:
 
 def measured_in_turn() -> tuple[Any, ...]:
     waits = WaitsOfSteps()
-    trainer = quiet_trainer(
-        devices=2,
-        strategy=SeqParallelStrategy(tp=2, self_check=False),
-        max_steps=20,
-        logger=Rows(),
-        callbacks=[waits, Begins(), SeqParallelMonitor(2)],
-    )
-    trainer.fit(models.GPT(), models.loader(2, count=192))
-    return measured(None, 17), measured(4, 17), measured(6, 17), (waits.waits.found, trainer.logger.came)
+    *_, rows = measured(2, 17, waits)
+    return measured(None, 17), measured(4, 17), measured(6, 17), (waits.waits.found, rows.came)
 
 
 @sees(

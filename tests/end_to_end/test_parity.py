@@ -177,20 +177,11 @@ def test_without_tensor_parallelism_it_is_plain_lightning(topology):
     check("gpt-tied", topology, True, accumulate=2, clip=0.05)
 
 
-def test_clipping_by_value():
-    check("gpt-tied", "dp2xtp2", True, "sgd", clip=1e-3, clip_by="value")
-
-
 @pytest.mark.parametrize("length", [8, rest(3), 2], ids=lambda n: f"{n - 1}-positions")
 @pytest.mark.parametrize("topology", ["tp2", "tp4"])
 def test_lengths_that_do_not_divide(topology, length):
     check("gpt-tied", topology, True, length=length, steps=3)
     check("encoder-sbh", topology, True, length=length, steps=3)
-
-
-@pytest.mark.parametrize("regather", [True, False])
-def test_with_and_without_regather(regather):
-    check("gpt-tied", "tp2", True, strategy={"regather": regather}, steps=3)
 
 
 @pytest.mark.parametrize("variant", [{"norm_first": True}, rest({"activation": "relu"}), {"mask": True}], ids=str)
@@ -202,23 +193,29 @@ def test_encoder_variants(variant):
         compare(expected, found[0]).raise_if_failed()
 
 
-def test_the_engine_sees_a_difference():
-    ours = Trace([1.0, 2.0], {"w": torch.tensor([3.0, 4.0])}, 5.0, {"w": torch.ones(2)})
-    assert compare(ours, ours).ok
-    for change in (
+OURS = Trace([1.0, 2.0], {"w": torch.tensor([3.0, 4.0])}, 5.0, {"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
         {"losses": [1.0]},
         {"losses": [1.0, float("nan")]},
+        {"losses": [], "grads": {}, "grad_norm": 0.0},
         {"grads": {"w": torch.tensor([3.0, 4.1])}},
         {"grads": {"w": None}},
         {"grads": {"w": torch.ones(3)}},
         {"grad_norm": 5.1},
         {"weights": {"w": torch.zeros(2)}},
         {"weights": {}},
-    ):
-        report = compare(ours, Trace(**{**ours.__dict__, **change}))
-        assert not report.ok, change
-        with pytest.raises(AssertionError, match="FAIL"):
-            report.raise_if_failed()
+    ],
+    ids=str,
+)
+def test_the_engine_sees_a_difference(other):
+    report = compare(OURS, Trace(**{**vars(OURS), **other}))
+    assert not report.ok
+    with pytest.raises(AssertionError, match="FAIL"):
+        report.raise_if_failed()
 
 
 def test_two_empty_traces_are_not_equal_but_refused():
@@ -226,10 +223,8 @@ def test_two_empty_traces_are_not_equal_but_refused():
         compare(Trace(), Trace())
 
 
-def test_one_trace_without_losses_is_not_equal_to_one_with():
-    ours = Trace([1.0, 2.0], {"w": torch.tensor([3.0, 4.0])}, 5.0, {"w": torch.ones(2)})
-    assert "0 steps against 2" in str(compare(ours, Trace(weights=ours.weights)))
-    assert not compare(Trace(), ours).ok
-    # Neither has losses: what there is gets compared.
-    assert compare(Trace(weights=ours.weights), Trace(weights=ours.weights)).ok
-    assert not compare(Trace(weights=ours.weights), Trace(weights={"w": torch.zeros(2)})).ok
+def test_what_there_is_gets_compared():
+    assert compare(OURS, OURS).ok
+    ours = Trace(weights=OURS.weights)
+    assert compare(ours, Trace(weights=ours.weights)).ok
+    assert not compare(ours, Trace(weights={"w": torch.zeros(2)})).ok

@@ -10,7 +10,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
-from tests.helpers.fit import fit
 from tests.helpers.pipelines import check_cases, trainer_of
 from tests.helpers.slices import rest
 from tests.mutants import sees
@@ -228,15 +227,3 @@ def overflow(name: str, sizes: dict[str, Any]) -> list[tuple[bool, float]]:
 def test_all_stages_skip_the_same_step(name, sizes):
     for seen in run_distributed(overflow, 2, name, sizes):
         assert seen == [(True, 8.0), (False, 4.0), (True, 4.0)]
-
-
-def losses(precision: str, sizes: dict[str, Any] | None) -> list[float]:
-    trace = fit("GPT", {"tied": True}, precision=precision, world=4 if sizes else 1, strategy=sizes, **HOW)
-    return trace.losses
-
-
-@pytest.mark.parametrize(("precision", "limit"), [("32-true", 1e-5), ("bf16-mixed", 3e-2), rest("bf16-true", 3e-2)])
-def test_precisions(precision, limit):
-    alone = losses(precision, None)
-    for rank in run_distributed(losses, 4, precision, {"pp": 2, "tp": 2}):
-        assert rank == pytest.approx(alone, rel=limit)

@@ -52,23 +52,15 @@ class PairBlock(nn.Module):
         return x, x.detach().mean()
 
 
-class Pairs(L.LightningModule):
+class Pairs(models.Blocks):
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(31, 16)
+        super().__init__(PairBlock)
         self.register_buffer("tables", torch.rand(2, 16))
-        self.blocks, self.head = nn.ModuleList(PairBlock() for _ in range(2)), nn.Linear(16, 31)
-        models.perturb(self)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = self.embed(batch[0])
+    def run(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x, _ = block(x, tables=(self.tables[0], self.tables[1]), shift=0.5)
-        return F.cross_entropy(self.head(x).flatten(0, 1), batch[0].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return models.optimizer_of("sgd", self)
+        return x
 
 
 zoo.TwoLengths, zoo.Pairs = TwoLengths, Pairs

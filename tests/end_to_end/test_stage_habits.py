@@ -109,25 +109,16 @@ class Shaded(PreNorm):
         return super().forward(x.sin() * self.shade)  # a recompute makes this again
 
 
-class Masking(L.LightningModule):
+class Masking(models.Blocks):
     """Puts a number on its blocks, of which a recompute of an earlier micro-batch must not read that of the next."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
-        self.blocks = nn.ModuleList(Shaded(16, EinsumAttention(16, 4), FeedForward(16, 32)) for _ in range(4))
-        models.perturb(self)
+        super().__init__(lambda: Shaded(16, EinsumAttention(16, 4), FeedForward(16, 32)), 4)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = self.embed(batch[0])
         for block in self.blocks:
             block.shade = 1 + 0.1 * (batch_idx % 4)
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), batch[0].flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, batch_idx)
 
 
 @works
@@ -224,15 +215,11 @@ class Handed(nn.Module):
         return self.block(x), penalty + self.gate(x).pow(2).mean()
 
 
-class Penalised(L.LightningModule):
+class Penalised(models.Blocks):
     """A penalty goes from block to block, and the loss reads it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
-        self.blocks = nn.ModuleList(Handed() for _ in range(4))
-        models.perturb(self)
+        super().__init__(Handed, 4)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, penalty = self.embed(batch[0]), self.head.weight.new_zeros(())
@@ -242,9 +229,6 @@ class Penalised(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @works

@@ -245,10 +245,12 @@ def test_all_decoder_stages_read_the_same_encoding_under_dropout():
         (LONG, {"pp": 2, "pp_split_rank": 1, "pp_layers": [4, 3]},
          r"pp_layers=\[4, 3\] with pp_split_rank=1: the first 1 are 4 blocks, and model\.encoder has 3"),
         (T5, {"pp": 2, "pp_layers": [3, 2]}, r"pp_layers=\[3, 2\]: they are 5 blocks together, and .* have 4 blocks"),
+        (("GPT", {}), {"pp": 2, "pp_layers": [2, 2]},
+         r"pp_layers=\[2, 2\]: they are 4 blocks together, and model has 2 blocks"),
         (T5, {"pp": 4, "pp_split_rank": 1},
          r"pp_split_rank=1 with pp=4: model\.decoder has 2 blocks for 3 stages, and each stage needs one"),
     ],
-    ids=["turns", "one stack", "layers beside split", "layers", "too few blocks"],
+    ids=["turns", "one stack", "layers beside split", "layers", "layers of one stack", "too few blocks"],
 )  # fmt: skip
 @pytest.mark.core
 def test_what_does_not_fit_the_stacks_is_refused(case, sizes, says):

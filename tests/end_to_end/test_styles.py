@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan, grad_norm
+from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.layout.attribute_override import AttributeOverride
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.shard import Shard
@@ -98,35 +98,6 @@ def test_a_token_outside_the_vocabulary_is_refused(wrong):
 # ---- what several ranks hold -----------------------------------------------------------------------------------
 
 
-class Normed(zoo.Zoo):
-    def __init__(self) -> None:
-        super().__init__("gqa_shared", "sgd")
-        self.norms: list[float] = []
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.norms += [float(grad_norm(self, kind)) for kind in (1.0, 2.0, float("inf"))]
-
-
-def norms(tp: int) -> list[float]:
-    module = Normed()
-    strategy = SeqParallelStrategy(tp=tp, self_check=False) if tp > 1 else "auto"
-    quiet_trainer(devices=tp, strategy=strategy, max_steps=2).fit(module, models.loader(4))
-    return module.norms
-
-
-@sees(
-    "no largest gradient where a rank counts none of a tensor",
-    "global_grad_norm.power",
-    "grad if grad.numel() else grad.new_zeros(1)",
-    "grad",
-)
-def test_norms_of_gradients_that_some_ranks_hold_for_others():
-    """Of two kv heads on four ranks: a head's second holder counts none of it, not even its largest."""
-    reference = norms(1)
-    for got in run_distributed(norms, 4, 4):
-        assert got == pytest.approx(reference, rel=1e-9)
-
-
 def test_shards_by_units_and_by_vocabulary():
     shard = Shard.by_segments(0, [16, 4, 4], [8, 2, 2], 4, "qkv")
     assert shard.ranges[1] == ((4, 8), (16, 18), (20, 22))
@@ -170,30 +141,6 @@ def test_shared_parts_are_summed_once_and_count_once(world, tp, kind):
         fit, world, "Zoo", {"kind": kind, "optimizer": "sgd"}, world=world, strategy={"tp": tp}, **kwargs
     )
     compare(reference, got[0]).raise_if_failed()
-
-
-def save_and_load(kind: str, folder: str) -> None:
-    plan = {"rules": [{"pattern": "net.{wte,lm_head}", "style": "vocab"}]}
-    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, plan=plan), max_steps=2)
-    module = zoo.Zoo(kind)
-    trainer.fit(module, models.loader(4, count=8))  # an epoch: within one, plain Lightning would begin it anew
-    trainer.save_checkpoint(f"{folder}/a.ckpt")
-    again = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, plan=plan), max_steps=4)
-    again.fit(zoo.Zoo(kind, seed=1), models.loader(4, count=8), ckpt_path=f"{folder}/a.ckpt")
-    again.save_checkpoint(f"{folder}/b.ckpt")
-
-
-@pytest.mark.parametrize("kind", ["gqa_shared", rest("alibi"), rest("bias_table")])
-def test_checkpoints_hold_the_whole_of_it(kind, tmp_path):
-    """Shared kv heads, sliced buffers and tables, padded vocabularies: loaded by plain Lightning, and resumed."""
-    run_distributed(save_and_load, 2, kind, str(tmp_path))
-    plain = quiet_trainer(devices=1, max_steps=4)
-    module = zoo.Zoo(kind, seed=1)
-    plain.fit(module, models.loader(4, count=8), ckpt_path=tmp_path / "a.ckpt")
-    found = torch.load(tmp_path / "b.ckpt", weights_only=True)["state_dict"]
-    assert set(found) == set(module.state_dict())
-    for name, value in module.state_dict().items():
-        assert torch.allclose(found[name].double(), value.double(), rtol=0, atol=1e-9), name
 
 
 # ---- linears and views -----------------------------------------------------------------------------------------

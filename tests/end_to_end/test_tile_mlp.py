@@ -16,7 +16,7 @@ from lightning_seqpar.context.seq_part import local_of
 from lightning_seqpar.distributed.autograd import in_backward
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import compare
-from tests.helpers import models
+from tests.helpers import models, zoo
 from tests.helpers.fit import fit, metered, quiet_trainer
 from tests.mutants import sees
 
@@ -152,34 +152,9 @@ class MLP(nn.Module):
         return self.behind(self.down(h + 0.1 * F.pad(h, (0, 0, 1, 0))[:, :-1] if self.mixes else h))
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, mixes: bool, drop: float) -> None:
-        super().__init__()
-        self.n1, self.n2, self.attn = nn.LayerNorm(16), nn.LayerNorm(16), nn.MultiheadAttention(16, 4, batch_first=True)
-        self.mlp = MLP(width, mixes, drop)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.n1(x)
-        x = x + self.attn(h, h, h, need_weights=False)[0]
-        return x + self.mlp(self.n2(x))
-
-
-class Small(L.LightningModule):
+class Small(models.Blocks):
     def __init__(self, width: int = 64, mixes: bool = False, drop: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
-        self.blocks = nn.ModuleList(Block(width, mixes, drop) for _ in range(2))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (ids,) = batch
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        super().__init__(lambda: zoo.PreNorm(16, zoo.EinsumAttention(16, 4), MLP(width, mixes, drop)))
 
 
 def kept_of(strategy: dict[str, Any]) -> list[int]:

@@ -113,6 +113,13 @@ def runs(request, folder):
     case="fsdp2xtp2-penalised",
 )
 @sees(
+    "an optimizer that comes later not looked at",
+    "Steps.check_optimizers",
+    "self._optimizer_guard.refuse_mixing(plain, self.shards if plain else 1)",
+    "self._optimizer_guard.refuse_mixing(plain, 1)",
+    case="tp2-adafactor",
+)
+@sees(
     "pp: stages clip by their own norms",
     "Steps.check_step",
     "            self._comparisons.add(self._scales.check())\n",

@@ -29,7 +29,6 @@ PLANS: dict[str, Any] = {
 PARTLY_USED = {"ddp": {"find_unused_parameters": True}}
 """What DDP must be told of steps that leave parameters out, as in stock Lightning."""
 HABITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "a scheduler": ("Scheduled", {}, {}, {}),
     "two optimizers, toggled": ("ManualTwo", {"style": "toggle"}, {"steps": 12}, PARTLY_USED),
     "two optimizers that leave gradients to each other": ("ManualTwo", {"style": "leak"}, {"steps": 12}, {}),
     "two optimizers, gradients kept": ("ManualTwo", {"style": "keep"}, {"steps": 12}, {}),
@@ -50,7 +49,7 @@ HABITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "saved-tensor hooks in a block": ("UnderHooks", {"who": "offloads", "where": "block"}, {}, {}),
     "saved-tensor hooks in a checkpoint": ("UnderHooks", {"who": "offloads", "where": "checkpoint"}, {}, {}),
 }
-OVER_REPLICAS = [*HABITS][:2] + [*HABITS][3:12]
+OVER_REPLICAS = [*HABITS][:1] + [*HABITS][2:11]
 """Those that are run with replicas too."""
 
 

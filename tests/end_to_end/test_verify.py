@@ -368,17 +368,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def script(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (file := tmp_path / "trialscript.py").write_text(SCRIPT)
-    yield file
-    sys.modules.pop("trialscript", None)
-
-
 @sees("verify: ranks outlive what started them", "_rank_main", "    _end_with_parent()\n", "")
 @pytest.mark.more
-def test_what_ends_the_script_ends_its_ranks(script):
+def test_what_ends_the_script_ends_its_ranks(tmp_path):
+    (script := tmp_path / "trialscript.py").write_text(SCRIPT)
     process = subprocess.Popen(
         [sys.executable, script, "now"], env=environment(PYTHONPATH=f"{ROOT}:{ROOT}/examples", SEQPAR_TAG=(tag := str(script))),
         stdout=subprocess.PIPE, text=True,

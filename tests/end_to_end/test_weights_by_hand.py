@@ -88,16 +88,6 @@ def by_assignment(self: Any, *args: Any) -> None:
 
 
 @case("on_before_optimizer_step")
-def adaptive_clipping(self: Any, optimizer: Any) -> None:
-    """Gradients no longer than a part of their weights (AGC, arXiv 2102.06171)."""
-    for p in (p for p in self.parameters() if p.grad is not None):
-        dims = tuple(range(1, p.ndim)) or None
-        limit = 0.01 * p.norm(dim=dims, keepdim=True).clamp_min(1e-3)
-        norm = p.grad.norm(dim=dims, keepdim=True)
-        p.grad.copy_(torch.where(norm > limit, p.grad * (limit / norm.clamp_min(1e-6)), p.grad))
-
-
-@case("on_before_optimizer_step")
 def own_clipping(self: Any, optimizer: Any) -> None:
     norm = torch.tensor([p.grad.norm() for p in self.parameters()], dtype=torch.float64).norm()
     for p in self.parameters():
@@ -116,13 +106,6 @@ def clipped_by_numbers(self: Any, optimizer: Any) -> None:
 def first_rows_stay(self: Any, optimizer: Any) -> None:
     """Indices of the whole weight."""
     self.model.blocks[0].mlp.up.weight.grad[:20] = 0
-
-
-@case("on_train_epoch_end")
-def late(self: Any) -> None:
-    """Behind the steps in which checks are due."""
-    weight = self.model.blocks[1].mlp.down.weight
-    weight.sub_(weight.max() * 0.01)
 
 
 @needs_whole
@@ -165,20 +148,6 @@ class InSteps(InForward):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.forward(batch)
         return ByHand.training_step(self, batch, batch_idx)
-
-
-class Renormalises(Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        with pl_module.weights():
-            for at in (0, 1):
-                weight = pl_module.model.blocks[at].mlp.down.weight.data
-                weight /= weight.std()
-
-
-@needs_whole
-class ByCallback(ByHand):
-    def configure_callbacks(self) -> list[Callback]:
-        return [Renormalises()]
 
 
 class Thaws(BaseFinetuning):

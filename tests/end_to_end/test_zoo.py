@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -156,20 +157,12 @@ def test_parity_with_one_process(topology, kind):
     "    for rank in range(tp):\n        try:\n",
     "    for rank in range(1):\n        try:\n",
 )
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("kind", KEPT_WHOLE)
+@pytest.mark.parametrize(("kind", "tp"), [*product(KEPT_WHOLE, (2, 4)), ("conv", 2), ("shifted", 2)])
 def test_what_cannot_be_dealt_out_is_computed_whole(kind, tp):
-    compare(reference(kind), run_distributed(fit_here, tp, kind, tp)[0]).raise_if_failed()
-
-
-def fit_here(kind: str, world: int) -> Trace:
-    return fit("ThirdParty", {"kind": kind}, world=world, strategy={"tp": world}, steps=3)
-
-
-@pytest.mark.parametrize("kind", ["conv", "shifted"])
-def test_blocks_that_mix_positions_keep_whole_sequences(kind):
-    got = run_distributed(fit_here, 2, kind, 2)
-    compare(fit("ThirdParty", {"kind": kind}, steps=3), got[0]).raise_if_failed()
+    """Or, where blocks mix positions, on whole sequences."""
+    strategy = {"tp": tp}
+    found = run_distributed(fit, tp, "ThirdParty", {"kind": kind}, world=tp, strategy=strategy, steps=3)
+    compare(reference(kind), found[0]).raise_if_failed()
 
 
 # ---- a shipped plan for a part -----------------------------------------------------------------------------------

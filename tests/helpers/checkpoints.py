@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.checkpoint.contents import find_folder
 from lightning_seqpar.checkpoint.folder import Opened
 from lightning_seqpar.checkpoint.whole_file import WholeFileIO
-from lightning_seqpar.verify.parity import ParityRecorder, Trace
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 
@@ -22,40 +20,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "sharded": {"format": "sharded"},
     "async": {"format": "sharded", "async_save": True},
 }
-
-PRECISION = "32-true"  # stock Lightning restores 64-true weights through float32
-
-
-def train(
-    model: str,
-    tp: int,
-    folder: str | None,
-    steps: int = 6,
-    ckpt: str | None = None,
-    after: str | None = None,
-    optimizer: str = "adamw",
-    every: int = 3,
-    batch: int = 8,
-    precision: str = PRECISION,
-    batches: int = 20,
-) -> Any:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    strategy = SeqParallelStrategy(tp=tp) if world > 1 else "auto"
-    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1) if folder else None
-    recorder = ParityRecorder()
-    trainer = quiet_trainer(
-        devices=world,
-        strategy=strategy,
-        max_steps=steps,
-        precision=precision,
-        enable_checkpointing=saver is not None,
-        callbacks=[recorder, *([saver] if saver else [])],
-    )
-    module = getattr(models, model)(optimizer=optimizer)
-    trainer.fit(module, models.loader(batch // (world // tp), count=batch * batches), ckpt_path=ckpt)
-    if after is not None:
-        trainer.save_checkpoint(after)
-    return recorder.trace
 
 
 def same(a: Any, b: Any) -> bool:
@@ -102,25 +66,12 @@ class Counting(Callback):
         assert torch.equal(state["kept"], self.seen)
 
 
-def train_in_form(
-    tp: int, form: str, steps: int, ckpt: str | None = None, save: str | None = None, optimizer: str = "adamw"
-) -> tuple[Trace, Any]:
-    """Train in float64 from the start or from ``ckpt``; save behind the third step, or where nothing is trained at the end."""
-    world = dist.get_world_size()
-    strategy = SeqParallelStrategy(tp=tp, checkpoint=FORMS[form])
-    recorder, counting = ParityRecorder(), Counting()
-    callbacks: list[Callback] = [recorder, counting]
-    if save is not None and ckpt is None:  # Lightning goes on from where a callback of it saves
-        place = Path(save)
-        callbacks.append(ModelCheckpoint(place.parent, filename=place.stem, every_n_train_steps=3, save_top_k=-1))
-    trainer = quiet_trainer(
-        devices=world, strategy=strategy, max_steps=steps, callbacks=callbacks, enable_checkpointing=len(callbacks) > 2
-    )
-    module = Two(optimizer=optimizer).double()
-    trainer.fit(module, models.loader(8 // (world // tp), count=8 * 3), ckpt_path=ckpt)
-    if save is not None and ckpt is not None:
-        trainer.save_checkpoint(save)
-    return recorder.trace, counting.seen
+def save_in_parts(path: str) -> None:
+    """Train in float64 at tp 2 for three steps, and save a folder."""
+    strategy = SeqParallelStrategy(tp=2, checkpoint=FORMS["sharded"])
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=3, callbacks=[Counting()])
+    trainer.fit(Two().double(), models.loader(8, count=8 * 3))
+    trainer.save_checkpoint(path)
 
 
 def whole(path: str | Path) -> dict[str, Any]:

@@ -41,6 +41,17 @@ def save_pretrained(family: str, folder: Path, seed: int = 0, shards: str = "5GB
     return folder
 
 
+def quiet(model: nn.Module) -> None:
+    """Without dropout, to be trained."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    model.train()
+
+
 def make_llama() -> nn.Module:
     """For ``seqpar plan``, which is given a function's name."""
     return build("llama")
@@ -75,12 +86,8 @@ class HuggingFace(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.model = build(family, **settings)
+        quiet(self.model)
         for module in self.model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-            for name in ("attention_dropout", "dropout"):
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, 0.0)
             if type(module).__name__ == "Gemma3RMSNorm":
                 module.__class__ = PreciseNorm
             if precise and type(module).__name__ == "T5LayerNorm":
@@ -88,7 +95,6 @@ class HuggingFace(L.LightningModule):
         if family not in TASKS:
             self.model.loss_function = precise_loss
         perturb(self)
-        self.model.train()
         self.loss = loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -105,6 +105,14 @@ def fit(
     return recorder.trace
 
 
+def fit_or_tell(*args: Any, **kwargs: Any) -> Trace | str:
+    """The trace of :func:`fit`, or what is said where the run is refused, which is the same on all ranks."""
+    try:
+        return fit(*args, **kwargs)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+
+
 class Sharded(Callback):
     """How many tensors of the model are sharded."""
 
@@ -116,17 +124,11 @@ class Sharded(Callback):
 
 
 def fit_kinds(model: str, kinds: list[str], world: int, tp: int, sp: bool) -> dict[str, tuple[Trace, int] | str]:
-    """Train every kind of a model in this process, one after the other: the trace, and how many tensors were sharded.
-
-    An error is the same on all ranks.
-    """
+    """Train every kind of a model in this process, one after the other: the trace, and how many tensors were sharded."""
     out: dict[str, tuple[Trace, int] | str] = {}
     for kind in kinds:
         sharded = Sharded()
         strategy = {"tp": tp, "sp": sp}
-        try:
-            trace = fit(model, {"kind": kind}, world=world, strategy=strategy, steps=3, callbacks=[sharded])
-            out[kind] = trace, sharded.count
-        except ValueError as error:
-            out[kind] = str(error)
+        found = fit_or_tell(model, {"kind": kind}, world=world, strategy=strategy, steps=3, callbacks=[sharded])
+        out[kind] = found if isinstance(found, str) else (found, sharded.count)
     return out

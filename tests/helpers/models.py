@@ -111,6 +111,30 @@ class Encoder(L.LightningModule):
         return optimizer_of(self.optimizer, self)
 
 
+class Blocks(L.LightningModule):
+    """An embedding, blocks and a head, which tells the tokens that it is given."""
+
+    def __init__(self, make: Callable[[], nn.Module], depth: int = 2, dim: int = 16, vocab: int = 31) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(vocab, dim), nn.Linear(dim, vocab)
+        self.blocks = nn.ModuleList(make() for _ in range(depth))
+        perturb(self)
+
+    def run(self, x: Tensor) -> Tensor:
+        """What the blocks make of the embedded tokens."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        return F.cross_entropy(self.head(self.run(self.embed(tokens))).flatten(0, 1), tokens.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def perturb(module: nn.Module) -> None:
     """Move every weight off its special start: zeros and ones hide wrong gradients."""
     generator = torch.Generator().manual_seed(7)
@@ -183,13 +207,6 @@ class ManualTwo(L.LightningModule):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD(self.first.parameters(), 0.05), torch.optim.AdamW(self.second.parameters(), 1e-2)]
-
-
-class Scheduled(GPT):
-    def configure_optimizers(self) -> Any:
-        optimizer = optimizer_of("sgd", self)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=20)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 class FollowsShapes(GPT):
@@ -426,14 +443,6 @@ class Watched(GPT):
         return self.model(batch[0]).argmax(-1)
 
 
-class WatchedEncoder(Encoder):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", Encoder.training_step(self, batch, batch_idx), sync_dist=True)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
-
-
 class Cropped(GPT):
     """Sequences of other lengths from step to step, odd and even, down to fewer positions than tp ranks may share."""
 
@@ -567,3 +576,29 @@ class Contrastive(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optimizer_of(self.optimizer, self)
+
+
+class Late(GPT):
+    """The example's GPT, made in ``configure_model`` in the way that ``how`` says."""
+
+    def __init__(self, how: str) -> None:
+        L.LightningModule.__init__(self)
+        self.how, self.model, self.optimizer = how, None, "adamw"
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        if self.how != "unseeded":
+            torch.manual_seed(7)
+        if self.how == "real":
+            self.model = self.make()
+        elif self.how in ("meta", "unseeded"):
+            with torch.device("meta"):
+                self.model = self.make()
+        else:
+            with self.trainer.init_module(empty_init=True):
+                self.model = self.make()
+
+    @staticmethod
+    def make() -> nn.Module:
+        return ByteGPT(dim=16, n_head=4, n_layer=2, context=16, tied=True, vocab=31)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,6 +127,16 @@ def test_an_own_cli_with_our_parser(capsys):
         GPT, run=False, args=["--trainer.strategy=seqpar_tp4", "--trainer.devices=4", "--trainer.accelerator=cpu"]
     )
     assert cli.trainer.strategy.config.tp == 4
+
+
+def test_an_own_cli_with_a_nested_config_of_a_file_and_an_override(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("strategy.yaml").write_text(
+        "class_path: lightning_seqpar.SeqParallelStrategy\ninit_args: {config: {tp: 2, sp: false, timeout: '0:01:00'}}\n"
+    )
+    Path("run.yaml").write_text("trainer: {accelerator: cpu, devices: 2, strategy: strategy.yaml}\n")
+    cli = LightningCLI(GPT, run=False, args=["-c", "run.yaml", "--trainer.strategy.config.sp=true"])
+    assert cli.trainer.strategy.config == ParallelConfig(tp=2, timeout=60)
 
 
 def test_help_shows_every_field_with_its_description(capsys):

@@ -315,25 +315,23 @@ def test_a_refusal_is_told_once_and_without_our_frames(script, refused, users):
     "shortens_refusals",
     "            if is_refusal(error):\n",
     "            if False:\n",
+    case="before the ranks are connected",
 )
-def test_torchrun_tells_a_refusal_before_the_ranks_are_connected_once(script):
-    done = script(*TORCHRUN, TP="0")
+@pytest.mark.parametrize(
+    ("refused", "says"),
+    [
+        ({"TP": "0"}, ("ValidationError", "tp=0: a size must be 1 or more")),
+        pytest.param({"REFUSED": "1"}, ("ValueError", "'nowhere'"), marks=pytest.mark.matrix),
+    ],
+    ids=["before the ranks are connected", "later"],
+)
+def test_torchrun_tells_a_refusal_once(script, refused, says):
+    done = script(*TORCHRUN, **refused)
     assert done.returncode == 1
     own = done.stderr[: done.stderr.index("torch/distributed/elastic")]
     assert (own.count("Traceback"), own.count("  File ")) == (1, 2), own
-    assert own.count("lightning_seqpar: rank 1 raised ValidationError: ") == 1
-    assert own.count("tp=0: a size must be 1 or more") == 2
-
-
-@pytest.mark.matrix
-def test_a_refusal_under_torchrun_is_told_by_rank_0(script):
-    done = script(*TORCHRUN, REFUSED="1")
-    assert done.returncode == 1
-    summary = done.stderr.split("FAILED\n")[1]
-    own = done.stderr[: done.stderr.index("torch/distributed/elastic")]
-    assert own.count("Traceback") == own.count("lightning_seqpar: rank 1 raised ValueError: ") == 1, own
-    assert "'nowhere'" in summary[summary.index("Root Cause") :], "torchrun's summary has it once more, from rank 0"
-    assert summary.count("'nowhere'") == 1
+    assert own.count(f"lightning_seqpar: rank 1 raised {says[0]}: ") == 1
+    assert own.count(says[1]) == 2
 
 
 @pytest.mark.matrix

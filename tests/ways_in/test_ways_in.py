@@ -133,37 +133,6 @@ def test_the_command_line_with_a_config_and_overrides(tmp_path):
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == ["runs/cli/config.yaml"]
 
 
-OWN_CLI = """
-from tests.helpers import models
-from lightning.pytorch.cli import LightningCLI
-import lightning_seqpar
-from torch.utils.data import DataLoader
-
-class Model(models.GPT):
-    def train_dataloader(self):
-        return models.loader(4, count=16)
-
-if __name__ == "__main__":
-    LightningCLI(Model, save_config_callback=None)
-"""
-
-
-@pytest.mark.launch
-@pytest.mark.matrix
-def test_a_users_own_lightning_cli_with_a_nested_config_and_a_file(tmp_path):
-    (tmp_path / "own.py").write_text(OWN_CLI)
-    (tmp_path / "strategy.yaml").write_text(
-        "class_path: lightning_seqpar.SeqParallelStrategy\ninit_args: {config: {tp: 2, sp: false, timeout: '0:01:00'}}\n"
-    )
-    (tmp_path / "run.yaml").write_text(
-        "trainer: {accelerator: cpu, devices: 2, max_steps: 2, logger: false, enable_checkpointing: false, "
-        "enable_progress_bar: false, precision: 64-true, strategy: strategy.yaml}\n"
-    )
-    code, told = run(PYTHON, "own.py", "fit", "-c", "run.yaml", "--trainer.strategy.config.sp=true", cwd=tmp_path)
-    assert code == 0, told[-3000:]
-    assert re.search(r"on +tp .*, sp \(sequence parallelism\)", told)
-
-
 @pytest.mark.launch
 @pytest.mark.matrix
 def test_hydra_leaves_one_folder(tmp_path):
@@ -181,15 +150,6 @@ def test_hydra_leaves_one_folder(tmp_path):
     ]
     assert list((tmp_path / "runs").iterdir()) == [tmp_path / "runs" / "hydra"]
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
-
-
-@pytest.mark.launch
-@pytest.mark.matrix
-def test_hydra_composes_experiments(tmp_path):
-    script = str(ROOT / "examples" / "train_hydra.py")
-    code, told = run(PYTHON, script, "+experiment=replicas", "trainer.max_steps=1", cwd=tmp_path)
-    assert code == 0, told[-3000:]
-    assert "4 ranks on 1 node, dp 2 × tp 2" in told
 
 
 @sees(
@@ -214,11 +174,20 @@ def test_hydra_sweeps_over_single_processes_alone(tmp_path):
 
 @pytest.mark.launch
 @pytest.mark.matrix
-def test_torchrun_with_hydra(tmp_path):
+def test_torchrun_with_hydra_and_an_experiment(tmp_path):
     script = str(ROOT / "examples" / "train_hydra.py")
-    command = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", script, "strategy.tp=2", "trainer.max_steps=2")
+    command = (
+        *TORCHRUN,
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        script,
+        "+experiment=replicas",
+        "trainer.max_steps=2",
+    )
     code, told = run(*command, "hydra.run.dir=runs/hydra/mine", cwd=tmp_path)
     assert code == 0, told[-3000:]
+    assert "4 ranks on 1 node, dp 2 × tp 2" in told
     assert [path.name for path in (tmp_path / "runs" / "hydra").iterdir()] == ["mine"]
 
 
