@@ -98,6 +98,7 @@ class SeqPart(Tensor):
     _local: Tensor
     _place: Place
     _guarded: bool = False
+    _source: SeqPart | None = None  # without a graph, and this is a view of it
 
     @staticmethod
     def wrap(local: Tensor, place: Place) -> SeqPart:
@@ -209,9 +210,12 @@ class SeqPart(Tensor):
 
     def _changed(self) -> None:
         """Make what a change in place has done to the part known to those that ask the object: whether it has a graph."""
+        one: SeqPart | None = self
         with without_overrides():
-            if self._local.requires_grad and not self.requires_grad:
-                self.requires_grad_()
+            while one is not None:
+                if one._local.requires_grad and not one.requires_grad:
+                    one.requires_grad_()
+                one = one._source
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The shape of the whole and the rank; no numbers, which would take a collective."""
@@ -243,6 +247,15 @@ class SeqPart(Tensor):
             if handling is not None and handling.fits(args, named):
                 out = handling.run(func, *((args, named) if handling.composed else _shared(args, named)))
                 if out is not NotImplemented:
+                    first = args[0] if args else None
+                    if (
+                        type(out) is type(first) is SeqPart
+                        and type(out._local) is Tensor
+                        and out._local._base is not None
+                        and not first._local.requires_grad
+                        and out is not first
+                    ):
+                        out._source = first
                     return out
         return on_whole(func, args, named)
 

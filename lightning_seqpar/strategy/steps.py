@@ -365,9 +365,13 @@ class Steps:
 
     def _reads_each_backward(self) -> bool:
         """Whether the user's code may read gradients behind each backward; callbacks may be added while a training begins."""
-        return is_overridden("on_after_backward", self._env.module) or any(
-            is_overridden("on_after_backward", callback, Callback) for callback in self._env.callbacks
-        )
+        hook, module = "on_after_backward", self._env.module
+        if hook in vars(module) or type(module).on_after_backward is not LightningModule.on_after_backward:
+            return True
+        for callback in self._env.callbacks:
+            if hook in vars(callback) or type(callback).on_after_backward is not Callback.on_after_backward:
+                return True
+        return False
 
     def update(
         self, step: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any

@@ -279,9 +279,12 @@ class PlannedModel:
 
     def refuse_uneven(self, name: str, count: int) -> NoReturn:
         """Raise ValueError for a number of units that does not divide by tp."""
-        part = name.rpartition(".")[0]
+        is_attention = isinstance(self.modules.get(name), nn.MultiheadAttention)
+        part = name if is_attention else name.rpartition(".")[0]
         rule: dict[str, Any] = {"pattern": in_all_layers(part), "style": "whole"}
-        if "hidden_states" in inspect.signature(self.modules[part].forward).parameters:
+        if is_attention:
+            rule["args"] = [0, 1, 2]
+        elif "hidden_states" in inspect.signature(self.modules[part].forward).parameters:
             rule["args"] = ["hidden_states"]
         raise ValueError(
             f"{name}: {count} units (heads or features) do not divide by tp={self.size}; {sizes_that_divide('tp', count)}. "

@@ -38,6 +38,7 @@ HABITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "frozen": ("Frozen", {"tied": False}, {"steps": 10}, {}),
     "thawed": ("Frozen", {"thaw": True, "tied": False}, {"steps": 10}, {}),
     "gradients exchanged": ("Edits", {}, {"accumulate": 2}, {}),
+    "gradients edited by a hook that comes late": ("EditsLate", {}, {}, {}),
     "a norm over local heads": ("AttentionNorm", {}, {}, {}),
     "repeated and aborted forwards without an owner": ("Direct", {}, {}, {}),
     "a block that runs three times": ("SharedBlock", {}, {}, {}),
@@ -49,7 +50,7 @@ HABITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "saved-tensor hooks in a block": ("UnderHooks", {"who": "offloads", "where": "block"}, {}, {}),
     "saved-tensor hooks in a checkpoint": ("UnderHooks", {"who": "offloads", "where": "checkpoint"}, {}, {}),
 }
-OVER_REPLICAS = [*HABITS][:1] + [*HABITS][2:11]
+OVER_REPLICAS = [*HABITS][:1] + [*HABITS][2:12]
 """Those that are run with replicas too."""
 
 
@@ -67,6 +68,13 @@ def fit_habits(names: list[str], world: int, sp: bool) -> dict[str, Trace]:
     "GradSync._make_term",
     "partial.parameter.grad = whole.div_(share) if whole is partial.synced else whole / share",
     "partial.parameter.grad = whole",
+    case="2-True",
+)
+@sees(
+    "hooks that come late read partial gradients",
+    "Steps._reads_each_backward",
+    "if hook in vars(module) or",
+    "if",
     case="2-True",
 )
 @sees(

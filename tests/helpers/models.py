@@ -265,6 +265,17 @@ class Edits(GPT):
                 parameter.grad = parameter.grad * 0.9
 
 
+class EditsLate(GPT):
+    """Has a hook on gradients only from the start of training on."""
+
+    def on_train_start(self) -> None:
+        self.on_after_backward = self.normalise  # type: ignore[method-assign]
+
+    def normalise(self) -> None:
+        for parameter in self.model.blocks[0].norm1.parameters():
+            parameter.grad /= parameter.grad.norm()
+
+
 class Recomputed(GPT):
     """Whole blocks under activation checkpointing."""
 

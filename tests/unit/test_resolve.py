@@ -71,7 +71,9 @@ def encoder() -> nn.Module:
     ],
 )
 def test_heads_that_do_not_divide_are_refused_unless_a_rule_leaves_them_whole(make, rule):
-    assert "3 units (heads or features) do not divide by tp=2; use tp=3, or compute it whole" in refusal(make())
+    said = refusal(make())
+    assert "3 units (heads or features) do not divide by tp=2; use tp=3. To have every rank compute" in said
+    assert said.endswith(f"plan={ {'rules': [rule]} }")
     resolved(make(), rule)
 
 
