@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from byte_gpt import ByteGPT
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
@@ -27,7 +28,9 @@ class Measured(models.GPT):
     """Logs in all the ways that users know, and keeps what its steps make."""
 
     def __init__(self, tied: bool = True) -> None:
-        super().__init__(tied, layers=4)
+        super().__init__(tied)
+        self.model = ByteGPT(dim=16, n_head=4, n_layer=4, context=16, tied=tied, vocab=31)
+        models.perturb(self)
         self.accuracy, self.seen = MulticlassAccuracy(31), MeanMetric()
         self.val_accuracy, self.losses = MulticlassAccuracy(31), CatMetric()
         self.kept: list[Tensor] = []
