@@ -9,6 +9,7 @@ ZOO := .venv-zoo
 DATA ?=
 ARGS ?=
 IGNORE ?=
+FAULTS ?= 20
 
 .PHONY: faults help install demo unit test more test-all parity matrix crash check audit lint format types mutants fuzz convergence bench gpu scale startup zoo clean
 
@@ -67,8 +68,8 @@ mutants: $(STAMP)  ## break the source on purpose; show which test sees it
 fuzz: $(STAMP)  ## 60,000 random configurations, files and plans: taken, or refused by a sentence that helps
 	SEQPAR_FUZZ=20000 $(BIN)/python -m pytest --numprocesses 2 --dist load --timeout 0 tests/unit/test_fuzz.py $(ARGS)
 
-faults: $(STAMP)  ## fail on purpose at random moments, under both launchers; see how the run ends (an hour and more)
-	FAULTS=20 $(BIN)/python -m pytest tests/ways_in/test_launch.py -m matrix -k random_moment $(ARGS)
+faults: $(STAMP)  ## fail on purpose at random moments, FAULTS=20 of each kind, under both launchers; see how the run ends (an hour and more)
+	FAULTS=$(FAULTS) $(BIN)/python -m pytest tests/ways_in/test_launch.py -m matrix -k random_moment $(ARGS)
 
 crash: $(STAMP)  ## kill ranks while they write checkpoints; look at what is left
 	CRASH=1 $(BIN)/python -m pytest tests/end_to_end/test_crash.py -m "matrix or not matrix" --timeout 0 $(ARGS)
