@@ -229,7 +229,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         "`SeqParallelStrategy(tp=2)` and nothing else, against one process, in float64. *Parity* says that losses, gradients and",
         "updated weights are equal to 1e-9 (to 1e-6 where the model itself casts to float32; 1e-5 in losses and gradients where",
         "it runs in float32 only). A refusal comes before training, with its sentence below. *Sharded* are tensors of those that",
-        "could be (matrices in the blocks, vocabularies) with their share of the parameters; the time is from `fit` to the first",
+        "could be (matrices of linears, vocabularies) with their share of the parameters; the time is from `fit` to the first",
         "step, with the start of the second process, inference and the self-check. Written by `make zoo`.",
         "",
         ", ".join(f"**{counts[kind]} {word}**" for kind, word in _WORDS.items()) + ".",
