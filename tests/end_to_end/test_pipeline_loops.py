@@ -18,7 +18,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
-from tests.helpers.habit_runs import apart
 from tests.helpers.pipelines import trainer_of
 from tests.helpers.slices import rest
 from tests.mutants import sees
@@ -145,9 +144,21 @@ def read(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def same(one: Any, other: Any, within: float = 1e-7) -> None:
-    """Metrics are float32."""
-    assert not [where for where in apart(one, other) if not where[1] <= within]
+def same(one: Any, other: Any, at: str = "") -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), at
+        for key in one:
+            same(one[key], other[key], f"{at}.{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), at
+        for number, (a, b) in enumerate(zip(one, other, strict=True)):
+            same(a, b, f"{at}.{number}")
+    elif isinstance(one, Tensor):
+        assert (one - other).abs().max() <= 1e-9, at
+    elif isinstance(one, float):
+        assert one == pytest.approx(other, rel=1e-7), at  # metrics are float32
+    else:
+        assert one == other, at
 
 
 def numbers(row: dict[str, str]) -> dict[str, float]:
@@ -220,7 +231,6 @@ def test_all_that_is_logged_and_measured_is_that_of_one_process(world, sizes, ev
     often = [rank.pop("often") for rank in ranks]
     for rank in ranks:
         same(alone, rank)
-        same([alone[key] for key in ("logits", "predicted")], [rank[key] for key in ("logits", "predicted")], 1e-9)
     one, other = ([numbers(row) for row in read(tmp_path / name)] for name in ("alone", "stages"))
     assert len(one) > 10
     same(one, other)
@@ -255,5 +265,5 @@ def predict_twice() -> list[list[Tensor]]:
 def test_dropout_in_a_prediction_is_drawn_apart_and_what_comes_behind_alike():
     one, other = run_distributed(predict_twice, 2)
     for first, second in zip(one, other, strict=True):
-        same(first, second, 1e-9)  # the strategy compares them too
+        same(first, second)  # the strategy compares them too
     assert not torch.equal(one[0][0], one[1][0])
