@@ -223,9 +223,9 @@ class ParallelConfig(FrozenModel):
     recompute: Literal["none", "selective", "full"] = "none"
     """What runs again in the backward instead of being kept: ``full``, each block, of which only the input is kept;
     ``selective``, the attention in each block; ``none``. Gradients are the same to the last bit."""
-    regather: Literal["auto"] | bool = "auto"
-    """Gather a column linear's input again in the backward, and make norms and activations again, instead of keeping them.
-    ``auto``: where the whole activation has more than 2 MiB; smaller ones are kept."""
+    regather: bool = True
+    """Keep the shard of what is gathered for column linears, and gather it again in the backward; false keeps it whole, which
+    spares a slow network a third of what is sent."""
     vocab: bool = True
     """Shard embeddings and heads over a vocabulary, and the loss on their logits, over the tensor-parallel ranks, wherever they
     are found and a plan that you write whole does not say otherwise."""

@@ -89,12 +89,6 @@ class SeqPart(Tensor):
     Of a sequence that is dealt out over both axes the part over cp has a part over tp in it (:attr:`local`).
     """
 
-    runs_on_parts = True
-    """A function mode hands functions of these on, and sees those of the parts (ElementwiseRecompute)."""
-
-    row_seq_nr: int | None = None
-    """Of a block's output: where its last row's reduction stands in the graph (``Frame.overlap_seq_nr``)."""
-
     _local: Tensor
     _place: Place
     _guarded: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,29 @@ from lightning_seqpar.context.operations import added_mask, attend
 from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.collectives import reduce_from_tensor_parallel_region
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.linear import RowParallelLinear, sharded_linear, shrink
+from lightning_seqpar.nn.linear import RowParallelLinear, shrink
+from lightning_seqpar.region.column_inputs import ColumnGroup
+from lightning_seqpar.region.products import Products, Tokens
 from lightning_seqpar.region.sequence_region import SequenceRegion
+
+
+class _Projections(ColumnGroup):
+    """Weights, each with its bias or None, that multiply what is gathered for them."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        super().__init__()
+        self._pairs = pairs
+
+    def gather(self, tokens: Tokens, x: Tensor) -> Tensor:
+        """``[b, s/tp, h]`` → ``[b, s, h]``."""
+        whole: Tensor
+        parameters = [one for pair in self._pairs for one in pair]
+        whole, *self._made = Products.apply(tokens, x, (False,) * len(self._pairs), *parameters)  # type: ignore[no-untyped-call]
+        return whole
+
+    def of(self, whole: Tensor) -> list[Tensor]:
+        """The products, ``[b, s, f/tp]`` each, also of a part of a sequence: of ``whole``, which :meth:`gather` made."""
+        return [whole.like(out) if isinstance(whole, SeqPart) else out for out in self._made]
 
 
 class ParallelMultiheadAttention(nn.MultiheadAttention):
@@ -23,7 +45,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
     ==================  =====================  ===========================  =============================
     tensor              global                 local                        saved for backward
     ==================  =====================  ===========================  =============================
-    query               ``[b, s, h]``          ``[b, s/tp, h]``             itself (:class:`ShardedLinear`)
+    query               ``[b, s, h]``          ``[b, s/tp, h]``             itself (:class:`Products`)  
     key, value          ``[b, t, h]``          the query, or ``[b, t, h]``  itself
     in_proj_weight      ``[3h, h]``            ``[3h/tp, h]``, ``[q|k|v]``  itself
     q, k, v             ``[b, n, s, d]``       ``[b, n/tp, s, d]``          by the attention's kernel
@@ -129,23 +151,20 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v of this rank's heads: ``[b, heads/tp, s, d]`` each."""
-        whole = self.region.path.gather(query, self.full_name)
-        self.region.rng.begin_features()
+        path, weights = self.region.path, self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         if key is query:
-            packed = self._column(whole, self.in_proj_weight, self.in_proj_bias)
-            return [self._split(part) for part in packed.chunk(3, -1)]
-        copies = {id(x): self.region.path.copy(x, self.full_name) for x in (key, value)}
-        weights = self.in_proj_weight.chunk(3)
-        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        inputs = (whole, copies[id(key)], copies[id(value)])
-        return [
-            self._split(self._column(x, weight, bias)) for x, weight, bias in zip(inputs, weights, biases, strict=True)
-        ]
-
-    def _column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``[b, s, h]`` → ``[b, s, f/tp]``, also of a part of a sequence."""
-        out = sharded_linear(local_of(x), weight, bias, self.region)
-        return x.like(out) if isinstance(x, SeqPart) else out
+            made = _Projections([(self.in_proj_weight, self.in_proj_bias)])
+            packed = made.of(path.gather(query, self.full_name, made))[0].chunk(3, -1)
+        else:
+            pairs = [*zip(weights, biases, strict=True)]
+            made = _Projections(pairs[:1])
+            packed = made.of(path.gather(query, self.full_name, made))
+            for inputs in ((key,), (value,)) if key is not value else ((key, value),):
+                made = _Projections(pairs[len(packed) : len(packed) + len(inputs)])
+                packed += made.of(path.copy(inputs[0], self.full_name, made))
+        self.region.rng.begin_features()
+        return [self._split(part) for part in packed]
 
     def _split(self, x: Tensor) -> Tensor:
         """``[b, s, h/tp]`` → ``[b, heads/tp, s, d]``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.activations.norm_recompute import is_norm, make_recomputing
 from lightning_seqpar.context.axis import ContextAxis, Method
 from lightning_seqpar.distributed.collectives import all_gather
 from lightning_seqpar.layout.module_names import inside
@@ -54,7 +53,7 @@ class _Swap:
         plans: Sequence[ShardingPlan],
         groups: ParallelGroups,
         sp: bool,
-        regather: bool | Literal["auto"],
+        regather: bool,
         loss_chunk: int | None,
         recompute: Recompute,
         compiler: BlockGraphs | None,
@@ -75,7 +74,7 @@ class _Swap:
                 key: LoweredRegion(groups["tp"], region.dim, region.sp) for key, region in regions.items()
             }
 
-    def _region(self, stack: Stack, regather: bool | Literal["auto"]) -> SequenceRegion:
+    def _region(self, stack: Stack, regather: bool) -> SequenceRegion:
         region = SequenceRegion(
             self._groups["tp"], stack.dim, sp=stack.sp, name=stack.shown, regather=regather, context=self._context
         )
@@ -86,15 +85,12 @@ class _Swap:
         """Change the model; nothing was changed before this."""
         plan, application = self.plan, self._application
         layouts = {name: plan.layout_of(name) for name, _ in self._model.named_parameters()}
-        recomputing = self._recomputing_modules()
         before = [ModuleSnapshot(module) for module in dict.fromkeys(plan.modules.values())]
         # Modules before parameters and buffers: a count that a module reads off its tensors is the whole model's.
         for match in sorted(plan.decided, key=lambda match: match.of_tensor):
             match.rule.apply(match.name, application)
             if self._application.is_lowered(match.name):
                 match.rule.lower(match.name, application)
-        for name, region in recomputing.items():
-            make_recomputing(plan.modules[name], region.policy.remakes_between_blocks)
         make_recomputed(plan, self._recomputed, self._recompute, application.region_of)
         if self._tiles is not None:
             self._tiles.apply(plan, self._tiled, application.region_of)
@@ -132,16 +128,6 @@ class _Swap:
             for name in stack.blocks:
                 check = functools.partial(check_draws, layout=layouts, lowered=lowered)
                 compiler.compile(self.plan.modules[name], name, count, check)
-
-    def _recomputing_modules(self) -> dict[str, SequenceRegion]:
-        """Norms of the regions, which can keep less for the backward."""
-        found: dict[str, SequenceRegion] = {}
-        for name, module in self.plan.modules.items():
-            if self.plan.canonical[name] != name or not is_norm(module):
-                continue
-            if not self._application.is_lowered(name) and (stack := self.plan.stack_reaching(name)) is not None:
-                found[name] = self._application.region_at(stack)
-        return found
 
     # ---- hooks -------------------------------------------------------------------------------------------------
 
@@ -271,7 +257,7 @@ def parallelize(
     groups: ParallelGroups,
     *,
     sp: bool = True,
-    regather: bool | Literal["auto"] = "auto",
+    regather: bool = True,
     loss_chunk: int | None = None,
     recompute: Recompute = "none",
     compiler: BlockGraphs | None = None,

@@ -1,24 +1,80 @@
-"""The activations that column linears read, from where they are gathered to where the module around the columns ends."""
+"""The columns that read what is gathered for a module, and the activations that are the same on all ranks."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from lightning_seqpar.activations.policy import SavePolicy, keeper
-from lightning_seqpar.activations.regather import RegatheredInput
-from lightning_seqpar.activations.wgrad_overlap import BackwardExchange, DeferredWgrad, defer_wgrad
 from lightning_seqpar.distributed.autograd import input_node, node_classes
-from lightning_seqpar.region.frames import FrameStack, GatheredActivation
+from lightning_seqpar.region.frames import FrameStack
+from lightning_seqpar.region.products import Products, Tokens
 
 _PASSING = node_classes("ToCopy", "View", "UnsafeView", "Alias")
 """Nodes whose result is all of their input: casts and views."""
 
+_MADE = "_seqpar_made"
+"""Attribute of a column with what was made for it: the gathered activation, its version, and the column's output."""
 
-class ColumnInputs:
-    """What was gathered or copied for the modules that are running, found again by the tensor that a column reads."""
+
+class ColumnGroup:
+    """The columns of a module that read what is gathered for it, which one function of autograd gathers and multiplies.
+
+    At first these are all columns that could. One that is called with another tensor (a norm, an adapter or arithmetic of the
+    user's stands in front of it) multiplies by itself, and is left out from then on.
+    """
+
+    def __init__(self, columns: Iterable[Any] = ()) -> None:
+        self._columns: tuple[Any, ...] = tuple(columns)
+
+    def gather(self, tokens: Tokens, x: Tensor) -> Tensor:
+        """A shard on its way to the columns, whole: ``[b, s/tp, h]`` → ``[b, s, h]``."""
+        joined = [column for column in self._columns if _joins(column, x)]
+        parameters = [column._parameters[leaf] for column in joined for leaf in ("weight", "bias")]
+        transposed = tuple(column.transposed for column in joined)
+        whole: Tensor
+        whole, *made = Products.apply(tokens, x, transposed, *parameters)  # type: ignore[no-untyped-call]
+        for column, out in zip(joined, made, strict=True):
+            column.__dict__[_MADE] = whole, whole._version, out
+        return whole
+
+    def close(self, *, aborted: bool) -> None:
+        """The module returned, or raised: what no column has taken is let go of."""
+        left = [column for column in self._columns if column.__dict__.pop(_MADE, None) is not None]
+        if left and not aborted:
+            self._columns = tuple(column for column in self._columns if column not in left)
+
+
+NO_COLUMNS = ColumnGroup()
+"""For what is gathered, and read by none that could join."""
+
+
+def _joins(column: Any, x: Tensor) -> bool:
+    """Whether a column could multiply ``x`` as it stands, with the weight that it has now."""
+    weight = column._parameters.get("weight")
+    return (
+        type(weight) is Parameter
+        and weight.shape[0 if column.transposed else 1] == x.shape[-1]
+        and (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type))
+        and not column._forward_pre_hooks  # they may change the weight, or the input
+    )
+
+
+def take_made(column: Any, x: Tensor) -> Tensor | None:
+    """What was made for a column where ``x``, which it is called with, was gathered; None if it has to multiply by itself."""
+    made = column.__dict__.pop(_MADE, None)
+    if made is not None and made[0] is x and x._version == made[1]:
+        out: Tensor = made[2]
+        return out
+    return None
+
+
+class WholeActivations:
+    """What was gathered or copied for the modules that are running."""
 
     def __init__(self, frames: FrameStack) -> None:
         self._frames = frames
@@ -32,39 +88,20 @@ class ColumnInputs:
         frame = self._frames.current
         del frame.gather_scopes[-1:]
         if not frame.gather_scopes:
-            for read in frame.gathered:
-                if read.handle is not None:
-                    read.handle.kept = None  # now the graph alone holds it
-            frame.gathered, frame.wholes = [], []
+            frame.wholes = []
 
-    def add(self, whole: Tensor, handle: RegatheredInput | None, exchange: BackwardExchange) -> None:
-        """An activation was gathered (or copied) for columns.
-
-        Args:
-            whole: the activation, ``[b, s, h]``.
-            handle: what columns may keep in its place for the backward; None for the activation itself.
-        """
-        if torch.is_grad_enabled():
-            handle = handle if handle is not None and handle.keeps_less else None
-            self._frames.current.gathered.append(
-                GatheredActivation(weakref.ref(whole), whole._version, handle, exchange)
-            )
-        self.add_whole(whole)
-
-    def add_whole(self, whole: Tensor) -> None:
+    def add(self, whole: Tensor) -> None:
         """An activation that is the same on all ranks, for the innermost module that is running."""
-        self.note_whole(whole)
+        self.note(whole)
         scopes = self._frames.current.gather_scopes
         if scopes and whole.grad_fn is not None:
             scopes[-1].append(whole.grad_fn)
 
-    # ---- tensors that are whole ------------------------------------------------------------------------------
-
-    def note_whole(self, x: Tensor) -> None:
+    def note(self, x: Tensor) -> None:
         """``x`` was made of what is the same on all ranks alone, and so it is the same too."""
         self._frames.current.wholes.append(weakref.ref(x))
 
-    def is_whole(self, x: Tensor) -> bool:
+    def has(self, x: Tensor) -> bool:
         """Whether ``x`` is known to be the same on all ranks, or a view or cast of such a tensor."""
         wholes = [whole() for whole in self._frames.current.wholes]
         if any(whole is x for whole in wholes):
@@ -73,36 +110,3 @@ class ColumnInputs:
         while node is not None and type(node) in _PASSING:
             node = input_node(node, 0)
         return node is not x.grad_fn and node in nodes
-
-    # ---- for the backward of a column ------------------------------------------------------------------------
-
-    def find_regathered(self, x: Tensor) -> RegatheredInput | None:
-        """What a column keeps in place of ``x`` for its backward.
-
-        Returns:
-            None where it keeps ``x`` itself: nothing less is kept, ``x`` was changed since it was gathered, or an activation
-            checkpoint began in between, which would have gathered it inside.
-        """
-        read = self._find(x)
-        if read is None or read.handle is None or x._version != read.version:
-            return None
-        return read.handle if keeper() == read.handle.keeper else None
-
-    def defer_wgrad(
-        self, x: Tensor, weight: Tensor, policy: SavePolicy
-    ) -> tuple[Tensor, DeferredWgrad | None, BackwardExchange | None]:
-        """Let the products of a column's backward run where they cost least.
-
-        Returns:
-            The weight to multiply with; where the weight-gradient product is left, to run under the reduction of the input's
-            gradient (None if it does not wait); and where the input-gradient product joins those of other columns (None if
-            ``x`` was not gathered, or was changed since).
-        """
-        read = self._find(x)
-        if read is None:
-            return weight, None, None
-        number = read.exchange.overlap_seq_nr if policy.overlaps(x.nbytes) else None
-        return *defer_wgrad(weight, number), read.exchange if x._version == read.version else None
-
-    def _find(self, x: Tensor) -> GatheredActivation | None:
-        return next((read for read in self._frames.current.gathered if read.whole() is x), None)

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.activations.policy import SavePolicy
-from lightning_seqpar.activations.regather import RegatheredInput
-from lightning_seqpar.activations.wgrad_overlap import (
-    BackwardExchange,
-    DeferredWgrad,
-    copy_over,
-    defer_wgrad,
-    gather_over,
-    reduce_scatter_over,
-)
 from lightning_seqpar.context.axis import ContextAxis
 from lightning_seqpar.context.chunks import Chunks, padded
 from lightning_seqpar.context.exchange import share
 from lightning_seqpar.context.seq_part import Place, SeqPart, lies_over_tp, local_of, over_tp, whole_of
+from lightning_seqpar.distributed.autograd import is_of_checkpoint, saved_tensor_hooks
 from lightning_seqpar.distributed.collectives import (
-    copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
     gather_replicated_from_sequence_parallel_region,
     reduce_from_tensor_parallel_region,
@@ -31,9 +21,10 @@ from lightning_seqpar.distributed.collectives import (
     scatter_to_sequence_parallel_region,
 )
 from lightning_seqpar.distributed.padding import pad, shard_length
-from lightning_seqpar.region.column_inputs import ColumnInputs
+from lightning_seqpar.region.column_inputs import NO_COLUMNS, ColumnGroup, WholeActivations
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.observers import Observers
+from lightning_seqpar.region.products import Tokens
 from lightning_seqpar.region.rng_scope import RngScope
 
 _MANY = 256
@@ -64,29 +55,28 @@ class DataPath:
     over tp is a part of a sequence too.
 
     Attributes:
-        row_window: under which collectives a row's weight-gradient product may run: of ``any`` row before it, of one in its own
-            ``block``, or ``none``. Where the gradients of a block are reduced over the replicas as soon as its backward ends,
-            what came later would be lost.
+        regather: whether columns keep the shard and gather it again in the backward.
     """
 
     def __init__(
         self,
         group: ProcessGroup,
         dim: int,
-        policy: SavePolicy,
+        sp: bool,
+        regather: bool,
         frames: FrameStack,
         rng: RngScope,
-        columns: ColumnInputs,
+        wholes: WholeActivations,
         observers: Observers,
         context: ContextAxis | None = None,
     ) -> None:
-        self.group, self.dim, self.policy = group, dim, policy
-        self.sp, self.size = policy.sp, policy.size
-        self._frames, self._rng, self._columns = frames, rng, columns
+        self.group, self.dim, self.sp, self.regather = group, dim, sp, regather
+        self.size = group.size()
+        self._frames, self._rng, self._wholes = frames, rng, wholes
         self._observers, self._placement = observers, observers.placement
         self._context = context
         self._known: dict[int, Chunks] = {}
-        self.row_window: Literal["any", "block", "none"] = "any"
+        self._copied = Tokens(group, dim, sp=False)
 
     # ---- in and out ------------------------------------------------------------------------------------------
 
@@ -102,8 +92,6 @@ class DataPath:
                 part = shard_length(length, self.size)
                 shape = (place.before, part, *shape[1:]) if self.dim else (part, place.behind, *shape[1:])
             frames.begin(length, shape, chunks)
-            if self.row_window == "any":
-                frames.current.overlap_seq_nr = x.row_seq_nr
         else:
             x, chunks = self._whole(x)
             self._placement.check_layout(x, block)
@@ -161,7 +149,6 @@ class DataPath:
         wrapped = SeqPart.wrap(_resized(x, place, part, chunks.local_length), place)
         if frame.chunks is not None:
             wrapped = SeqPart.wrap(wrapped, replace(place, chunks=frame.chunks))
-        wrapped.row_seq_nr = frame.overlap_seq_nr
         return wrapped
 
     def unwrap(self, x: Any) -> Any:
@@ -208,35 +195,24 @@ class DataPath:
 
     # ---- columns and rows ------------------------------------------------------------------------------------
 
-    def gather(self, x: Tensor, module: str) -> Tensor:
-        """A shard (or flattened tokens of one) on its way to column linears: whole."""
-        handle, place = None, x.place if isinstance(x, SeqPart) else None
-        x = local_of(x)
-        if not self.sp:
-            if self.policy.overlaps(x.nbytes):
-                whole, exchange = copy_over(x, self.group)
-            else:
-                whole, exchange = copy_to_tensor_parallel_region(x, self.group), BackwardExchange()
-            if self.policy.remakes_between_blocks(x.nbytes):
-                handle = RegatheredInput(x, self.dim, self.group, None)
-        else:
+    def gather(self, x: Tensor, module: str, columns: ColumnGroup = NO_COLUMNS) -> Tensor:
+        """A shard (or flattened tokens of one) on its way to column linears: whole.
+
+        Args:
+            columns: those that read it, which multiply it in the same function of autograd.
+        """
+        place, x = x.place if isinstance(x, SeqPart) else None, local_of(x)
+        tokens, frame = self._copied, self._frames.current
+        if self.sp:
             length = self.length_for(x, module)
-            folded = self._frames.fold(x, self._frames.shard_length)
-            shard = x if folded is None else folded
-            if self.policy.overlaps(x.nbytes * self.size):
-                whole, exchange = gather_over(shard, self.dim, self.group, length)
-            else:
-                whole = gather_from_sequence_parallel_region(shard, self.dim, self.group, length)
-                exchange = BackwardExchange()
-            if folded is not None:
-                whole = whole.flatten(0, 1)
-            elif self.policy.remakes(x.nbytes):
-                handle = RegatheredInput(x, self.dim, self.group, length)
-        self._columns.add(whole, handle, exchange)
+            folded = self._frames.fold(x, self._frames.shard_length) is not None
+            regather = self.regather and not is_of_checkpoint(saved_tensor_hooks())  # which makes them again itself
+            tokens = Tokens(self.group, self.dim, True, length, frame.batch if folded else 0, regather)
+        whole = columns.gather(tokens, x)
+        self._wholes.add(whole)
         if place is not None:
             return SeqPart.wrap(whole, place)
-        flat = self.sp and folded is not None
-        return as_part(whole, self.dim, self._frames.current.chunks, self._frames.current.batch if flat else 0)
+        return as_part(whole, self.dim, frame.chunks, tokens.batch)
 
     def length_for(self, x: Tensor, module: str) -> int:
         """The length of the whole sequence that ``x``, a module's input, is required to be a shard of."""
@@ -244,50 +220,39 @@ class DataPath:
         self._frames.remember((module, tuple(x.shape)))
         return self._frames.length
 
-    def copy(self, x: Tensor, module: str) -> Tensor:
+    def copy(self, x: Tensor, module: str, columns: ColumnGroup = NO_COLUMNS) -> Tensor:
         """An activation that is whole already (an encoder's states) on its way to column linears."""
         place, x = x.place if isinstance(x, SeqPart) else None, local_of(x)
-        copied = copy_to_tensor_parallel_region(x, self.group)
+        copied = columns.gather(self._copied, x)
         self._frames.current.copied.append(x.shape[self.dim])
         if self._frames.active:
             self._frames.remember((module, tuple(x.shape)))
-        self._columns.add_whole(copied)
+        self._wholes.add(copied)
         return copied if place is None else SeqPart.wrap(copied, place)
 
+    def row_tokens(self, shape: tuple[int, ...], module: str) -> Tokens:
+        """How the partial sums of a row linear, of the shape ``[b, s, h]`` or flattened, lie on the ranks."""
+        if not self.sp:
+            return self._copied
+        key, frame, frames = (module, shape), self._frames.current, self._frames
+        known = frames.remembered(key) or frames.lengths()
+        batch = known.batch if frames.folds(shape, known.length, known) else 0
+        if frames.remembered(key) is None:
+            if not batch:
+                self._placement.check_row_output(shape, module)
+            frames.remember(key)
+        return Tokens(self.group, self.dim, True, shape[self.dim] if not batch else known.length, batch)
+
     def reduce(self, x: Tensor, module: str) -> Tensor:
-        """The partial sums of a row linear, summed."""
+        """The partial sums that a module leaves, summed."""
         self._rng.end_features()
         if not self.sp:
             reduced = reduce_from_tensor_parallel_region(local_of(x), self.group)
             return x.like(reduced) if isinstance(x, SeqPart) else reduced
         x = local_of(x)
-        key, frame = (module, tuple(x.shape)), self._frames.current
-        if (known := self._frames.remembered(key)) is not None:
-            folded = self._frames.fold(x, known.length, known)
-        else:
-            folded = self._frames.fold(x, frame.length)
-            if folded is None:
-                self._placement.check_row_output(x, module)
-            self._frames.remember(key)
-        shard = self._reduce_scatter(x if folded is None else folded)
-        return shard if folded is None else shard.flatten(0, 1)
-
-    def _reduce_scatter(self, x: Tensor) -> Tensor:
-        if not self.policy.overlaps(x.nbytes):
-            self._frames.current.overlap_seq_nr = None
-            return reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group)
-        shard, exchange = reduce_scatter_over(x, self.dim, self.group)
-        self._frames.current.overlap_seq_nr = exchange.overlap_seq_nr
-        return shard
-
-    def defer_row_wgrad(self, weight: Tensor, count: int) -> tuple[Tensor, DeferredWgrad | None]:
-        """Let a row's weight-gradient product run under the backward's next gather, if its output has many bytes (``count``).
-
-        Returns:
-            The weight to multiply with, and where the product is left; None if it does not wait.
-        """
-        waits = self.row_window != "none" and self.policy.overlaps(count)
-        return defer_wgrad(weight, self._frames.current.overlap_seq_nr if waits else None)
+        tokens = self.row_tokens(tuple(x.shape), module)
+        shard = reduce_scatter_to_sequence_parallel_region(tokens.folded(x), self.dim, self.group)
+        return shard.flatten(0, 1) if tokens.batch else shard
 
     # ---- other dims ------------------------------------------------------------------------------------------
 

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_seqpar.activations.regather import RegatheredInput
-from lightning_seqpar.activations.wgrad_overlap import BackwardExchange
 from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.context.seq_part import Place
 from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward
@@ -24,22 +22,6 @@ from lightning_seqpar.distributed.padding import shard_length
 
 InputKey = tuple[str, tuple[int, ...]]
 """A module's name and the shape of its input."""
-
-
-class GatheredActivation(NamedTuple):
-    """An activation that was gathered (or copied) for column linears.
-
-    Attributes:
-        whole: the activation, ``[b, s, h]``, as the columns read it.
-        version: its version counter when it was gathered; a higher one tells that it was changed in place since.
-        handle: what columns keep in its place for the backward; None if they keep the activation itself.
-        exchange: of the nodes of its gather's backward.
-    """
-
-    whole: weakref.ref[Tensor]
-    version: int
-    handle: RegatheredInput | None
-    exchange: BackwardExchange
 
 
 class InputRecord(NamedTuple):
@@ -75,11 +57,8 @@ class Frame:
         repeats: whether a backward computes a part of a call again in this frame, with the lengths that the call had.
         gather_scopes: for each module with gathered inputs that is running, the outermost first, the graph nodes of what was
             gathered for it.
-        gathered: activations that were gathered for the modules that are running.
         wholes: activations that are the same on all ranks.
         copied: sequence lengths of activations that were whole already where columns read them.
-        overlap_seq_nr: the autograd sequence number at which weight-gradient products run under the backward of the last
-            row's reduce-scatter; None for no overlap.
         sum_features: for each running module whose output is reduced where it returns, the graph nodes of the features that it
             is given; None if it is given whole activations.
         partial_nodes: graph nodes of the partial sums that rows left for such a module to reduce.
@@ -98,10 +77,8 @@ class Frame:
     resumed_by: str | None = None
     repeats: bool = False
     gather_scopes: list[list[Any]] = field(default_factory=list)
-    gathered: list[GatheredActivation] = field(default_factory=list)
     wholes: list[weakref.ref[Tensor]] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
-    overlap_seq_nr: int | None = None
     sum_features: list[list[Any] | None] = field(default_factory=list)
     partial_nodes: list[Any] = field(default_factory=list)
     dealt_out: Place | None = None
@@ -273,12 +250,16 @@ class FrameStack:
             None if ``x`` is an activation, or no tokens of this call.
         """
         of = of or self.current
-        if positions is None or of.ndim != 3 or x.ndim == 0 or x.shape[0] != of.batch * positions:
+        if positions is None or not self.folds(tuple(x.shape), positions, of):
             return None
-        if x.ndim == 3 and x.shape[self._dim] == positions:
-            return None  # an activation
         sizes = (of.batch, positions) if self._dim == 1 else (positions, of.batch)
         return x.reshape(*sizes, *x.shape[1:])
+
+    def folds(self, shape: tuple[int, ...], positions: int | None, of: Frame | InputRecord) -> bool:
+        """Whether a tensor of that shape is of flattened tokens, ``[b·s, …]``, and no activation."""
+        if positions is None or of.ndim != 3 or not shape or shape[0] != of.batch * positions:
+            return False
+        return len(shape) != 3 or shape[self._dim] != positions
 
     # ---- inputs, for a recompute -----------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from lightning_seqpar.context.seq_part import SeqPart, lies_over_tp, local_of, o
 from lightning_seqpar.distributed.autograd import in_backward
 from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.layout.stand_in import stand_in
+from lightning_seqpar.region.column_inputs import NO_COLUMNS, ColumnGroup
 from lightning_seqpar.region.partial_sum_check import MarkRow
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
@@ -207,6 +208,7 @@ def gather_arguments(
     gathered: Sequence[Argument],
     copied: Sequence[Argument] = (),
     *,
+    columns: ColumnGroup = NO_COLUMNS,
     local_width: bool = False,
     deals_out: bool = False,
 ) -> Callable[..., Any]:
@@ -218,6 +220,7 @@ def gather_arguments(
     Args:
         gathered: arguments that are shards.
         copied: arguments that are whole already (an encoder's states), or None.
+        columns: those that may read the first of the arguments as it stands.
         local_width: whether the module reads this rank's width off its input: then it gets a stand-in of that width.
         deals_out: whether the module deals tokens out to experts: of a sequence that is dealt out over context-parallel ranks
             it is given this rank's positions as all there are.
@@ -241,7 +244,9 @@ def gather_arguments(
                 region.open_gather(x, name)
             if id(x) not in done:
                 given = x.to(widest) if widest is not None and x.is_floating_point() else x
-                whole = region.path.gather(given, name) if arg in gathered else region.path.copy(given, name)
+                readers = columns if not done and given.dtype == x.dtype else NO_COLUMNS
+                move = region.path.gather if arg in gathered else region.path.copy
+                whole = move(given, name, readers)
                 casts = torch.is_autocast_enabled(x.device.type)
                 if widest not in (None, x.dtype) and not casts and any(p.dtype == x.dtype for p in module.parameters()):
                     whole = whole.to(x.dtype)  # products want their input in the weights' type
@@ -271,7 +276,13 @@ def return_whole(regions: Sequence[SequenceRegion]) -> Callable[..., Any]:
 
 
 def close_gather(
-    region: SequenceRegion, name: str, *, is_block: bool = False, is_exit: bool = False, heads: int | None = None
+    region: SequenceRegion,
+    name: str,
+    *,
+    columns: ColumnGroup = NO_COLUMNS,
+    is_block: bool = False,
+    is_exit: bool = False,
+    heads: int | None = None,
 ) -> Callable[..., Any]:
     """A hook of a module whose arguments were gathered, which returned or raised.
 
@@ -281,6 +292,7 @@ def close_gather(
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         region.close_gather()
+        columns.close(aborted=out is None)
         if out is None:  # it raised
             region.rng.end_features()
         elif heads is not None and isinstance(out, list | tuple):
@@ -451,7 +463,7 @@ def draw_alike(
     switched: list[bool] = []
 
     def reads_whole(args: tuple[Any, ...]) -> bool:
-        return bool(args) and isinstance(args[0], Tensor) and region.columns.is_whole(local_of(args[0]))
+        return bool(args) and isinstance(args[0], Tensor) and region.wholes.has(local_of(args[0]))
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         streams, switches = region.streams, always
@@ -467,6 +479,6 @@ def draw_alike(
         if switched and switched.pop():
             getattr(region.streams, back)()
         if isinstance(out, Tensor) and reads_whole(args):
-            region.columns.note_whole(local_of(out))
+            region.wholes.note(local_of(out))
 
     return before, behind

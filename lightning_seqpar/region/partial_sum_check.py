@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_seqpar.activations import wgrad_overlap
 from lightning_seqpar.distributed import collectives
 from lightning_seqpar.distributed.autograd import (
     backward_classes,
@@ -27,6 +26,7 @@ from lightning_seqpar.distributed.autograd import (
     reach,
 )
 from lightning_seqpar.layout.module_names import in_all_layers
+from lightning_seqpar.region import products
 
 
 class TermKind(Enum):
@@ -60,7 +60,7 @@ _ADDED_PRODUCTS = node_classes("Addmm", "Baddbmm", "Addbmm", "Addmv", "Addcmul")
 _DIVIDING = node_classes("Div")
 """Nodes that are linear in their first argument alone."""
 
-REDUCTIONS = backward_classes((*collectives.REDUCTIONS, *wgrad_overlap.REDUCTIONS))
+REDUCTIONS = backward_classes((*collectives.REDUCTIONS, *products.REDUCTIONS))
 """Nodes behind which every rank has the whole, or its shard, of a sum over ranks."""
 
 

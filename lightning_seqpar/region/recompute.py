@@ -21,7 +21,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_seqpar.activations.regather import RegatheredInput
 from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.autograd import (
     in_backward,
@@ -31,7 +30,6 @@ from lightning_seqpar.distributed.autograd import (
 )
 from lightning_seqpar.distributed.rng import HostDraws
 from lightning_seqpar.layout.attributes import ModelAttributes
-from lightning_seqpar.layout.stand_in import StandIn, resolve, stand_in
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
@@ -63,6 +61,9 @@ class RecomputedForward:
 
     def __init__(self, module: nn.Module, name: str, notes: RecomputeNotes, region: SequenceRegion | None) -> None:
         self.module, self.name, self.notes, self.region = module, name, notes, region
+        # Of what the region does around the module, the gathers: they run again, so that the shard alone is kept.
+        self.entries: list[Callable[..., Any]] = []
+        self.closes: list[Callable[..., Any]] = []
         self.own = vars(module).get("forward")  # what somebody put on the instance in its class's place
 
     @property
@@ -74,6 +75,19 @@ class RecomputedForward:
         """The module's own forward."""
         return self.own if self.own is not None else types.MethodType(type(self.module).forward, self.module)
 
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, and the gathers around it."""
+        out = None
+        try:
+            for entry in self.entries:
+                args, kwargs = entry(self.module, args, kwargs)
+            out = self._forward(*args, **kwargs)
+        finally:
+            for close in self.closes:
+                given = close(self.module, args, out)
+                out = out if given is None else given
+        return out
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; a call in which it will be recomputed is checked for what a second run would do twice.
 
@@ -81,7 +95,7 @@ class RecomputedForward:
             ValueError: if the module changes a buffer or an argument of its own, which a recompute would change once more.
         """
         if not torch.is_grad_enabled() or not saved_tensor_hooks_allowed():
-            return self._forward(*args, **kwargs)
+            return self._run(*args, **kwargs)
         # A reentrant checkpoint shows in the backward alone.
         if in_backward() or is_of_checkpoint(saved_tensor_hooks()):
             self.notes.tell(
@@ -89,11 +103,11 @@ class RecomputedForward:
                 f"{self.name} runs inside an activation checkpoint of the model's own (gradient_checkpointing_enable?), which "
                 "recomputes it already; there the strategy's own recompute steps aside",
             )
-            return self._forward(*args, **kwargs)
+            return self._run(*args, **kwargs)
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
         before, sizes = self._buffers(), _sizes((*args, *kwargs.values()))
-        call = RecomputedCall(self._forward, args, kwargs, self.region, ModelAttributes(self.module, tensors=True))
+        call = RecomputedCall(self._run, args, kwargs, self.region, ModelAttributes(self.module, tensors=True))
         out = checkpoint(call, *call.take_kept(), use_reentrant=False)
         self._check_buffers(before)
         if _sizes((*args, *kwargs.values())) != sizes:
@@ -149,33 +163,17 @@ def _sizes(values: tuple[Any, ...]) -> list[int]:
 
 
 class _Kept:
-    """What stands for one tensor among a call's arguments, and how it is given to the module again.
+    """What stands for one tensor among a call's arguments, and how it is given to the module again."""
 
-    An activation that was gathered for the module is kept as columns keep it: its shard, or the input of the norm that made it.
-    """
-
-    def __init__(self, at: int, value: Tensor, region: SequenceRegion | None) -> None:
+    def __init__(self, at: int, value: Tensor) -> None:
         self.at = at
         # Of a part of a sequence the tensor that this rank holds: somebody's saved-tensor hooks would not know the part again.
-        self._place, value = value.place if isinstance(value, SeqPart) else None, local_of(value)
-        self._width = region.size if region is not None and isinstance(value, StandIn) else None
-        self.tensor: Tensor | None = resolve(value)
-        self._requires_grad = self.tensor.requires_grad
-        self._handle: RegatheredInput | None = (
-            region.columns.find_regathered(self.tensor) if region is not None else None
-        )
-        if self._handle is not None:
-            self._handle.add_user()
-            self.tensor = self._handle.kept
+        self._place = value.place if isinstance(value, SeqPart) else None
+        self.tensor: Tensor | None = local_of(value)
 
     def restore(self, kept: Tensor) -> Tensor:
         """The argument, made of what was kept of it."""
-        if self._handle is not None:
-            with torch.no_grad():  # this saves nothing: what is saved must be the same as in the forward
-                kept = self._handle.take(kept)
-            kept = kept.detach().requires_grad_(self._requires_grad)
-        given = kept if self._width is None else stand_in(kept, self._width)
-        return given if self._place is None else SeqPart.wrap(given, self._place)
+        return kept if self._place is None else SeqPart.wrap(kept, self._place)
 
 
 class RecomputedCall:
@@ -233,7 +231,7 @@ class RecomputedCall:
         if not isinstance(value, Tensor):
             return value
         if id(value) not in found:
-            found[id(value)] = _Kept(len(found), value, self._region)
+            found[id(value)] = _Kept(len(found), value)
         return found[id(value)]
 
 

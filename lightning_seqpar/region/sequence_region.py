@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from lightning_seqpar.activations.elementwise_recompute import ElementwiseSpans
-from lightning_seqpar.activations.policy import SavePolicy
 from lightning_seqpar.context.axis import ContextAxis
 from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.rng import RankStreams
 from lightning_seqpar.layout.module_names import Argument
-from lightning_seqpar.region.column_inputs import ColumnInputs
+from lightning_seqpar.region.column_inputs import WholeActivations
 from lightning_seqpar.region.data_path import DataPath
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.observers import Observers
@@ -30,18 +28,15 @@ class SequenceRegion:
         dim: the tensor dim of the sequence: 1 for ``[b, s, h]``, 0 for ``[s, b, h]`` or flattened tokens.
         sp: whether activations between blocks are sharded. If not, they stay whole, and the region only stands for the
             conjugate pair f and f̄.
-        regather: whether column inputs are gathered again in the backward, and norms and activation functions computed again,
-            instead of keeping their results; ``auto`` keeps small ones.
+        regather: whether column inputs are gathered again in the backward, instead of being kept whole.
         context: the context-parallel axis, over which the sequence is dealt out first; None where it has one rank.
 
     Attributes:
-        policy: what is kept for the backward, and which products wait for a collective.
         path: moves activations between whole and sharded.
         frames: the calls of the blocks, and the lengths of their sequences.
-        columns: what was gathered for the columns that run.
+        wholes: what was gathered for the columns that run.
         rng: which random stream draws come from.
         observers: what watches the activations.
-        elementwise_spans: what runs between columns and rows, computed again in the backward.
         blocks: the names of the blocks.
         argument: the argument of a block that is the activation.
     """
@@ -53,27 +48,25 @@ class SequenceRegion:
         *,
         sp: bool = True,
         name: str = "",
-        regather: bool | Literal["auto"] = "auto",
+        regather: bool = True,
         context: ContextAxis | None = None,
     ) -> None:
         self.group, self.dim, self.sp, self.context = group, dim, sp, context
         self.name = name or "the model"
         self.size, self.rank = group.size(), group.rank()
-        self.policy = SavePolicy(regather, self.size, sp)
         self.frames = FrameStack(self.size, dim, self.name)
         # Ranks of one tp rank at several places of cp draw apart for their shards.
         place = self.rank if context is None else self.rank + self.size * context.rank
         self.rng = RngScope(place, sp, self.frames)
-        self.columns = ColumnInputs(self.frames)
+        self.wholes = WholeActivations(self.frames)
         self.observers = Observers(self.name, group, dim, sp, self.frames)
-        self.path = DataPath(group, dim, self.policy, self.frames, self.rng, self.columns, self.observers, context)
-        self.elementwise_spans = ElementwiseSpans(self.policy.remakes)
+        self.path = DataPath(group, dim, sp, regather, self.frames, self.rng, self.wholes, self.observers, context)
         self.blocks: tuple[str, ...] = ()
         self.argument: Argument = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(
-            self.group, self.dim, sp=self.sp, name=self.name, regather=self.policy.regather, context=self.context
+            self.group, self.dim, sp=self.sp, name=self.name, regather=self.path.regather, context=self.context
         )
         memo[id(self)] = copied
         copied.observers.placement.is_copy = True
@@ -115,7 +108,6 @@ class SequenceRegion:
     def end_block(self, out: Any, block: str, *, aborted: bool) -> None:
         """A block returned the activation ``out``; or raised, if ``aborted``."""
         self.rng.end_block(aborted=aborted)
-        self.elementwise_spans.drop()
         if not aborted:
             self.observers.shard_made(out, block)
 
@@ -126,12 +118,12 @@ class SequenceRegion:
         if self.sp:
             self.frames.open_recompute(x, module)
         self.rng.begin_whole()
-        self.columns.open()
+        self.wholes.open()
 
     def close_gather(self) -> None:
         """It returned, or raised."""
         self.rng.end_whole()
-        self.columns.close()
+        self.wholes.close()
 
     # ---- modules that return a sum over ranks ----------------------------------------------------------------
 

@@ -72,14 +72,14 @@ class ShardPlacement:
                 "this argument was not gathered: name it in the gather rule's args"
             )
 
-    def check_row_output(self, x: Tensor, module: str) -> None:
+    def check_row_output(self, shape: tuple[int, ...], module: str) -> None:
         """Raises ValueError unless a row's partial sums are an activation that can be scattered: ``[b, s, h]``."""
         frame = self._frames.current
-        if frame.length is None or x.ndim != frame.ndim or x.shape[self._dim] != frame.length:
+        if frame.length is None or len(shape) != frame.ndim or shape[self._dim] != frame.length:
             outside = frame.length is None
             expected = "an open sequence region" if outside else f"{frame.length} positions at dim {self._dim}"
             raise ValueError(
-                f"{module}: the output of this row-parallel linear has shape {list(x.shape)} and can't be scattered along "
+                f"{module}: the output of this row-parallel linear has shape {list(shape)} and can't be scattered along "
                 f"the sequence ({expected} expected in {frame.ndim or 'its'} dims); give it the activation in the layout "
                 "of the block's input, or set sp=False"
             )

@@ -63,8 +63,6 @@ class TiledCall:
         dim = self._dim if local.ndim == 3 else 0
         tiles = [self._run_tile(tile, x, args, kwargs) for tile in local.split(self._positions(local, dim), dim)]
         out = torch.cat(tiles, dim)
-        if self.region is not None:  # what its rows left belongs to calls that are over
-            self.region.frames.current.overlap_seq_nr = None
         return x.like(out) if isinstance(x, SeqPart) else out
 
     def _is_tiled(self, local: Tensor) -> bool:

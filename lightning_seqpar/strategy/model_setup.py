@@ -255,8 +255,6 @@ class ModelSetup:
             units = units_among(self._env.config.fsdp, module, blocks)
             split = FullySharded(record, units, fully_shard_options(self._env.config.fsdp), self._env.device)
         assert isinstance(split, FullySharded)
-        for region in record.regions:
-            region.path.row_window = "block" if set(region.blocks) <= {*split.units} else "none"
         self._env.strategy.model = _RootCall(module, split)
         return split
 

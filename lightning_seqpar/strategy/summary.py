@@ -65,11 +65,7 @@ def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None
 
 def _memory(config: ParallelConfig, tp: int) -> str:
     """A line on what is kept for the backward, and what is made again."""
-    kept = {
-        "auto": "results over 2 MiB of norms, activations and gathers are computed again in the backward",
-        True: "results of norms, activations and gathers are computed again in the backward",
-        False: "results of norms, activations and gathers are kept for the backward",
-    }[config.regather]
+    kept = "what columns read is gathered again in the backward" if config.regather else "what columns read is kept whole"
     if config.compile:
         kept = f"{kept}, outside of the compiled blocks"
     recompute = {

@@ -80,8 +80,13 @@ def hook_entry(
     plan, region = application.plan, application.region_of(name)
     # Experts are dealt tokens out, each by itself: they are given this rank's positions of a sequence as all there are.
     around = [n for n in plan.named("reduce") if inside(name, n) and not plan.sums_features(n)]
-    hook = gather_arguments(region, name, gathered, copied, local_width=local_width, deals_out=bool(around))
-    yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
+    hook = gather_arguments(
+        *(region, name, gathered, copied),
+        columns=application.columns_of(name),
+        local_width=local_width,
+        deals_out=bool(around),
+    )
+    yield from application.hook_entry(name, hook)
 
 
 def _close_entry(name: str, application: Application, *, local_width: bool = False) -> Iterator[RemovableHandle]:
@@ -96,5 +101,11 @@ def _close_entry(name: str, application: Application, *, local_width: bool = Fal
     is_exit = any(name in stack.exits for stack in plan.stacks)
     columns = (n for n, m in plan.named("column").items() if inside(n, name) and not m.of_tensor)
     heads = next((plan.units[column] for column in columns), None)  # the query heads of which the module has a part
-    hook = close_gather(application.region_of(name), name, is_block=is_block, is_exit=is_exit, heads=heads)
-    yield application.module(name).register_forward_hook(hook, always_call=True)
+    hook = close_gather(
+        *(application.region_of(name), name),
+        columns=application.columns_of(name),
+        is_block=is_block,
+        is_exit=is_exit,
+        heads=heads,
+    )
+    yield from application.hook_close(name, hook)

@@ -8,7 +8,7 @@ made whole from their layouts, and hooks go by their handles.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any, ClassVar, NoReturn
@@ -31,7 +31,9 @@ from lightning_seqpar.layout.module_names import (
 )
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.region.column_inputs import ColumnGroup
 from lightning_seqpar.region.lowered import LoweredRegion
+from lightning_seqpar.region.recompute import RecomputedForward
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.user_input import nearest, shown, sizes_that_divide
 
@@ -395,6 +397,7 @@ class Application:
     regions: dict[str, SequenceRegion]  # by the first block of their stack
     buffers: dict[str, ParamLayout] = field(default_factory=dict)  # those that styles have cut
     lowered: dict[str, LoweredRegion] = field(default_factory=dict)  # regions of compiled blocks, by the first block
+    columns: dict[str, ColumnGroup] = field(default_factory=dict)  # that read what is gathered for a module, by its name
 
     def module(self, name: str) -> nn.Module:
         """The module of that name."""
@@ -408,6 +411,32 @@ class Application:
     def region_at(self, stack: Stack) -> SequenceRegion:
         """The region of a stack."""
         return self.regions[stack.blocks[0]]
+
+    def hook_entry(self, name: str, hook: Callable[..., Any]) -> Iterator[RemovableHandle]:
+        """A pre-hook of a module that gathers for it; of one that is recomputed it runs again, too."""
+        module = self.module(name)
+        if isinstance(again := vars(module).get("forward"), RecomputedForward):
+            again.entries.append(hook)
+        else:
+            yield module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def hook_close(self, name: str, hook: Callable[..., Any]) -> Iterator[RemovableHandle]:
+        """The hook behind such a module, which returned or raised."""
+        module = self.module(name)
+        if isinstance(again := vars(module).get("forward"), RecomputedForward):
+            again.closes.append(hook)
+        else:
+            yield module.register_forward_hook(hook, always_call=True)
+
+    def columns_of(self, name: str) -> ColumnGroup:
+        """The column linears in a module that may read what is gathered or copied for it."""
+        if name not in self.columns:
+            plan = self.plan
+            entries = plan.named("gather", "copy")
+            inner = [n for n in plan.linears if plan.linears[n].rule.style == "column" and inside(n, name)]
+            nearest = [n for n in inner if next(around for around in outwards(n) if around in entries) == name]
+            self.columns[name] = ColumnGroup(plan.modules[n] for n in nearest)
+        return self.columns[name]
 
     def is_lowered(self, name: str) -> bool:
         """Whether the module or tensor lies in a block that is compiled."""

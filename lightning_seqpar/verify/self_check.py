@@ -61,9 +61,7 @@ class Sharding(NamedTuple):
     @classmethod
     def of(cls, config: ParallelConfig) -> Sharding:
         """That of a configuration."""
-        # With a small example "auto" would keep what a real batch gathers again.
-        regather = True if config.regather == "auto" else config.regather
-        return cls(config.sp, regather, config.loss_chunk, config.recompute, config.cp_method, config.tile_mlp)
+        return cls(config.sp, config.regather, config.loss_chunk, config.recompute, config.cp_method, config.tile_mlp)
 
     def shard(
         self, copied: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, tiles: MLPTiles | None

@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_seqpar.activations.wgrad_overlap import READERS
 from lightning_seqpar.distributed.autograd import backward_classes, children, reach
 from lightning_seqpar.nn import vocab
-from lightning_seqpar.nn.linear import ShardedLinear
 from lightning_seqpar.parallel.sharded_model import ShardedModel
+from lightning_seqpar.region import products
 
 
 def check_readers(loss: Tensor, record: ShardedModel) -> None:
@@ -23,7 +22,7 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
     for region in record.regions:
         region.observers.loss_leaks.check(loss)
     compiled = record.graphs.node_types if record.graphs is not None else set()  # of our own blocks, each a node
-    allowed = {*backward_classes((ShardedLinear, *READERS, *vocab.READERS)), *compiled}
+    allowed = {*backward_classes((*products.READERS, *vocab.READERS)), *compiled}
 
     def made_inside(node: Any) -> bool:
         return any(region.observers.span.holds(node) for region in record.regions)

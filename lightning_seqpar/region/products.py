@@ -1,0 +1,243 @@
+"""The two products of tensor parallelism with their collectives, each one function of autograd: columns and rows (arXiv 2205.05198).
+
+All columns that read one gathered activation are one function: it gathers, multiplies, and keeps the shard alone. Its backward
+gathers again under the input-gradient products, which add up in one buffer, and reduce-scatters that under the weight-gradient
+products. A row is one function, too: product and reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_seqpar.distributed.async_ops import PendingAllReduce, PendingGather, PendingReduceScatter
+from lightning_seqpar.distributed.autograd import once_differentiable
+
+Pending: TypeAlias = PendingAllReduce | PendingGather | PendingReduceScatter
+
+
+class Tokens(NamedTuple):
+    """How the positions of one activation lie on the tensor-parallel ranks, and how they come together.
+
+    ===============  ==================================  ====================================
+    method           with sequence parallelism           without
+    ===============  ==================================  ====================================
+    start_gather     all-gather: shard → whole           nothing, the activation is whole
+    start_sum        reduce-scatter: addend → shard      all-reduce: addend → sum
+    ===============  ==================================  ====================================
+
+    Attributes:
+        group: the tensor-parallel ranks.
+        dim: the tensor dim of the sequence in ``[b, s, h]``.
+        sp: whether each rank holds a shard.
+        length: positions of the whole sequence.
+        batch: of flattened tokens ``[b·s, h]`` the size of the batch; 0 for an activation.
+        regather: whether a column keeps the shard and gathers it again in the backward.
+    """
+
+    group: ProcessGroup
+    dim: int
+    sp: bool
+    length: int = 0
+    batch: int = 0
+    regather: bool = False
+
+    def start_gather(self, shard: Tensor, *, async_op: bool = True) -> Pending | Tensor:
+        """Start to put the shards together; :meth:`finish` waits."""
+        if not self.sp:
+            return shard
+        return PendingGather(self.folded(shard), self.dim, self.group, self.length, async_op)
+
+    def start_sum(self, addend: Tensor, *, async_op: bool = True) -> Pending:
+        """Start to sum one addend of each rank."""
+        if not self.sp:
+            return PendingAllReduce(addend, self.group, async_op)
+        return PendingReduceScatter(self.folded(addend), self.dim, self.group, async_op)
+
+    def finish(self, pending: Pending | Tensor) -> Tensor:
+        """Wait for what was started, and return it as the activation was given: flattened tokens flattened."""
+        if isinstance(pending, Tensor):
+            return pending
+        out = pending.wait()
+        return out.flatten(0, 1) if self.batch else out
+
+    def folded(self, x: Tensor) -> Tensor:
+        """Flattened tokens as an activation: ``[b·s, h]`` → ``[b, s, h]``, or ``[s, b, h]`` where the sequence is dim 0."""
+        if not self.batch:
+            return x
+        sizes = (self.batch, -1) if self.dim == 1 else (-1, self.batch)
+        return x.reshape(*sizes, *x.shape[1:])
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The type in which autocast would compute a product on the device of ``x``; None if it is off."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _owned(x: Tensor) -> Tensor:
+    """``x`` as no view: one that is made inside a function of autograd may not be changed in place by who gets it."""
+    return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype | None) -> Tensor:
+    """``F.linear`` in ``dtype``, the type that autocast asks for; None for the inputs' own type."""
+    matrix = weight.t() if transposed else weight
+    if dtype is None:
+        return _owned(F.linear(x, matrix, bias))
+    with torch.autocast(x.device.type, enabled=False):
+        return _owned(F.linear(x.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype)))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``[..., h]`` → ``[b·s, h]``."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, with less host time if it has that type already."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _input_grad(
+    total: Tensor | None, rows: Tensor, weight: Tensor, transposed: bool, own: bool, dtype: torch.dtype
+) -> Tensor:
+    """``dx + dy W``, ``[b·s, h]``, added in place where the sum so far is this function's ``own``."""
+    matrix = _cast(weight.t() if transposed else weight, rows.dtype)
+    if total is None:
+        return _cast(torch.mm(rows, matrix), dtype)
+    if rows.dtype != total.dtype:
+        made = torch.mm(rows, matrix)
+        return total.add_(made) if own else total + made
+    return total.addmm_(rows, matrix) if own else torch.addmm(total, rows, matrix)
+
+
+def _weight_grad(rows: Tensor, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    """``dW = dyᵀ x``, of the weight's shape and type."""
+    x = _cast(_rows(x), rows.dtype)
+    made = torch.mm(x.t(), rows) if transposed else torch.mm(rows.t(), x)
+    return _cast(made, weight.dtype)
+
+
+class Products(torch.autograd.Function):
+    """The column linears that read one activation, which is gathered for them.
+
+    ============  ====================  ======================  ==========================================
+    tensor        global                local                   saved for backward
+    ============  ====================  ======================  ==========================================
+    x             ``[b, s, h]``         ``[b, s/tp, h]``        itself; the whole without ``regather``
+    weights       ``[f, h]`` each       ``[f/tp, h]``           themselves
+    biases        ``[f]``               ``[f/tp]``              —
+    x_full        ``[b, s, h]``         ``[b, s, h]``           —
+    outputs       ``[b, s, f]``         ``[b, s, f/tp]``        —
+    ============  ====================  ======================  ==========================================
+
+    Forward: gathers, and multiplies by each weight. Backward, where ``dy`` are the outputs' gradients and ``dx_full`` is that of
+    other readers of ``x_full``: ``dx = dx_full + Σ dy W`` is one term of a sum over tp, which is reduce-scattered;
+    ``dW = dyᵀ x_full`` with ``x_full`` gathered again; ``db = Σ dy``. What is frozen, or has no gradient, costs no product.
+
+    With ``tokens`` None nothing is gathered, ``x`` is whole and kept, and ``dx`` is left as this rank's term.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tokens | None, x: Tensor, transposed: tuple[bool, ...], *parameters: Tensor | None
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        weights, biases = parameters[::2], parameters[1::2]
+        dtype = autocast_dtype(x)
+        whole = x
+        if tokens is not None:
+            whole = tokens.finish(tokens.start_gather(x, async_op=False))
+            whole = x.view_as(x) if whole is x else _owned(whole)
+        made = [_product(whole, w, b, t, dtype) for w, b, t in zip(weights, biases, transposed, strict=True)]
+        ctx.gathers_again = tokens is not None and tokens.sp and tokens.regather
+        keeps = any(ctx.needs_input_grad[3::2])
+        ctx.save_for_backward((x if ctx.gathers_again else whole) if keeps else None, *weights)
+        ctx.tokens, ctx.transposed, ctx.dtype = tokens, transposed, x.dtype
+        ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
+        return made[0] if tokens is None else (whole, *made)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        tokens, needs = ctx.tokens, ctx.needs_input_grad
+        total, outer = None, grads
+        if tokens is not None:
+            total, *outer = grads
+        if total is None and all(grad is None for grad in outer):
+            return (None,) * len(needs)
+        kept, *weights = ctx.saved_tensors
+        rows = [None if grad is None else _rows(grad) for grad in outer]
+        wanted = [row is not None and need for row, need in zip(rows, needs[3::2], strict=True)]
+        again = tokens.start_gather(kept) if ctx.gathers_again and any(wanted) else kept
+        pending = None
+        if needs[1]:
+            shape, own = None if total is None else total.shape, False
+            total = None if total is None else _rows(total)
+            for at, row in enumerate(rows):
+                if row is not None:
+                    total = _input_grad(total, row, weights[at], ctx.transposed[at], own, ctx.dtype)
+                    shape, own = shape or (*outer[at].shape[:-1], total.shape[-1]), True
+            total = total.view(shape)
+            pending = total if tokens is None else tokens.start_sum(total)
+        whole = tokens.finish(again) if ctx.gathers_again and any(wanted) else again
+        out: list[Tensor | None] = []
+        for at, row in enumerate(rows):
+            bias = needs[4 + 2 * at] and row is not None
+            out.append(_weight_grad(row, whole, weights[at], ctx.transposed[at]) if wanted[at] else None)
+            out.append(row.sum(0).to(ctx.bias_dtypes[at]) if bias else None)
+        if pending is not None and tokens is not None:
+            pending = tokens.finish(pending)
+        return None, pending, None, *out
+
+
+class Row(torch.autograd.Function):
+    """A row linear: this rank's features multiplied, and the ranks' products summed.
+
+    ============  ====================  ======================  ==================
+    tensor        global                local                   saved for backward
+    ============  ====================  ======================  ==================
+    x             ``[b, s, f]``         ``[b, s, f/tp]``        itself
+    weight        ``[h, f]``            ``[h, f/tp]``           itself
+    y             ``[b, s, h]``         ``[b, s/tp, h]``        —
+    ============  ====================  ======================  ==================
+
+    Forward: ``y = Σ_r x_r W_rᵀ``, reduce-scattered (all-reduced without sequence parallelism). Backward: ``dy`` is gathered,
+    ``dx = dy W``, ``dW = dyᵀ x``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tokens, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.tokens, ctx.transposed, ctx.dtype = tokens, transposed, x.dtype
+        needs_x, needs_weight = ctx.needs_input_grad[1:3]
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x or needs_weight else None)
+        partial = _product(x, weight, None, transposed, autocast_dtype(x))
+        return _owned(tokens.finish(tokens.start_sum(partial, async_op=False)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
+        x, weight = ctx.saved_tensors
+        whole = ctx.tokens.finish(ctx.tokens.start_gather(grad))
+        rows, dx, dw = _rows(whole), None, None
+        if ctx.needs_input_grad[1]:
+            dx = _input_grad(None, rows, weight, ctx.transposed, False, ctx.dtype)
+            dx = dx.view(*whole.shape[:-1], dx.shape[-1])
+        if ctx.needs_input_grad[2]:
+            dw = _weight_grad(rows, x, weight, ctx.transposed)
+        return None, dx, dw, None
+
+
+READERS = (Products, Row)
+"""Autograd functions that read the weights of parallel linears."""
+
+REDUCTIONS = (Row,)
+"""Autograd functions behind which every rank has its shard of a sum over ranks."""
