@@ -158,7 +158,7 @@ class Products(torch.autograd.Function):
         ctx.gathers_again = tokens is not None and tokens.sp and tokens.regather
         keeps = any(ctx.needs_input_grad[3::2])
         ctx.save_for_backward((x if ctx.gathers_again else whole) if keeps else None, *weights)
-        ctx.tokens, ctx.transposed, ctx.dtype = tokens, transposed, x.dtype
+        ctx.tokens, ctx.transposed, ctx.dtype, ctx.shape = tokens, transposed, x.dtype, whole.shape
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         return made[0] if tokens is None else (whole, *made)
 
@@ -166,31 +166,29 @@ class Products(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tokens, needs = ctx.tokens, ctx.needs_input_grad
-        total, outer = None, grads
-        if tokens is not None:
-            total, *outer = grads
-        if total is None and all(grad is None for grad in outer):
-            return (None,) * len(needs)
+        total, outer = (grads[0], grads[1:]) if tokens is not None else (None, grads)
+        if all(grad is None for grad in outer):
+            # No product was read: what is kept for them may have been changed since.
+            sent = None if total is None or not needs[1] else tokens.finish(tokens.start_sum(total))
+            return None, sent, *[None] * (len(needs) - 2)
         kept, *weights = ctx.saved_tensors
-        rows = [None if grad is None else _rows(grad) for grad in outer]
-        wanted = [row is not None and need for row, need in zip(rows, needs[3::2], strict=True)]
+        wanted = [grad is not None and need for grad, need in zip(outer, needs[3::2], strict=True)]
         again = tokens.start_gather(kept) if ctx.gathers_again and any(wanted) else kept
+        rows = [None if grad is None else _rows(grad) for grad in outer]
         pending = None
         if needs[1]:
-            shape, own = None if total is None else total.shape, False
-            total = None if total is None else _rows(total)
-            for at, row in enumerate(rows):
+            sums, own = None if total is None else _rows(total), False  # the gradient of others' is not changed in place
+            for row, weight, transposed in zip(rows, weights, ctx.transposed, strict=True):
                 if row is not None:
-                    total = _input_grad(total, row, weights[at], ctx.transposed[at], own, ctx.dtype)
-                    shape, own = shape or (*outer[at].shape[:-1], total.shape[-1]), True
-            total = total.view(shape)
-            pending = total if tokens is None else tokens.start_sum(total)
-        whole = tokens.finish(again) if ctx.gathers_again and any(wanted) else again
+                    sums, own = _input_grad(sums, row, weight, transposed, own, ctx.dtype), True
+            pending = sums.view(ctx.shape)
+            pending = pending if tokens is None else tokens.start_sum(pending)
+        whole = tokens.finish(again) if again is not kept else kept
         out: list[Tensor | None] = []
         for at, row in enumerate(rows):
-            bias = needs[4 + 2 * at] and row is not None
+            summed = row is not None and needs[4 + 2 * at]
             out.append(_weight_grad(row, whole, weights[at], ctx.transposed[at]) if wanted[at] else None)
-            out.append(row.sum(0).to(ctx.bias_dtypes[at]) if bias else None)
+            out.append(row.sum(0).to(ctx.bias_dtypes[at]) if summed else None)
         if pending is not None and tokens is not None:
             pending = tokens.finish(pending)
         return None, pending, None, *out
