@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
@@ -69,22 +68,10 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != NO_BACKWARD
 
 
-def will_run(node: Any) -> bool:
-    """Whether the backward that runs will run a node; ``torch.autograd.grad`` runs only a part of the graph."""
-    return torch._C._will_engine_execute_node(node)
-
-
 def sequence_nr(node: Any) -> int:
     """The number that a node got when it was made. Of the nodes that are ready, the engine runs the highest number first."""
     number: int = node._sequence_nr()
     return number
-
-
-def set_sequence_nr(x: Tensor, number: int) -> None:
-    """Give the node that made ``x`` another sequence number, so that the engine runs it earlier or later, where torch can."""
-    node: Any = x.grad_fn
-    if hasattr(node, "_set_sequence_nr"):
-        node._set_sequence_nr(number)
 
 
 def next_sequence_nr() -> int:
@@ -182,21 +169,6 @@ def saved_tensor_hooks_allowed() -> bool:
 def is_of_checkpoint(hooks: tuple[Any, Any] | None) -> bool:
     """Whether hooks on saved tensors are an activation checkpoint's, whose two runs must save the same."""
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
-
-
-def push_saved_tensor_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-    """Add an innermost pair of hooks on saved tensors, until :func:`pop_saved_tensor_hooks` in another hook of a module."""
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def pop_saved_tensor_hooks() -> None:
-    """Remove the innermost pair of hooks on saved tensors."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def function_mode() -> Any:
-    """The innermost active ``TorchFunctionMode``, or None."""
-    return _get_current_function_mode()
 
 
 def dispatch_modes() -> list[Any]:

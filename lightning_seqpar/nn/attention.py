@@ -45,7 +45,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
     ==================  =====================  ===========================  =============================
     tensor              global                 local                        saved for backward
     ==================  =====================  ===========================  =============================
-    query               ``[b, s, h]``          ``[b, s/tp, h]``             itself (:class:`Products`)  
+    query               ``[b, s, h]``          ``[b, s/tp, h]``             itself (:class:`Products`)
     key, value          ``[b, t, h]``          the query, or ``[b, t, h]``  itself
     in_proj_weight      ``[3h, h]``            ``[3h/tp, h]``, ``[q|k|v]``  itself
     q, k, v             ``[b, n, s, d]``       ``[b, n/tp, s, d]``          by the attention's kernel

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_seqpar.distributed.autograd import input_node, node_classes
+from lightning_seqpar.distributed.autograd import input_node, node_classes, saved_tensor_hooks
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.products import Products, Tokens
 
@@ -18,7 +18,8 @@ _PASSING = node_classes("ToCopy", "View", "UnsafeView", "Alias")
 """Nodes whose result is all of their input: casts and views."""
 
 _MADE = "_seqpar_made"
-"""Attribute of a column with what was made for it: the gathered activation, its version, and the column's output."""
+"""Attribute of a column with what was made for it: the gathered activation, its version, the hooks on saved tensors that applied
+then, and the column's output."""
 
 
 class ColumnGroup:
@@ -30,22 +31,37 @@ class ColumnGroup:
 
     def __init__(self, columns: Iterable[Any] = ()) -> None:
         self._columns: tuple[Any, ...] = tuple(columns)
+        self._whole: Tensor | None = None
 
     def gather(self, tokens: Tokens, x: Tensor) -> Tensor:
         """A shard on its way to the columns, whole: ``[b, s/tp, h]`` → ``[b, s, h]``."""
+        hooks = saved_tensor_hooks()
         joined = [column for column in self._columns if _joins(column, x)]
         parameters = [column._parameters[leaf] for column in joined for leaf in ("weight", "bias")]
         transposed = tuple(column.transposed for column in joined)
         whole: Tensor
         whole, *made = Products.apply(tokens, x, transposed, *parameters)  # type: ignore[no-untyped-call]
         for column, out in zip(joined, made, strict=True):
-            column.__dict__[_MADE] = whole, whole._version, out
+            column.__dict__[_MADE] = whole, whole._version, hooks, out
+        self._whole = whole if joined else None
         return whole
 
-    def close(self, *, aborted: bool) -> None:
-        """The module returned, or raised: what no column has taken is let go of."""
+    def close(self, name: str, *, aborted: bool) -> None:
+        """The module ``name`` returned, or raised: what no column has taken is let go of.
+
+        Raises:
+            RuntimeError: if a hook was registered on what was gathered when columns had read it.
+        """
+        whole, self._whole = self._whole, None
         left = [column for column in self._columns if column.__dict__.pop(_MADE, None) is not None]
-        if left and not aborted:
+        if aborted or whole is None:
+            return
+        if whole._backward_hooks is not None and len(left) < len(self._columns):
+            raise RuntimeError(
+                f"{name}: a hook was registered on the gradient of its input when linears in it had read it, and would not see "
+                "what they add to it; register it before (in a forward pre-hook of the module)"
+            )
+        if left:
             self._columns = tuple(column for column in self._columns if column not in left)
 
 
@@ -66,11 +82,16 @@ def _joins(column: Any, x: Tensor) -> bool:
 
 def take_made(column: Any, x: Tensor) -> Tensor | None:
     """What was made for a column where ``x``, which it is called with, was gathered; None if it has to multiply by itself."""
-    made = column.__dict__.pop(_MADE, None)
-    if made is not None and made[0] is x and x._version == made[1]:
-        out: Tensor = made[2]
-        return out
-    return None
+    made = column.__dict__.get(_MADE)
+    if made is None or made[0] is not x or x._version != made[1]:
+        return None
+    # A hook of x sees the gradient of those that read it, and of a leaf that x was made it is kept. An activation checkpoint that
+    # began since would run the column again, and not what made this.
+    if x._backward_hooks is not None or (x.requires_grad and x.grad_fn is None) or made[2] != saved_tensor_hooks():
+        return None
+    del column.__dict__[_MADE]
+    out: Tensor = made[3]
+    return out
 
 
 class WholeActivations:

@@ -234,7 +234,7 @@ class DataPath:
         """How the partial sums of a row linear, of the shape ``[b, s, h]`` or flattened, lie on the ranks."""
         if not self.sp:
             return self._copied
-        key, frame, frames = (module, shape), self._frames.current, self._frames
+        key, frames = (module, shape), self._frames
         known = frames.remembered(key) or frames.lengths()
         batch = known.batch if frames.folds(shape, known.length, known) else 0
         if frames.remembered(key) is None:

@@ -292,7 +292,7 @@ def close_gather(
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         region.close_gather()
-        columns.close(aborted=out is None)
+        columns.close(name, aborted=out is None)
         if out is None:  # it raised
             region.rng.end_features()
         elif heads is not None and isinstance(out, list | tuple):

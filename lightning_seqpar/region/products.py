@@ -1,4 +1,4 @@
-"""The two products of tensor parallelism with their collectives, each one function of autograd: columns and rows (arXiv 2205.05198).
+"""The two products of tensor parallelism, each one function of autograd with its collective: columns and rows (arXiv 2205.05198).
 
 All columns that read one gathered activation are one function: it gathers, multiplies, and keeps the shard alone. Its backward
 gathers again under the input-gradient products, which add up in one buffer, and reduce-scatters that under the weight-gradient
@@ -154,6 +154,8 @@ class Products(torch.autograd.Function):
         if tokens is not None:
             whole = tokens.finish(tokens.start_gather(x, async_op=False))
             whole = x.view_as(x) if whole is x else _owned(whole)
+            if not ctx.needs_input_grad[1]:
+                ctx.mark_non_differentiable(whole)
         made = [_product(whole, w, b, t, dtype) for w, b, t in zip(weights, biases, transposed, strict=True)]
         ctx.gathers_again = tokens is not None and tokens.sp and tokens.regather
         keeps = any(ctx.needs_input_grad[3::2])
@@ -177,7 +179,10 @@ class Products(torch.autograd.Function):
         rows = [None if grad is None else _rows(grad) for grad in outer]
         pending = None
         if needs[1]:
-            sums, own = None if total is None else _rows(total), False  # the gradient of others' is not changed in place
+            sums, own = (
+                None if total is None else _rows(total),
+                False,
+            )  # the gradient of others' is not changed in place
             for row, weight, transposed in zip(rows, weights, ctx.transposed, strict=True):
                 if row is not None:
                     sums, own = _input_grad(sums, row, weight, transposed, own, ctx.dtype), True

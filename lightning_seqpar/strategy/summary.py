@@ -65,7 +65,9 @@ def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None
 
 def _memory(config: ParallelConfig, tp: int) -> str:
     """A line on what is kept for the backward, and what is made again."""
-    kept = "what columns read is gathered again in the backward" if config.regather else "what columns read is kept whole"
+    kept = (
+        "what columns read is gathered again in the backward" if config.regather else "what columns read is kept whole"
+    )
     if config.compile:
         kept = f"{kept}, outside of the compiled blocks"
     recompute = {

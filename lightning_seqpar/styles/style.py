@@ -397,7 +397,9 @@ class Application:
     regions: dict[str, SequenceRegion]  # by the first block of their stack
     buffers: dict[str, ParamLayout] = field(default_factory=dict)  # those that styles have cut
     lowered: dict[str, LoweredRegion] = field(default_factory=dict)  # regions of compiled blocks, by the first block
-    columns: dict[str, ColumnGroup] = field(default_factory=dict)  # that read what is gathered for a module, by its name
+    columns: dict[str, ColumnGroup] = field(
+        default_factory=dict
+    )  # that read what is gathered for a module, by its name
 
     def module(self, name: str) -> nn.Module:
         """The module of that name."""

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning_seqpar.activations.norm_recompute import make_recomputing
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_seqpar.activations.norm_recompute import make_recomputing
 from lightning_seqpar.context import operations
 from lightning_seqpar.context.chunks import Chunks, contiguous, padded, zigzag
 from lightning_seqpar.context.exchange import enter

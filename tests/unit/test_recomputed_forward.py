@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_seqpar.activations.policy import SavePolicy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_seqpar.activations.policy import SavePolicy
 from lightning_seqpar.distributed.counters import SavedBytes
 from lightning_seqpar.region.recompute import RecomputedForward, RecomputeNotes
 from tests.mutants import sees

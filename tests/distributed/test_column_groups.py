@@ -1,4 +1,4 @@
-"""Weight-grad products that run under collectives: the same gradients, whatever is done with the graph; and time gained."""
+"""Columns that share a gather, and rows: the same gradients whatever is done with the graph, and products under collectives."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar import ParallelGroups, ProcessTopology
-from lightning_seqpar.activations.regather import RegatheredInput
-from lightning_seqpar.activations.wgrad_overlap import BackwardExchange, DeferredWgrad, WgradProduct
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.grad_sync import GradSync
@@ -29,7 +28,6 @@ from tests.helpers.zoo import FeedForward
 from tests.mutants import sees
 
 ROUNDS = 4
-COLUMNS = 5 + 5 + 4
 
 
 class Within(peers.Mlp):
@@ -210,18 +208,8 @@ def hooked_inside(model: Decoder, batch: Tensor, at: int) -> list[Any]:
         if args[0].requires_grad:
             args[0].register_hook(lambda grad: 0.5 * grad)
 
-    def scale_after(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        scale(module, args)
-
-    kept = []
-    hooks = [
-        model.layers[1].attn.register_forward_pre_hook(scale),
-        model.layers[2].mlp.fc1.register_forward_hook(scale_after),
-        model.layers[2].attn.register_forward_pre_hook(lambda module, args: kept.append(args[0])),
-    ]
-    loss = loss_of(model, batch)
-    kept.pop().register_hook(lambda grad: 0.5 * grad)  # nobody holds the tensor any more
-    loss.backward()
+    hooks = [one.register_forward_pre_hook(scale) for one in (model.layers[1].attn, model.layers[2].mlp.fc1)]
+    loss_of(model, batch).backward()
     return hooks
 
 
@@ -306,7 +294,7 @@ USES = {
 }  # fmt: skip
 
 
-def make(tp: int, sp: bool, regather: Any = True) -> tuple[Decoder, Any, ParallelGroups]:
+def make(tp: int, sp: bool, regather: bool = True) -> tuple[Decoder, Any, ParallelGroups]:
     groups = ParallelGroups(ProcessTopology(["dp", "tp"], [dist.get_world_size() // tp, tp]), dist.get_rank())
     torch.manual_seed(0)
     model = Decoder(3).double()
@@ -319,19 +307,15 @@ SHORT = ("watched", "flattened", "cut_behind_columns", "cut_behind_a_part")
 FEW = ("plain", "micro_batches", "detached_inside", "other_orders", "recomputed", "two_forwards")
 
 
-def check_uses(tp: int, sp: bool, names: Sequence[str], regather: Any = True) -> dict[str, int]:
-    counts = {}
+def check_uses(tp: int, sp: bool, names: Sequence[str], regather: bool = True) -> None:
     for name in names:
         use = USES[name]
         model, record, groups = make(tp, sp, regather)
         torch.manual_seed(0)
         reference = Decoder(3).double()
         sync = GradSync(record.layout, groups)
-        with Late() as late:
-            for at in range(ROUNDS):
-                round_of(use, at, model, record, sync, reference)
-        counts[name] = late.count
-    return counts
+        for at in range(ROUNDS):
+            round_of(use, at, model, record, sync, reference)
 
 
 def round_of(use: Any, at: int, model: Decoder, record: Any, sync: GradSync, reference: Decoder) -> None:
@@ -348,32 +332,6 @@ def round_of(use: Any, at: int, model: Decoder, record: Any, sync: GradSync, ref
     compare(f"{use.__name__}, round {at}", gather_grads(model), reference)
 
 
-class Late:
-    """Counts the products that were made while a collective was under way."""
-
-    def __enter__(self) -> Late:
-        self.count, self._under_way = 0, 0
-        self._plain = (BackwardExchange.give, BackwardExchange.take, DeferredWgrad.take)
-
-        def give(slot: BackwardExchange, *args: Any) -> Any:
-            self._under_way += 1
-            return self._plain[0](slot, *args)
-
-        def end(slot: BackwardExchange, *args: Any) -> Any:
-            self._under_way -= bool(slot._pending._values)
-            return self._plain[1](slot, *args)
-
-        def take(late: DeferredWgrad) -> Any:
-            self.count += self._under_way
-            return self._plain[2](late)
-
-        BackwardExchange.give, BackwardExchange.take, DeferredWgrad.take = give, end, take
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        BackwardExchange.give, BackwardExchange.take, DeferredWgrad.take = self._plain
-
-
 def compare(what: str, found: dict[str, Tensor | None], reference: nn.Module) -> None:
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
     norm = torch.stack([grad.norm() for grad in expected.values() if grad is not None]).norm()
@@ -385,111 +343,46 @@ def compare(what: str, found: dict[str, Tensor | None], reference: nn.Module) ->
 
 
 @sees(
-    "weight-grad products made before their collective starts",
-    "defer_wgrad",
-    "    set_sequence_nr(given, number)\n",
-    "",
-)
-@sees(
-    "a collective waited for where it starts",
-    "_over",
-    "        set_sequence_nr(waits, max(number - 1, 0))\n",
-    "        set_sequence_nr(waits, number + 2)\n",
-)
-@sees(
     "the columns' products left out of the gradient of their input",
-    "BackwardExchange.add_product",
-    "            total.addmm_(grad, right)",
-    "            pass",
+    "_input_grad",
+    "return total.addmm_(rows, matrix) if own else torch.addmm(total, rows, matrix)",
+    "return total",
 )
 @sees(
-    "a backward in a hook shares the place of the outer one",
-    "PerBackward.put",
-    "self._values[current_backward()] = value",
-    "self._values = {current_backward(): value}",
-)
-@sees(
-    "what a backward in a hook gathered is not gathered again",
-    "RegatheredInput.take",
-    "        self.start(kept)  # does nothing, unless a hook ran another backward in between\n",
-    "",
-)
-@sees(
-    "a checkpoint's input taken for its norm's",
-    "NormCall.source",
-    " and keeper() == self._keeper else None",
-    " else None",
-)
-@sees(
-    "a checkpoint's input taken for what was gathered outside",
-    "ColumnInputs.find_regathered",
-    "return read.handle if keeper() == read.handle.keeper else None",
-    "return read.handle",
-)
-@sees(
-    "columns that a backward does not come to are waited for",
-    "BackwardExchange._count",
-    "return sum(will_run(node) for node in nodes)",
-    "return len(nodes)",
+    "a gradient of others' is changed in place",
+    "Products.backward",
+    "_rows(total), False  #",
+    "_rows(total), True  #",
 )
 @sees(
     "zeros where the output of a column has no gradient",
-    "ShardedLinear.forward",
-    "        ctx.set_materialize_grads(False)\n        dtype = _autocast_dtype(x)\n        ctx.late",
-    "        dtype = _autocast_dtype(x)\n        ctx.late",
-)
-@sees(
-    "columns' sum waits for one that has no gradient",
-    "ShardedLinear._skip",
-    "total = ctx.slot.skip_product()",
-    "pass",
-)
-@sees(
-    "zeros where the output of a norm has no gradient",
-    "_Norm.forward",
-    "        ctx.set_materialize_grads(False)\n        ctx.call = call\n",
-    "        ctx.call = call\n",
-)
-@sees(
-    "zeros where the output of a row has no gradient",
-    "_CollectiveOver.forward",
+    "Products.forward",
     "        ctx.set_materialize_grads(False)\n",
     "",
 )
 @sees(
-    "the result of a collective that was started not taken",
-    "BackwardExchange.take",
-    "        return grad if pending is None else pending.wait()\n",
-    "        return grad\n",
+    "zeros where the output of a row has no gradient",
+    "Row.forward",
+    "        ctx.set_materialize_grads(False)\n",
+    "",
 )
 @sees(
-    "an input gathered for another backward is used",
-    "RegatheredInput._begin",
-    "        if self._task != task:\n",
-    "        if False:\n",
+    "what was made of a tensor is taken though its gradient is changed",
+    "column_inputs:take_made",
+    "if x._backward_hooks is not None or ",
+    "if ",
 )
 @pytest.mark.more
 def test_gradients_are_those_of_one_process_whatever_is_done():
-    counts = run_distributed(check_uses, 2, 2, True, list(USES))[0]
-    assert all(counts.values())
-    assert counts["plain"] == ROUNDS * (COLUMNS + 2 * 3 - 1)  # and rows but the first
+    run_distributed(check_uses, 2, 2, True, list(USES))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("world", "tp", "sp"), [(4, 2, True), (4, 4, True), (2, 2, False)])
 def test_they_are_on_other_ranks_and_without_shards(world, tp, sp):
-    counts = run_distributed(check_uses, world, tp, sp, FEW if sp else list(USES))[0]
-    assert all(counts.values())
-    assert counts["plain"] == ROUNDS * (COLUMNS + (2 * 3 - 1 if sp else 0))
+    run_distributed(check_uses, world, tp, sp, FEW if sp else list(USES))
 
 
-@sees(
-    "zeros where the output of a row that makes little has no gradient",
-    "_Pair.forward",
-    "        ctx.set_materialize_grads(False)\n",
-    "",
-    case="True",
-)
 @sees(
     "an activation in a checkpoint under somebody's hooks needs no gradient",
     "_settle",
@@ -499,59 +392,60 @@ def test_they_are_on_other_ranks_and_without_shards(world, tp, sp):
 )
 @pytest.mark.more
 @pytest.mark.parametrize("sp", [True, pytest.param(False, marks=pytest.mark.matrix)])
-def test_gradients_are_those_of_one_process_where_nothing_waits(sp):
-    assert not any(run_distributed(check_uses, 2, 2, sp, (*FEW, *SHORT) if sp else FEW, "auto")[0].values())
+def test_they_are_where_the_whole_is_kept(sp):
+    run_distributed(check_uses, 2, 2, sp, (*FEW, *SHORT) if sp else FEW, False)
 
 
-def left_over() -> int:
-    """Of a backward whose graph is kept: products to run, and what was gathered, summed or sent."""
+class Order(TorchDispatchMode):
+    """Notes products of matrices, exchanges as they start, and sums of what they brought."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition("::")[2].partition(".")[0]
+        if name in ("mm", "addmm_", "alltoall_base_", "cat", "add_"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def order() -> list[str]:
+    """Of the backward of an MLP with two columns."""
     model, _, _ = make(2, True)
     loss = loss_of(model, torch.randint(0, 64, (4, 8)))
-    loss.backward(retain_graph=True)
-    found = {
-        kind: [one for one in gc.get_objects() if type(one) is kind]
-        for kind in (WgradProduct, RegatheredInput, BackwardExchange)
-    }
-    held = [*found[WgradProduct]]
-    held += [x for one in found[RegatheredInput] for x in (one._whole, one._pending) if x is not None]
-    held += [
-        x for one in found[BackwardExchange] for x in (*one._sums._values.values(), *one._pending._values.values())
-    ]
-    assert found[RegatheredInput]
-    assert found[BackwardExchange]
-    return len(held)
+    with Order() as noted:
+        loss.backward()
+    return noted.seen
 
 
 @sees(
-    "what a backward left is not let go",
-    "PerBackward.take",
-    "return self._values.pop(current_backward(), None)",
-    "return self._values.get(current_backward())",
+    "the sum is waited for where it starts",
+    "Products.backward",
+    "pending = pending if tokens is None else tokens.start_sum(pending)",
+    "pending = pending if tokens is None else tokens.finish(tokens.start_sum(pending))",
 )
 @sees(
-    "what was gathered again is not let go after its last user",
-    "RegatheredInput._end",
-    "            self._whole, self._task = None, NO_BACKWARD",
-    "            self._task = NO_BACKWARD",
+    "the input is gathered again when it is needed",
+    "Products.backward",
+    "again = tokens.start_gather(kept) if",
+    "again = tokens.finish(tokens.start_gather(kept)) if",
 )
-def test_a_backward_lets_go_of_what_it_made_though_the_graph_is_kept(found):
-    assert found["left_over"] == 0
+def test_products_run_under_collectives(found):
+    exchange, gathered, summed = "alltoall_base_", "cat", "add_"
+    under = [exchange, "mm", "addmm_", exchange, gathered, "mm", "mm", summed]
+    seen = found["order"]
+    assert any(seen[at : at + len(under)] == under for at in range(len(seen)))
 
 
 def captured(sp: bool) -> list[bool]:
-    """Gradients of what was gathered: asked for with others, and of a leaf that it was made."""
+    """The gradient of what was gathered and made a leaf."""
     torch.manual_seed(0)
     reference = Decoder(3).double()
     model, _, _ = make(2, sp)
     batch = torch.randint(0, 64, (4, 8))
     found: list[list[Tensor]] = []
     for one in (model, reference):
-        kept: list[Tensor] = []
-        hook = one.layers[1].mlp.register_forward_pre_hook(lambda module, args, kept=kept: kept.append(args[0]))
-        loss = loss_of(one, batch)
-        hook.remove()
-        weight = one.layers[0].mlp.down.weight
-        grads = [torch.autograd.grad(loss, [*kept, weight], retain_graph=True)[0], *torch.autograd.grad(loss, kept)]
         for still in (one.tokens, one.layers[0].attn_norm):
             still.requires_grad_(False)
         leaf: list[Tensor] = []
@@ -560,15 +454,15 @@ def captured(sp: bool) -> list[bool]:
         )
         loss_of(one, batch).backward()
         hook.remove()
-        found.append([*grads, leaf[0].grad])
+        found.append([leaf[0].grad])
     for grad in found[0]:
         dist.all_reduce(grad)  # those of ranks are parts
     return [torch.allclose(a, b, rtol=1e-10, atol=0) for a, b in zip(*found, strict=True)]
 
 
 @pytest.mark.parametrize("sp", [True, False])
-def test_gradients_of_what_was_gathered_are_whole_for_those_who_ask(sp):
-    assert run_distributed(captured, 2, sp)[0] == [True, True, True]
+def test_what_was_gathered_may_be_made_a_leaf(sp):
+    assert run_distributed(captured, 2, sp)[0] == [True]
 
 
 def penalized(name: str) -> str:
@@ -582,13 +476,6 @@ def penalized(name: str) -> str:
     return ""
 
 
-@sees(
-    "the gradient of a weight's gradient lost on its way round",
-    "ShardedLinear.backward",
-    "if ctx.late is not None and ctx.is_plain:",
-    "if ctx.late is not None:",
-    case="layers.1.attn.q.weight",
-)
 @pytest.mark.parametrize("name", ["layers.1.attn.q.weight", "layers.2.mlp.fc2.weight"])
 def test_a_penalty_on_gradients_of_linears_is_refused(name):
     assert "differentiate twice" in run_distributed(penalized, 2, name)[0]
@@ -615,30 +502,28 @@ def test_a_forward_whose_loss_is_dropped_is_dropped(found):
     assert found["forgotten"] == 0
 
 
-def hooks_left() -> bool:
-    """A checkpoint's hooks hold what it runs again; they go with the tensors, though the loss stays."""
+def hooked_late() -> str:
     model, _, _ = make(2, True)
-
-    def pack(x: Tensor) -> Tensor:
-        return x
-
-    pack.__module__ = "torch.utils.checkpoint"
-    kept = weakref.ref(pack)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        loss = loss_of(model, torch.randint(0, 64, (4, 8)))
-    del pack
-    loss.backward()
-    gc.collect()
-    return kept() is not None
+    model.layers[2].mlp.fc1.register_forward_hook(lambda module, args, out: args[0].register_hook(torch.neg) and None)
+    try:
+        loss_of(model, torch.randint(0, 64, (4, 8)))
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
-@sees("a checkpoint is held by its norms", "keeper", "return weakref.ref(hooks[0]) if", "return hooks[0] if")
-def test_a_checkpoint_goes_with_what_it_kept(found):
-    assert not found["hooks_left"]
+@sees(
+    "a hook that would see a part of the gradient is let through",
+    "ColumnGroup.close",
+    "if whole._backward_hooks is not None and len(left) < len(self._columns):",
+    "if False:",
+)
+def test_a_hook_that_would_not_see_the_columns_gradients_is_refused(found):
+    assert "layers.2.mlp: a hook was registered on the gradient of its input" in found["hooked_late"]
 
 
 def run_alone() -> dict[str, Any]:
-    return {one.__name__: one() for one in (left_over, forgotten, hooks_left)}
+    return {one.__name__: one() for one in (order, forgotten, hooked_late)}
 
 
 @pytest.fixture(scope="module")
