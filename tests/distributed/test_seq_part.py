@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning_seqpar.activations.norm_recompute import make_recomputing
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +20,6 @@ from lightning_seqpar.context import operations
 from lightning_seqpar.context.chunks import Chunks, contiguous, padded, zigzag
 from lightning_seqpar.context.exchange import enter
 from lightning_seqpar.context.seq_part import HANDLERS, Place, SeqPart, whole_of
-from lightning_seqpar.distributed.counters import SavedBytes
 from lightning_seqpar.testing import run_distributed
 from tests.mutants import sees
 
@@ -843,61 +841,3 @@ def test_each_rank_draws_for_itself_and_all_go_on_alike():
 
 
 # ---- norms that are recomputed ---------------------------------------------------------------------------------
-
-
-class SequenceNorm(nn.Module):
-    """Looks like a norm over the features, and takes its mean over the sequence."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(width) + 0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x - x.mean(1, keepdim=True)) * self.weight
-
-
-def recomputed_norms() -> dict[str, tuple[float, int]]:
-    """For each norm the largest error against the whole one's output and gradients, and the elements that a part of it keeps."""
-    torch.set_default_dtype(torch.float64)
-    chunks, found = Chunks(dist.group.WORLD, 7, contiguous(7, dist.get_world_size())), {}
-    for make in (nn.LayerNorm, nn.RMSNorm, SequenceNorm):
-        torch.manual_seed(0)
-        whole, x = make(4), torch.randn(2, 7, 4)
-        norm, own, other = copy.deepcopy(whole), x.clone().requires_grad_(), x.clone().requires_grad_()
-        make_recomputing(norm, lambda _: True)
-        wanted = whole(other)
-        wanted.pow(3).sum().backward()
-        for _ in range(2):
-            own.grad = norm.weight.grad = None
-            part = SeqPart.wrap(enter(own, 1, chunks), Place(chunks, 1))
-            with SavedBytes(exclude=list(norm.parameters())) as kept:
-                out = norm(part)
-            out.pow(3).sum().backward()
-        dist.all_reduce(norm.weight.grad)
-        errors = (
-            whole_of(out) - wanted,
-            own.grad - other.grad,
-            norm.weight.grad / chunks.size - whole.weight.grad,
-        )
-        found[make.__name__] = max(float(error.abs().max()) for error in errors), kept.total // 8
-    torch.set_default_dtype(torch.float32)
-    return found
-
-
-@sees(
-    "cp: whatever looks like a norm is taken for one of each position",
-    "norm_recompute:_is_of_positions",
-    "    return state.of_positions\n",
-    "    return True\n",
-)
-@sees(
-    "cp: norms of parts keep what autograd keeps",
-    "norm_recompute:_forward",
-    "isinstance(x, SeqPart) and _is_of_positions(self, x)",
-    "False",
-)
-def test_a_norm_of_parts_keeps_its_input_alone_if_it_looks_at_one_position():
-    for rank, found in enumerate(run_distributed(recomputed_norms, 2)):
-        assert all(error <= TOLERANCE for error, _ in found.values())
-        own = 2 * (4, 3)[rank] * 4
-        assert [kept for _, kept in found.values()][:2] == [own, own]

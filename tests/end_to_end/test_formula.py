@@ -246,10 +246,10 @@ CLASSIC = [("none", False), ("none", True), ("selective", False), ("selective", 
 
 
 @sees(
-    "recompute: what was gathered is kept whole",
-    "_Kept.__init__",
-    "region.columns.find_regathered(self.tensor) if region is not None else None",
-    "None",
+    "recompute: a checkpoint's gathers are made twice",
+    "DataPath.gather",
+    "regather = self.regather and not is_of_checkpoint(saved_tensor_hooks())",
+    "regather = self.regather",
     case="2-True",
 )
 @pytest.mark.parametrize(

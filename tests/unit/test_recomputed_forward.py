@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_seqpar.activations.policy import SavePolicy
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar.distributed.counters import SavedBytes
 from lightning_seqpar.region.recompute import RecomputedForward, RecomputeNotes
@@ -124,34 +122,3 @@ def test_a_cache_is_not_filled_twice():
     with torch.no_grad():
         module(torch.randn(6, 4), cache=cache)
     assert cache.updates == 1
-
-
-@sees(
-    "recompute: a checkpoint's gathers are made twice",
-    "SavePolicy.remakes",
-    " and not is_of_checkpoint(saved_tensor_hooks())",
-    "",
-)
-def test_under_a_checkpoint_auto_makes_nothing_a_second_time():
-    policy = {kind: SavePolicy(kind, 2, True) for kind in ("auto", True, False)}
-    asked: list[tuple[bool, ...]] = []
-
-    def ask(x: Tensor) -> Tensor:
-        asked.append(tuple(one.remakes(2**30) for one in policy.values()))
-        return x.square()
-
-    ask(torch.ones(1))
-    checkpoint(ask, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
-    assert asked == [(True, True, False), *[(False, True, False)] * 2]
-
-
-@sees(
-    "products wait for the shortest collectives",
-    "SavePolicy.overlaps",
-    'return whole_bytes > self.overlap_from or self.regather != "auto"',
-    "return True",
-)
-def test_products_wait_for_collectives_that_are_long_enough():
-    for sizes, kind in (((False, True), "auto"), ((True, True), True), ((True, True), False)):
-        policy = SavePolicy(kind, 2, True)
-        assert (policy.overlaps(2**18), policy.overlaps(2**18 + 1)) == sizes
