@@ -220,9 +220,10 @@ class ParallelConfig(FrozenModel):
     fsdp: dict[str, Any] = Field(default_factory=dict)
     """Options of ``fsdp``: ``reshard_after_forward``, ``mp_policy`` and ``offload_policy`` of ``fully_shard``, and ``units``,
     patterns of the modules that are gathered each on its own, in place of the blocks."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "activations", "selective", "full"] = "none"
     """What runs again in the backward instead of being kept: ``full``, each block, of which only the input is kept;
-    ``selective``, the attention in each block; ``none``. Gradients are the same to the last bit."""
+    ``activations``, norms and what lies between the columns and the row of an MLP; ``selective``, these and the attention in each
+    block; ``none``. Gradients are the same to the last bit."""
     regather: bool = True
     """Keep the shard of what is gathered for column linears, and gather it again in the backward; false keeps it whole, which
     spares a slow network a third of what is sent."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 _PRODUCTS = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 """Functions whose first argument is an activation that is multiplied with a weight."""
@@ -37,6 +38,35 @@ def stand_in(whole: Tensor, size: int) -> StandIn:
     narrow = whole.detach().new_full((), float("nan")).expand(*whole.shape[:-1], whole.shape[-1] // size)
     out = narrow.as_subclass(StandIn)
     out.whole = whole
+    return out
+
+
+class Later(Tensor):
+    """A tensor that is made when a function first reads it, and tells its shape and type before."""
+
+    make: Callable[[], Tensor]
+    made: Tensor | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func.__name__ in ("__get__", "size", "dim", "numel"):
+            return super().__torch_function__(func, types, tuple(args), kwargs or {})  # type: ignore[no-untyped-call]
+        args, kwargs = tree_map_only(Later, Later._read, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _read(self) -> Tensor:
+        if self.made is None:
+            with torch.no_grad():
+                self.made = self.make().requires_grad_(self.requires_grad)
+        return self.made
+
+
+def later(like: Tensor, shape: Sequence[int], make: Callable[[], Tensor]) -> Later:
+    """A tensor of a shape, and of the type of ``like``, that ``make`` makes when it is read."""
+    out = like.new_empty(()).expand(*shape).as_subclass(Later)
+    out.make = make
     return out
 
 

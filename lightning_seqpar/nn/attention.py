@@ -14,7 +14,7 @@ from lightning_seqpar.distributed.collectives import reduce_from_tensor_parallel
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import RowParallelLinear, shrink
 from lightning_seqpar.region.column_inputs import ColumnGroup
-from lightning_seqpar.region.products import Products, Tokens
+from lightning_seqpar.region.products import Kept, Products, Tokens
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
@@ -29,7 +29,7 @@ class _Projections(ColumnGroup):
         """``[b, s/tp, h]`` → ``[b, s, h]``."""
         whole: Tensor
         parameters = [one for pair in self._pairs for one in pair]
-        whole, *self._made = Products.apply(tokens, x, (False,) * len(self._pairs), *parameters)  # type: ignore[no-untyped-call]
+        whole, *self._made = Products.apply(tokens, x, Kept.of(x), (False,) * len(self._pairs), *parameters)  # type: ignore[no-untyped-call]
         return whole
 
     def of(self, whole: Tensor) -> list[Tensor]:
@@ -152,10 +152,11 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v of this rank's heads: ``[b, heads/tp, s, d]`` each."""
         path, weights = self.region.path, self.in_proj_weight.chunk(3)
+        packed: list[Tensor]
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         if key is query:
             made = _Projections([(self.in_proj_weight, self.in_proj_bias)])
-            packed = made.of(path.gather(query, self.full_name, made))[0].chunk(3, -1)
+            packed = [*made.of(path.gather(query, self.full_name, made))[0].chunk(3, -1)]
         else:
             pairs = [*zip(weights, biases, strict=True)]
             made = _Projections(pairs[:1])

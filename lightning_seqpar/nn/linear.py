@@ -15,6 +15,7 @@ from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.layout.linear_kind import LinearKind, LinearSettings, features, settings_of
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.layout.stand_in import resolve
+from lightning_seqpar.region.activations import hold
 from lightning_seqpar.region.column_inputs import ColumnGroup, take_made
 from lightning_seqpar.region.data_path import as_part
 from lightning_seqpar.region.products import Products, Row
@@ -154,7 +155,7 @@ class ColumnParallelLinear(_ParallelLinear):
             region.rng.begin_features()
 
     def _multiplied(self, x: Tensor) -> Tensor:
-        out: Tensor = Products.apply(None, x, (self.transposed,), self.weight, self.bias)  # type: ignore[no-untyped-call]
+        out: Tensor = Products.apply(None, x, None, (self.transposed,), self.weight, self.bias)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -194,10 +195,11 @@ class RowParallelLinear(_ParallelLinear):
         region = self.region
         try:
             if self.leaves_partial:
-                partial: Tensor = Products.apply(None, x, (self.transposed,), self.weight, None)  # type: ignore[no-untyped-call]
+                partial: Tensor = Products.apply(None, x, None, (self.transposed,), self.weight, None)  # type: ignore[no-untyped-call]
             else:
                 tokens = region.path.row_tokens((*x.shape[:-1], self.out_features), self.full_name)
-                out: Tensor = Row.apply(tokens, x, self.weight, self.transposed)  # type: ignore[no-untyped-call]
+                x, held = hold(x, region.frames.current)
+                out: Tensor = Row.apply(tokens, x, self.weight, self.transposed, held)  # type: ignore[no-untyped-call]
         except BaseException:  # also what stops an activation checkpoint's recomputation, once it has all tensors
             region.rng.end_features()
             raise

@@ -23,7 +23,7 @@ from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, is_compiled
 from lightning_seqpar.parallel.context import hook_embeddings
 from lightning_seqpar.parallel.graph_draws import check_draws
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
-from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, recomputed
+from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, recomputed, remake_activations
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import (
     PART_KEY,
@@ -92,6 +92,9 @@ class _Swap:
             if self._application.is_lowered(match.name):
                 match.rule.lower(match.name, application)
         make_recomputed(plan, self._recomputed, self._recompute, application.region_of)
+        if self._recompute in ("activations", "selective"):
+            apart = (*self._recomputed, *self._tiled)
+            remake_activations(plan, apart, application.region_of, application.columns_of)
         if self._tiles is not None:
             self._tiles.apply(plan, self._tiled, application.region_of)
         record = ShardedModel(

@@ -9,13 +9,15 @@ from typing import Literal
 from torch import nn
 
 from lightning_seqpar.layout.module_names import inside, outwards
+from lightning_seqpar.region.activations import RecomputedNorm, RecomputedSpan, is_norm
+from lightning_seqpar.region.column_inputs import ColumnGroup
 from lightning_seqpar.region.recompute import RecomputedForward, RecomputeNotes
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.region.tiled_call import TiledCall
 from lightning_seqpar.styles.linear import ColumnRule
 from lightning_seqpar.styles.style import PlannedModel
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "activations", "selective", "full"]
 """The field of the configuration."""
 
 
@@ -66,13 +68,28 @@ def _attentions(plan: PlannedModel) -> list[str]:
     return [name for name in found if not any(inside(name, one) for one in found if one != name)]
 
 
+def _mlps(plan: PlannedModel) -> list[str]:
+    """The MLPs of the blocks: the nearest modules around columns that are not dealt out by heads, and around a row."""
+    rows, heads = list(plan.named("row")), _attentions(plan)
+    columns = [(name, block) for block in _blocks(plan) for name in _columns(plan, block, by_heads=False)]
+    found = [_nearest_around([name], block, rows) for name, block in columns if name in plan.modules]
+    around = (*plan.named("gather"), *plan.named("reduce"))
+    return [
+        name
+        for name in dict.fromkeys(found)
+        if name is not None
+        and not any(inside(name, one) and one != name for one in around)
+        and not any(inside(one, name) for one in heads)
+    ]
+
+
 class NoAttentionError(ValueError):
     """The attention is to be recomputed, and no module of the blocks is one."""
 
 
 def recomputed(plan: PlannedModel, recompute: Recompute) -> list[str]:
     """The names of the modules that are recomputed."""
-    if recompute == "none":
+    if recompute in ("none", "activations"):
         return []
     if recompute == "full":
         return _blocks(plan)
@@ -82,6 +99,26 @@ def recomputed(plan: PlannedModel, recompute: Recompute) -> list[str]:
             "columns dealt out by heads (units); use recompute='full', or 'none'"
         )
     return found
+
+
+def remake_activations(
+    plan: PlannedModel,
+    names: Iterable[str],
+    regions: Callable[[str], SequenceRegion],
+    columns: Callable[[str], ColumnGroup],
+) -> None:
+    """Let norms, and what is between the columns and the row of an MLP, run again; ``names`` are of modules that do so anyway."""
+    apart = [*names]
+    gathers = {name for name in plan.named("gather") if name not in plan.named("copy")}
+    for name, module in plan.modules.items():
+        if plan.canonical[name] == name and is_norm(module) and plan.stack_reaching(name) is not None:
+            module.__dict__["forward"] = RecomputedNorm(module)
+    for name in _mlps(plan):
+        rows = [row for row in plan.named("row") if inside(row, name)]
+        summed = any(plan.reduced_at(row) is not None for row in rows)
+        if name in gathers and not summed and not any(inside(name, one) for one in apart):
+            module = plan.modules[name]
+            module.__dict__["forward"] = RecomputedSpan(module, columns(name), regions(name))
 
 
 def make_recomputed(
@@ -107,17 +144,7 @@ class MLPTiles:
         Experts that hold their weights themselves are none. What is gathered for the columns must be gathered in an MLP, and what
         the row makes reduced in it, so that it takes and returns activations as they are between the blocks.
         """
-        rows, heads = list(plan.named("row")), _attentions(plan)
-        columns = [(name, block) for block in _blocks(plan) for name in _columns(plan, block, by_heads=False)]
-        found = [_nearest_around([name], block, rows) for name, block in columns if name in plan.modules]
-        around = (*plan.named("gather"), *plan.named("reduce"))
-        names = [
-            name
-            for name in dict.fromkeys(found)
-            if name is not None
-            and not any(inside(name, one) and one != name for one in around)
-            and not any(inside(one, name) for one in heads)
-        ]
+        names = _mlps(plan)
         if not names:
             raise ValueError(
                 f"tile_mlp={self.tokens}: in the blocks ({_shown_blocks(plan)}) no module is the MLP, that is one which holds "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn import Parameter
 
 from lightning_seqpar.distributed.autograd import input_node, node_classes, saved_tensor_hooks
 from lightning_seqpar.region.frames import FrameStack
-from lightning_seqpar.region.products import Products, Tokens
+from lightning_seqpar.region.products import Kept, Products, Tokens, gather_again
 
 _PASSING = node_classes("ToCopy", "View", "UnsafeView", "Alias")
 """Nodes whose result is all of their input: casts and views."""
@@ -32,19 +33,27 @@ class ColumnGroup:
     def __init__(self, columns: Iterable[Any] = ()) -> None:
         self._columns: tuple[Any, ...] = tuple(columns)
         self._whole: Tensor | None = None
+        self._again: Callable[[], Tensor] | None = None
 
     def gather(self, tokens: Tokens, x: Tensor) -> Tensor:
         """A shard on its way to the columns, whole: ``[b, s/tp, h]`` → ``[b, s, h]``."""
-        hooks = saved_tensor_hooks()
         joined = [column for column in self._columns if _joins(column, x)]
         parameters = [column._parameters[leaf] for column in joined for leaf in ("weight", "bias")]
         transposed = tuple(column.transposed for column in joined)
         whole: Tensor
-        whole, *made = Products.apply(tokens, x, transposed, *parameters)  # type: ignore[no-untyped-call]
-        for column, out in zip(joined, made, strict=True):
-            column.__dict__[_MADE] = whole, whole._version, hooks, out
-        self._whole = whole if joined else None
+        kept = Kept.of(x)
+        whole, *made = Products.apply(tokens, x, kept, transposed, *parameters)  # type: ignore[no-untyped-call]
+        hand_out(joined, whole, made)
+        self._whole, self._again = (whole, functools.partial(gather_again, tokens, kept)) if joined else (None, None)
         return whole
+
+    def take_all(self) -> tuple[Tensor, list[Any], list[Tensor], Callable[[], Tensor]] | None:
+        """What was gathered, the columns that multiplied it, what they made, and how it is gathered again; None for nothing."""
+        whole, again = self._whole, self._again
+        made = [(column, column.__dict__.pop(_MADE)[3]) for column in self._columns if _MADE in column.__dict__]
+        if whole is None or again is None or not made:
+            return None
+        return whole, [column for column, _ in made], [out for _, out in made], again
 
     def close(self, name: str, *, aborted: bool) -> None:
         """The module ``name`` returned, or raised: what no column has taken is let go of.
@@ -52,7 +61,7 @@ class ColumnGroup:
         Raises:
             RuntimeError: if a hook was registered on what was gathered when columns had read it.
         """
-        whole, self._whole = self._whole, None
+        whole, self._whole, self._again = self._whole, None, None
         left = [column for column in self._columns if column.__dict__.pop(_MADE, None) is not None]
         if aborted or whole is None:
             return
@@ -78,6 +87,13 @@ def _joins(column: Any, x: Tensor) -> bool:
         and (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type))
         and not column._forward_pre_hooks  # they may change the weight, or the input
     )
+
+
+def hand_out(columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor]) -> None:
+    """Give columns what was made for them, for their next call with ``whole``."""
+    hooks = saved_tensor_hooks()
+    for column, out in zip(columns, made, strict=True):
+        column.__dict__[_MADE] = whole, whole._version, hooks, out
 
 
 def take_made(column: Any, x: Tensor) -> Tensor | None:

@@ -76,7 +76,7 @@ class DataPath:
         self._observers, self._placement = observers, observers.placement
         self._context = context
         self._known: dict[int, Chunks] = {}
-        self._copied = Tokens(group, dim, sp=False)
+        self._copied = Tokens(group, dim, sp=False, regather=True)
 
     # ---- in and out ------------------------------------------------------------------------------------------
 
@@ -236,12 +236,12 @@ class DataPath:
             return self._copied
         key, frames = (module, shape), self._frames
         known = frames.remembered(key) or frames.lengths()
-        batch = known.batch if frames.folds(shape, known.length, known) else 0
+        length, batch = known.length or 0, known.batch if frames.folds(shape, known.length, known) else 0
         if frames.remembered(key) is None:
             if not batch:
                 self._placement.check_row_output(shape, module)
             frames.remember(key)
-        return Tokens(self.group, self.dim, True, shape[self.dim] if not batch else known.length, batch)
+        return Tokens(self.group, self.dim, True, length if batch else shape[self.dim], batch)
 
     def reduce(self, x: Tensor, module: str) -> Tensor:
         """The partial sums that a module leaves, summed."""

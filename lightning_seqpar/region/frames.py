@@ -8,8 +8,8 @@ is no frame: an activation knows by itself that it is a part (:class:`~lightning
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,6 +63,8 @@ class Frame:
             is given; None if it is given whole activations.
         partial_nodes: graph nodes of the partial sums that rows left for such a module to reduce.
         dealt_out: in a module that deals this rank's positions out to experts, where they lie in its input.
+        span: what ends with the forward of an MLP that runs again up to its row, and who counts what is kept; None outside of one,
+            and behind its row.
         switched_streams: whether draws come from the rank's own random stream since the call began.
     """
 
@@ -82,6 +84,7 @@ class Frame:
     sum_features: list[list[Any] | None] = field(default_factory=list)
     partial_nodes: list[Any] = field(default_factory=list)
     dealt_out: Place | None = None
+    span: tuple[ExitStack, Callable[[Tensor], Any] | None] | None = None
     switched_streams: bool = False
 
     @property

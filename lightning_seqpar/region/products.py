@@ -7,6 +7,7 @@ products. A row is one function, too: product and reduce-scatter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -71,6 +72,48 @@ class Tokens(NamedTuple):
             return x
         sizes = (self.batch, -1) if self.dim == 1 else (-1, self.batch)
         return x.reshape(*sizes, *x.shape[1:])
+
+
+_NORM = "_seqpar_norm"
+"""Attribute of a norm's output with the call that made it, and the version that the output had."""
+
+
+class NormCall:
+    """A call of a norm, which is run again to make its output from its input, under the autocast state that it had."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        self.forward, self.x, self.version = forward, x.detach(), x._version
+        self._casts = autocast_dtype(x)
+
+    def note(self, out: Tensor) -> None:
+        """Let ``out``, which it made, tell of it."""
+        setattr(out, _NORM, (self, out._version))
+
+    def run(self, x: Tensor) -> Tensor:
+        """The output for its input, without a graph."""
+        with torch.no_grad(), torch.autocast(x.device.type, self._casts, enabled=self._casts is not None):
+            return self.forward(x)
+
+
+class Kept(NamedTuple):
+    """What columns keep of the shard that they gather: itself, or what the norm read that made it."""
+
+    tensor: Tensor
+    norm: NormCall | None
+
+    @classmethod
+    def of(cls, x: Tensor) -> Kept:
+        """That of a shard."""
+        call, version = getattr(x, _NORM, (None, 0))
+        if call is None or version != x._version or call.x._version != call.version:
+            return cls(x, None)
+        return cls(call.x, call)
+
+
+def gather_again(tokens: Tokens, kept: Kept) -> Tensor:
+    """What was gathered, made again."""
+    shard = kept.tensor if kept.norm is None else kept.norm.run(kept.tensor)
+    return tokens.finish(tokens.start_gather(shard))
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -145,10 +188,16 @@ class Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tokens | None, x: Tensor, transposed: tuple[bool, ...], *parameters: Tensor | None
+        ctx: Any,
+        tokens: Tokens | None,
+        x: Tensor,
+        kept: Kept | None,
+        transposed: tuple[bool, ...],
+        *parameters: Tensor | None,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        weights, biases = parameters[::2], parameters[1::2]
+        weights: Any = parameters[::2]
+        biases = parameters[1::2]
         dtype = autocast_dtype(x)
         whole = x
         if tokens is not None:
@@ -157,9 +206,13 @@ class Products(torch.autograd.Function):
             if not ctx.needs_input_grad[1]:
                 ctx.mark_non_differentiable(whole)
         made = [_product(whole, w, b, t, dtype) for w, b, t in zip(weights, biases, transposed, strict=True)]
-        ctx.gathers_again = tokens is not None and tokens.sp and tokens.regather
-        keeps = any(ctx.needs_input_grad[3::2])
-        ctx.save_for_backward((x if ctx.gathers_again else whole) if keeps else None, *weights)
+        ctx.gathers_again = tokens is not None and tokens.regather
+        needs_x, ctx.norm = any(ctx.needs_input_grad[4::2]), None
+        if ctx.gathers_again and kept is not None:
+            whole_or_shard, ctx.norm = kept
+        else:
+            whole_or_shard = whole
+        ctx.save_for_backward(whole_or_shard if needs_x else None, *weights)
         ctx.tokens, ctx.transposed, ctx.dtype, ctx.shape = tokens, transposed, x.dtype, whole.shape
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         return made[0] if tokens is None else (whole, *made)
@@ -174,8 +227,10 @@ class Products(torch.autograd.Function):
             sent = None if total is None or not needs[1] else tokens.finish(tokens.start_sum(total))
             return None, sent, *[None] * (len(needs) - 2)
         kept, *weights = ctx.saved_tensors
-        wanted = [grad is not None and need for grad, need in zip(outer, needs[3::2], strict=True)]
-        again = tokens.start_gather(kept) if ctx.gathers_again and any(wanted) else kept
+        wanted = [grad is not None and need for grad, need in zip(outer, needs[4::2], strict=True)]
+        again = kept
+        if ctx.gathers_again and any(wanted):
+            again = tokens.start_gather(kept if ctx.norm is None else ctx.norm.run(kept))
         rows = [None if grad is None else _rows(grad) for grad in outer]
         pending = None
         if needs[1]:
@@ -188,15 +243,17 @@ class Products(torch.autograd.Function):
                     sums, own = _input_grad(sums, row, weight, transposed, own, ctx.dtype), True
             pending = sums.view(ctx.shape)
             pending = pending if tokens is None else tokens.start_sum(pending)
-        whole = tokens.finish(again) if again is not kept else kept
+        whole = again if again is kept else tokens.finish(again)
         out: list[Tensor | None] = []
         for at, row in enumerate(rows):
-            summed = row is not None and needs[4 + 2 * at]
+            if row is None:
+                out += [None, None]
+                continue
             out.append(_weight_grad(row, whole, weights[at], ctx.transposed[at]) if wanted[at] else None)
-            out.append(row.sum(0).to(ctx.bias_dtypes[at]) if summed else None)
+            out.append(row.sum(0).to(ctx.bias_dtypes[at]) if needs[5 + 2 * at] else None)
         if pending is not None and tokens is not None:
             pending = tokens.finish(pending)
-        return None, pending, None, *out
+        return None, pending, None, None, *out
 
 
 class Row(torch.autograd.Function):
@@ -215,11 +272,14 @@ class Row(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tokens, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any, tokens: Tokens, x: Tensor, weight: Tensor, transposed: bool, held: torch.autograd.graph.Node | None
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.tokens, ctx.transposed, ctx.dtype = tokens, transposed, x.dtype
         needs_x, needs_weight = ctx.needs_input_grad[1:3]
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_x or needs_weight else None)
+        ctx.held = held
+        ctx.save_for_backward(x if needs_weight and held is None else None, weight if needs_x or needs_weight else None)
         partial = _product(x, weight, None, transposed, autocast_dtype(x))
         return _owned(tokens.finish(tokens.start_sum(partial, async_op=False)))
 
@@ -227,8 +287,10 @@ class Row(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return None, None, None, None
+            return None, None, None, None, None
         x, weight = ctx.saved_tensors
+        if ctx.held is not None:
+            (x,) = ctx.held.saved_tensors
         whole = ctx.tokens.finish(ctx.tokens.start_gather(grad))
         rows, dx, dw = _rows(whole), None, None
         if ctx.needs_input_grad[1]:
@@ -236,7 +298,24 @@ class Row(torch.autograd.Function):
             dx = dx.view(*whole.shape[:-1], dx.shape[-1])
         if ctx.needs_input_grad[2]:
             dw = _weight_grad(rows, x, weight, ctx.transposed)
-        return None, dx, dw, None
+        return None, dx, dw, None, None
+
+
+class Hold(torch.autograd.Function):
+    """What a row reads, kept in front of it: where a forward runs again up to here, the row itself does not.
+
+    Forward and backward: identity, ``[b, s, f/tp]``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        return grad
 
 
 READERS = (Products, Row)

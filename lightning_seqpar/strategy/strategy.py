@@ -118,7 +118,8 @@ class SeqParallelStrategy(ParallelStrategy):
         fsdp: Options of ``fsdp``: ``reshard_after_forward``, ``mp_policy`` and ``offload_policy`` of ``fully_shard``, and
             ``units``, patterns of the modules that are gathered each on its own, in place of the blocks.
         recompute: What runs again in the backward instead of being kept: ``full``, each block, of which only the input is
-            kept; ``selective``, the attention in each block; ``none``. Gradients are the same to the last bit.
+            kept; ``activations``, norms and what lies between the columns and the row of an MLP; ``selective``, these and the
+            attention in each block; ``none``. Gradients are the same to the last bit.
         regather: Keep the shard of what is gathered for column linears, and gather it again in the backward; false keeps it
             whole, which spares a slow network a third of what is sent.
         vocab: Shard embeddings and heads over a vocabulary, and the loss on their logits, over the tensor-parallel ranks, wherever
@@ -173,7 +174,7 @@ class SeqParallelStrategy(ParallelStrategy):
         data_parallel: Literal["ddp", "fsdp"] = "ddp",
         ddp: dict[str, Any] | None = None,
         fsdp: dict[str, Any] | None = None,
-        recompute: Literal["none", "selective", "full"] = "none",
+        recompute: Literal["none", "activations", "selective", "full"] = "none",
         regather: bool = True,
         vocab: bool = True,
         loss_chunk: int | None = None,

@@ -72,7 +72,8 @@ def _memory(config: ParallelConfig, tp: int) -> str:
         kept = f"{kept}, outside of the compiled blocks"
     recompute = {
         "none": "",
-        "selective": "recompute selective: the attention of each block runs again in the backward",
+        "activations": "recompute activations: norms and what follows the columns of MLPs run again in the backward",
+        "selective": "recompute selective: norms, what follows the columns of MLPs, and the attention run again in the backward",
         "full": "recompute full: each block runs again in the backward, and only its input is kept",
     }[config.recompute]
     chunk = "" if config.loss_chunk is None else f"loss_chunk: logits of {config.loss_chunk} tokens at once"

@@ -24,7 +24,7 @@ from tests.helpers.fit import fit, quiet_trainer
 from tests.mutants import sees
 
 LORA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-HOW = ("none", "selective", "full")
+HOW = ("none", "activations", "selective", "full")
 
 
 class TwoLengths(models.Direct):

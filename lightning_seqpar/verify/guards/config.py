@@ -31,10 +31,10 @@ def refuse_unsupported(config: ParallelConfig) -> None:
             f"tile_mlp={config.tile_mlp} with compile=True: a block is one graph, in which nothing runs in tiles; leave tile_mlp "
             "out, or use compile=False"
         )
-    if config.recompute == "selective":
+    if config.recompute in ("activations", "selective"):
         raise ValueError(
-            "recompute='selective' with compile=True: the attention can't be run again from inside a block's one graph; use "
-            "recompute='full', or compile=False"
+            f"recompute={config.recompute!r} with compile=True: a part of a block can't be run again from inside its one graph, of "
+            "which the compiler says what is kept; use recompute='none' or 'full', or compile=False"
         )
 
 
