@@ -11,11 +11,19 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from lightning_seqpar.distributed.counters import ExchangeRole
 from lightning_seqpar.distributed.gloo import Exchange, end_sum, start_sum, uses_exchanges
 from lightning_seqpar.distributed.padding import pad, shard_length, with_memory
+
+
+def _started(work: Work | None, async_op: bool) -> Work | None:
+    """What to wait for later; where nothing runs under the collective, it is waited for here."""
+    if not async_op and work is not None:
+        work.wait()
+    return work if async_op else None
 
 
 class PendingAllReduce:
@@ -27,7 +35,9 @@ class PendingAllReduce:
         self._exchange = start_sum(x, group, async_op) if uses_exchanges(x, group) else None
         if self._exchange is None:
             self._out = x.clone(memory_format=torch.contiguous_format)
-            self._work = dist.all_reduce(self._out, group=group, async_op=async_op)
+            options = dist.AllreduceOptions()
+            options.asyncOp = async_op
+            self._work = _started(group.allreduce([self._out], options), async_op)
 
     def wait(self) -> Tensor:
         """Wait for the sum and return it."""
@@ -58,7 +68,10 @@ class PendingGather:
             self._out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
             # Kept until the collective is done: the backend reads it meanwhile.
             self._input = x.contiguous()
-            self._work = dist.all_gather_single(self._out, self._input, group=group, async_op=async_op)
+            options = AllgatherOptions()
+            options.asyncOp = async_op
+            # The group's own call, here and below: torch.distributed's wrapper of it costs host time.
+            self._work = _started(group.all_gather_single(self._out, self._input, options), async_op)
 
     def wait(self) -> Tensor:
         """Wait for the shards and return them as one tensor, trimmed to the true length: ``[b, s, h]``."""
@@ -97,7 +110,9 @@ class PendingReduceScatter:
             self._shape = stacked.shape[1:]
             self._input = stacked.flatten(0, 1)
             self._out = x.new_empty(self._input.shape[0] // size, *self._input.shape[1:])
-            self._work = dist.reduce_scatter_single(self._out, self._input, group=group, async_op=async_op)
+            options = dist.ReduceScatterOptions()
+            options.asyncOp = async_op
+            self._work = _started(group.reduce_scatter_single(self._out, self._input, options), async_op)
 
     def wait(self) -> Tensor:
         """Wait for the sum and return this rank's shard of it, ``[b, ceil(s/tp), h]``."""

@@ -55,12 +55,11 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 # ---- the engine ------------------------------------------------------------------------------------------------
 
 
-def current_backward() -> int:
-    """The number of the backward that runs in this thread, or :data:`NO_BACKWARD`; each backward has another number.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that runs in this thread, or :data:`NO_BACKWARD`; each backward has another number.
 
-    A forward inside a backward is a recompute (activation checkpointing), and a hook may start another backward inside one.
-    """
-    return torch._C._current_graph_task_id()
+A forward inside a backward is a recompute (activation checkpointing), and a hook may start another backward inside one.
+"""
 
 
 def in_backward() -> bool:
@@ -74,10 +73,8 @@ def sequence_nr(node: Any) -> int:
     return number
 
 
-def next_sequence_nr() -> int:
-    """The sequence number that a node would get if it were made now."""
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    return number
+next_sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""The sequence number that a node would get if it were made now."""
 
 
 # ---- the graph -------------------------------------------------------------------------------------------------
@@ -154,10 +151,10 @@ def count_tensor_hooks(tensors: Iterable[Tensor]) -> list[int]:
 # ---- hooks and modes that are active ---------------------------------------------------------------------------
 
 
-def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The innermost pair of hooks (pack, unpack) on saved tensors, which applies now; None if there are no hooks."""
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks
+saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
+"""The innermost pair of hooks (pack, unpack) on saved tensors, which applies now; None if there are no hooks."""
 
 
 def saved_tensor_hooks_allowed() -> bool:

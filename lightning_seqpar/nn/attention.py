@@ -13,7 +13,7 @@ from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.collectives import reduce_from_tensor_parallel_region
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import RowParallelLinear, shrink
-from lightning_seqpar.region.column_inputs import ColumnGroup
+from lightning_seqpar.region.column_inputs import ColumnGroup, Hooks
 from lightning_seqpar.region.products import Kept, Products, Tokens
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
@@ -25,11 +25,12 @@ class _Projections(ColumnGroup):
         super().__init__()
         self._pairs = pairs
 
-    def gather(self, tokens: Tokens, x: Tensor) -> Tensor:
+    def gather(self, tokens: Tokens, x: Tensor, hooks: Hooks = None, *, regather: bool = True) -> Tensor:
         """``[b, s/tp, h]`` → ``[b, s, h]``."""
         whole: Tensor
+        how = tokens, Kept.of(x) if regather else None, (False,) * len(self._pairs)
         parameters = [one for pair in self._pairs for one in pair]
-        whole, *self._made = Products.apply(tokens, x, Kept.of(x), (False,) * len(self._pairs), *parameters)  # type: ignore[no-untyped-call]
+        whole, *self._made = Products.apply(how, x, *parameters)  # type: ignore[no-untyped-call]
         return whole
 
     def of(self, whole: Tensor) -> list[Tensor]:

@@ -119,27 +119,24 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, h]`` (or its shard, if this layer gathers) → ``[b, s, f/tp]``."""
-        self.check_settings()
-        region = self.region
-        if isinstance(x, SeqPart):
-            part, out = x, self._product(x.local)
-            return SeqPart.wrap(out, part.place)
-        if self.gathers_input and region.sp:
-            return as_part(self._product(x), region.dim, region.frames.current.chunks)
-        return self._product(x)
-
-    def _product(self, x: Tensor) -> Tensor:
-        """:meth:`forward` on this rank's positions."""
-        region = self.region
+        if self.settings is not None:
+            self.check_settings()
+        region, place = self.region, None
+        if type(x) is not Tensor:
+            if isinstance(x, SeqPart):
+                place, x = x.place, x.local
+            x = resolve(x)
         if self.gathers_input:
-            return self._gathered(x)
-        x = resolve(x)
-        region.rng.begin_features()
-        made = take_made(self, x)
-        if made is not None:
-            return made
-        region.observers.column_begins(x, self.full_name)
-        return self._multiplied(x)
+            out = self._gathered(x)
+            if region.sp and place is None:
+                return as_part(out, region.dim, region.frames.current.chunks)
+        else:
+            region.rng.begin_features()
+            made = take_made(self, x)
+            if made is None:
+                region.observers.column_begins(x, self.full_name)
+            out = self._multiplied(x) if made is None else made
+        return out if place is None else SeqPart.wrap(out, place)
 
     def _gathered(self, x: Tensor) -> Tensor:
         """The same where this layer gathers by itself."""
@@ -155,7 +152,7 @@ class ColumnParallelLinear(_ParallelLinear):
             region.rng.begin_features()
 
     def _multiplied(self, x: Tensor) -> Tensor:
-        out: Tensor = Products.apply(None, x, None, (self.transposed,), self.weight, self.bias)  # type: ignore[no-untyped-call]
+        out: Tensor = Products.apply((None, None, (self.transposed,)), x, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -184,7 +181,8 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, f/tp]`` → ``[b, s/tp, h]``."""
-        self.check_settings()
+        if self.settings is not None:
+            self.check_settings()
         if isinstance(x, SeqPart):
             out = self._reduced(x.local)
             return out if self.region.sp and not self.leaves_partial else SeqPart.wrap(out, x.place)
@@ -195,11 +193,11 @@ class RowParallelLinear(_ParallelLinear):
         region = self.region
         try:
             if self.leaves_partial:
-                partial: Tensor = Products.apply(None, x, None, (self.transposed,), self.weight, None)  # type: ignore[no-untyped-call]
+                partial: Tensor = Products.apply((None, None, (self.transposed,)), x, self.weight, None)  # type: ignore[no-untyped-call]
             else:
                 tokens = region.path.row_tokens((*x.shape[:-1], self.out_features), self.full_name)
                 x, held = hold(x, region.frames.current)
-                out: Tensor = Row.apply(tokens, x, self.weight, self.transposed, held)  # type: ignore[no-untyped-call]
+                out: Tensor = Row.apply((tokens, self.transposed, held), x, self.weight)  # type: ignore[no-untyped-call]
         except BaseException:  # also what stops an activation checkpoint's recomputation, once it has all tensors
             region.rng.end_features()
             raise

@@ -192,7 +192,7 @@ class _Span:
                 return value
             return whole if value.place is None else SeqPart.wrap(whole, value.place)
 
-        hand_out(self._columns, whole, made)
+        hand_out(self._columns, whole, made, saved_tensor_hooks())
         frame = self._region.frames.current
         with ExitStack() as behind_row:
             outer, frame.span = frame.span, (behind_row, self.count)

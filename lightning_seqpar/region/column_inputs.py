@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from lightning_seqpar.region.products import Kept, Products, Tokens, gather_agai
 
 _PASSING = node_classes("ToCopy", "View", "UnsafeView", "Alias")
 """Nodes whose result is all of their input: casts and views."""
+
+Hooks: TypeAlias = tuple[Any, Any] | None
+"""Hooks on saved tensors, or none."""
 
 _MADE = "_seqpar_made"
 """Attribute of a column with what was made for it: the gathered activation, its version, the hooks on saved tensors that applied
@@ -33,27 +36,42 @@ class ColumnGroup:
     def __init__(self, columns: Iterable[Any] = ()) -> None:
         self._columns: tuple[Any, ...] = tuple(columns)
         self._whole: Tensor | None = None
-        self._again: Callable[[], Tensor] | None = None
+        self._again: tuple[Tokens, Kept] | None = None
 
-    def gather(self, tokens: Tokens, x: Tensor) -> Tensor:
-        """A shard on its way to the columns, whole: ``[b, s/tp, h]`` → ``[b, s, h]``."""
-        joined = [column for column in self._columns if _joins(column, x)]
-        parameters = [column._parameters[leaf] for column in joined for leaf in ("weight", "bias")]
-        transposed = tuple(column.transposed for column in joined)
+    def gather(self, tokens: Tokens, x: Tensor, hooks: Hooks = None, *, regather: bool = True) -> Tensor:
+        """A shard on its way to the columns, whole: ``[b, s/tp, h]`` → ``[b, s, h]``.
+
+        Args:
+            hooks: those on saved tensors that apply.
+            regather: whether the shard is kept, and gathered again in the backward.
+        """
+        joined: list[Any] = []
+        parameters: list[Tensor | None] = []
+        casts = torch.is_autocast_enabled(x.device.type)
+        for column in self._columns:
+            own = column._parameters
+            weight = own.get("weight")
+            if type(weight) is not Parameter or column._forward_pre_hooks:
+                continue  # hooks in front of it may change its weight, or its input
+            if weight.shape[0 if column.transposed else 1] == x.shape[-1] and (casts or weight.dtype == x.dtype):
+                joined.append(column)
+                parameters += weight, own["bias"]
+        transposed = tuple([column.transposed for column in joined])
         whole: Tensor
-        kept = Kept.of(x)
-        whole, *made = Products.apply(tokens, x, kept, transposed, *parameters)  # type: ignore[no-untyped-call]
-        hand_out(joined, whole, made)
-        self._whole, self._again = (whole, functools.partial(gather_again, tokens, kept)) if joined else (None, None)
+        kept = Kept.of(x) if regather else None
+        whole, *made = Products.apply((tokens, kept, transposed), x, *parameters)  # type: ignore[no-untyped-call]
+        hand_out(joined, whole, made, hooks)
+        self._whole = whole if joined else None
+        self._again = None if kept is None else (tokens, kept)
         return whole
 
     def take_all(self) -> tuple[Tensor, list[Any], list[Tensor], Callable[[], Tensor]] | None:
         """What was gathered, the columns that multiplied it, what they made, and how it is gathered again; None for nothing."""
         whole, again = self._whole, self._again
-        made = [(column, column.__dict__.pop(_MADE)[3]) for column in self._columns if _MADE in column.__dict__]
-        if whole is None or again is None or not made:
+        if whole is None or again is None:
             return None
-        return whole, [column for column, _ in made], [out for _, out in made], again
+        made = [(column, column.__dict__.pop(_MADE)[3]) for column in self._columns if _MADE in column.__dict__]
+        return whole, [column for column, _ in made], [out for _, out in made], functools.partial(gather_again, *again)
 
     def close(self, name: str, *, aborted: bool) -> None:
         """The module ``name`` returned, or raised: what no column has taken is let go of.
@@ -78,22 +96,11 @@ NO_COLUMNS = ColumnGroup()
 """For what is gathered, and read by none that could join."""
 
 
-def _joins(column: Any, x: Tensor) -> bool:
-    """Whether a column could multiply ``x`` as it stands, with the weight that it has now."""
-    weight = column._parameters.get("weight")
-    return (
-        type(weight) is Parameter
-        and weight.shape[0 if column.transposed else 1] == x.shape[-1]
-        and (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type))
-        and not column._forward_pre_hooks  # they may change the weight, or the input
-    )
-
-
-def hand_out(columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor]) -> None:
+def hand_out(columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor], hooks: Hooks) -> None:
     """Give columns what was made for them, for their next call with ``whole``."""
-    hooks = saved_tensor_hooks()
+    version = whole._version
     for column, out in zip(columns, made, strict=True):
-        column.__dict__[_MADE] = whole, whole._version, hooks, out
+        column.__dict__[_MADE] = whole, version, hooks, out
 
 
 def take_made(column: Any, x: Tensor) -> Tensor | None:

@@ -12,7 +12,7 @@ from lightning_seqpar.context.axis import ContextAxis
 from lightning_seqpar.context.chunks import Chunks, padded
 from lightning_seqpar.context.exchange import share
 from lightning_seqpar.context.seq_part import Place, SeqPart, lies_over_tp, local_of, over_tp, whole_of
-from lightning_seqpar.distributed.autograd import is_of_checkpoint, saved_tensor_hooks
+from lightning_seqpar.distributed.autograd import in_backward, is_of_checkpoint, saved_tensor_hooks
 from lightning_seqpar.distributed.collectives import (
     gather_from_sequence_parallel_region,
     gather_replicated_from_sequence_parallel_region,
@@ -22,7 +22,7 @@ from lightning_seqpar.distributed.collectives import (
 )
 from lightning_seqpar.distributed.padding import pad, shard_length
 from lightning_seqpar.region.column_inputs import NO_COLUMNS, ColumnGroup, WholeActivations
-from lightning_seqpar.region.frames import FrameStack
+from lightning_seqpar.region.frames import Frame, FrameStack
 from lightning_seqpar.region.observers import Observers
 from lightning_seqpar.region.products import Tokens
 from lightning_seqpar.region.rng_scope import RngScope
@@ -76,7 +76,7 @@ class DataPath:
         self._observers, self._placement = observers, observers.placement
         self._context = context
         self._known: dict[int, Chunks] = {}
-        self._copied = Tokens(group, dim, sp=False, regather=True)
+        self._whole = Tokens(group, dim, sp=False)
 
     # ---- in and out ------------------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class DataPath:
                 shape = (place.before, part, *shape[1:]) if self.dim else (part, place.behind, *shape[1:])
             frames.begin(length, shape, chunks)
         else:
-            x, chunks = self._whole(x)
+            x, chunks = self._over_tp(x)
             self._placement.check_layout(x, block)
             frames.begin(x.shape[self.dim], tuple(x.shape), chunks)
             shard = scatter_to_sequence_parallel_region(x, self.dim, self.group)
@@ -101,7 +101,7 @@ class DataPath:
         self._observers.shard_made(shard, block)
         return shard
 
-    def _whole(self, x: Tensor) -> tuple[Tensor, Chunks | None]:
+    def _over_tp(self, x: Tensor) -> tuple[Tensor, Chunks | None]:
         """An activation that is whole over tp, and how its sequence is dealt out over the context-parallel ranks."""
         if self._context is None:
             return whole_of(x), None
@@ -201,18 +201,33 @@ class DataPath:
         Args:
             columns: those that read it, which multiply it in the same function of autograd.
         """
-        place, x = x.place if isinstance(x, SeqPart) else None, local_of(x)
-        tokens, frame = self._copied, self._frames.current
+        place = None
+        if isinstance(x, SeqPart):
+            place, x = x.place, x.local
+        tokens, frame, hooks = self._whole, self._frames.current, saved_tensor_hooks()
         if self.sp:
-            length = self.length_for(x, module)
-            folded = self._frames.fold(x, self._frames.shard_length) is not None
-            regather = self.regather and not is_of_checkpoint(saved_tensor_hooks())  # which makes them again itself
-            tokens = Tokens(self.group, self.dim, True, length, frame.batch if folded else 0, regather)
-        whole = columns.gather(tokens, x)
+            tokens = self._shard_tokens(x, frame, module)
+        # An activation checkpoint gathers again by itself; where nothing is gathered, x is at hand.
+        regather = not self.sp or (self.regather and not (hooks is not None and is_of_checkpoint(hooks)))
+        whole = columns.gather(tokens, x, hooks, regather=regather)
         self._wholes.add(whole)
         if place is not None:
             return SeqPart.wrap(whole, place)
-        return as_part(whole, self.dim, frame.chunks, tokens.batch)
+        return whole if frame.chunks is None else as_part(whole, self.dim, frame.chunks, tokens.batch)
+
+    def _shard_tokens(self, x: Tensor, frame: Frame, module: str) -> Tokens:
+        """How the positions of a shard, or of flattened tokens of one, lie on the ranks."""
+        shape = x.shape
+        self._frames.remember((module, shape))
+        if len(shape) == frame.ndim and frame.length is not None and shape[self.dim] == frame.part:
+            return self._tokens_of(frame)
+        length = self.length_for(x, module)
+        return Tokens(self.group, self.dim, True, length, frame.batch)
+
+    def _tokens_of(self, frame: Frame) -> Tokens:
+        if frame.tokens is None:
+            frame.tokens = Tokens(self.group, self.dim, True, frame.length or 0)
+        return frame.tokens
 
     def length_for(self, x: Tensor, module: str) -> int:
         """The length of the whole sequence that ``x``, a module's input, is required to be a shard of."""
@@ -223,7 +238,7 @@ class DataPath:
     def copy(self, x: Tensor, module: str, columns: ColumnGroup = NO_COLUMNS) -> Tensor:
         """An activation that is whole already (an encoder's states) on its way to column linears."""
         place, x = x.place if isinstance(x, SeqPart) else None, local_of(x)
-        copied = columns.gather(self._copied, x)
+        copied = columns.gather(self._whole, x)
         self._frames.current.copied.append(x.shape[self.dim])
         if self._frames.active:
             self._frames.remember((module, tuple(x.shape)))
@@ -233,15 +248,19 @@ class DataPath:
     def row_tokens(self, shape: tuple[int, ...], module: str) -> Tokens:
         """How the partial sums of a row linear, of the shape ``[b, s, h]`` or flattened, lie on the ranks."""
         if not self.sp:
-            return self._copied
-        key, frames = (module, shape), self._frames
-        known = frames.remembered(key) or frames.lengths()
-        length, batch = known.length or 0, known.batch if frames.folds(shape, known.length, known) else 0
-        if frames.remembered(key) is None:
-            if not batch:
-                self._placement.check_row_output(shape, module)
+            return self._whole
+        frames, frame = self._frames, self._frames.current
+        key = module, shape
+        known = frames.remembered(key) if in_backward() else None
+        if known is None:
             frames.remember(key)
-        return Tokens(self.group, self.dim, True, length if batch else shape[self.dim], batch)
+            if len(shape) == frame.ndim and shape[self.dim] == frame.length:
+                return self._tokens_of(frame)
+            if not frames.folds(shape, frame.length, frame):
+                self._placement.check_row_output(shape, module)
+            known = frame.record
+        batch = known.batch if frames.folds(shape, known.length, known) else 0
+        return Tokens(self.group, self.dim, True, (known.length or 0) if batch else shape[self.dim], batch)
 
     def reduce(self, x: Tensor, module: str) -> Tensor:
         """The partial sums that a module leaves, summed."""
@@ -251,7 +270,8 @@ class DataPath:
             return x.like(reduced) if isinstance(x, SeqPart) else reduced
         x = local_of(x)
         tokens = self.row_tokens(tuple(x.shape), module)
-        shard = reduce_scatter_to_sequence_parallel_region(tokens.folded(x), self.dim, self.group)
+        folded = tokens.folded(x) if tokens.batch else x
+        shard = reduce_scatter_to_sequence_parallel_region(folded, self.dim, self.group)
         return shard.flatten(0, 1) if tokens.batch else shard
 
     # ---- other dims ------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.context.seq_part import Place
 from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward
 from lightning_seqpar.distributed.padding import shard_length
+from lightning_seqpar.region.products import Tokens
 
 InputKey = tuple[str, tuple[int, ...]]
 """A module's name and the shape of its input."""
@@ -51,6 +52,8 @@ class Frame:
         ndim: number of dims of an activation: 3 for ``[b, s, h]``, 2 for flattened tokens ``[b·s, h]``.
         batch: size of an activation's dim that is neither sequence nor features; flattened tokens are folded by it.
         chunks: how the whole sequence is dealt out over the context-parallel ranks; ``length`` then counts this rank's positions.
+        part: positions of a shard of the whole sequence, padding included.
+        tokens: how activations of the call lie on the ranks, for those that gather and reduce them; None until one does.
         of_samples: whether the call was given ``[b, h]``, of whole samples, whose rows are taken for positions.
         task: the backward in which the call began, or ``NO_BACKWARD``.
         resumed_by: the module that opened this frame because a backward computes it again; None for a call of a block.
@@ -74,6 +77,8 @@ class Frame:
     ndim: int = 0
     batch: int = 1
     chunks: Chunks | None = None
+    part: int = 0
+    tokens: Tokens | None = None
     of_samples: bool = False
     task: int = NO_BACKWARD
     resumed_by: str | None = None
@@ -86,6 +91,9 @@ class Frame:
     dealt_out: Place | None = None
     span: tuple[ExitStack, Callable[[Tensor], Any] | None] | None = None
     switched_streams: bool = False
+
+    def __post_init__(self) -> None:
+        self.record = InputRecord(self.length, self.ndim, self.batch, self.chunks)
 
     @property
     def sources(self) -> list[Any]:
@@ -131,7 +139,7 @@ class FrameStack:
             self.current = self._outer.pop()
 
     def open_recompute(self, x: Tensor, module: str) -> None:
-        """Where a backward computes ``module`` again, open a frame with the length that the forward had.
+        """Where a backward computes ``module`` again open a frame with the length that the forward had.
 
         Raises:
             RuntimeError: if forwards of different lengths had inputs of this shape.
@@ -188,10 +196,11 @@ class FrameStack:
 
     def lengths(self) -> InputRecord:
         """The lengths of the current call, for :meth:`repeating`."""
-        frame = self.current
-        return InputRecord(frame.length, frame.ndim, frame.batch, frame.chunks)
+        return self.current.record
 
     def _push(self, frame: Frame) -> None:
+        if frame.length is not None:
+            frame.part = shard_length(frame.length, self._size)
         self._outer.append(self.current)
         self.current = frame
 
@@ -223,7 +232,7 @@ class FrameStack:
     @property
     def shard_length(self) -> int:
         """Positions of a shard of it, padding included."""
-        return shard_length(self.length, self._size)
+        return self.current.part
 
     def begin(self, length: int, shape: tuple[int, ...], chunks: Chunks | None = None) -> None:
         """In the current call activations are shards from here on.
@@ -234,12 +243,16 @@ class FrameStack:
             chunks: how the sequence is dealt out over the context-parallel ranks, of which ``length`` counts this rank's positions.
         """
         frame = self.current
-        frame.length, frame.ndim, frame.chunks = length, len(shape), chunks
+        frame.length, frame.ndim, frame.chunks, frame.tokens = length, len(shape), chunks, None
         frame.batch = shape[1 - self._dim] if len(shape) == 3 else 1
+        frame.part = shard_length(length, self._size)
+        frame.record = InputRecord(length, frame.ndim, frame.batch, chunks)
 
     def end(self) -> int | None:
         """From here on activations are whole; returns the length that they had."""
-        length, self.current.length = self.current.length, None
+        frame = self.current
+        length, frame.length, frame.tokens = frame.length, None, None
+        frame.record = InputRecord(None, frame.ndim, frame.batch, frame.chunks)
         return length
 
     def fold(self, x: Tensor, positions: int | None, of: Frame | InputRecord | None = None) -> Tensor | None:
@@ -268,8 +281,9 @@ class FrameStack:
 
     def remember(self, key: InputKey) -> None:
         """Note the length of the call, of which the module's input is a shard, for a backward that computes the module again."""
-        known = self.lengths()
-        self._inputs[key] = known if self._inputs.get(key, known) == known else None
+        known = self.current.record
+        if self._inputs.setdefault(key, known) is not known and self._inputs[key] != known:
+            self._inputs[key] = None
 
     def remembered(self, key: InputKey) -> InputRecord | None:
         """In a recompute, what the forward noted; None outside of one, and where calls had different lengths."""

@@ -127,7 +127,7 @@ def begin_on_shards(region: SequenceRegion, name: str, *, is_exit: bool) -> Call
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if region.frames.active:
+        if region.frames.current.length is not None:
             return None
         if not is_exit and not any(map(lies_over_tp, tree_leaves((args, kwargs)))):
             region.observers.shard_reader_called(name)
@@ -168,7 +168,8 @@ def end_on_shards(region: SequenceRegion, name: str, *, is_exit: bool) -> Callab
     """A hook of such a module, which returned or raised: it gives back parts of a sequence, at the region's end what is whole."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        if not region.frames.current.is_call_of(name):
+        frame = region.frames.current
+        if frame.module != name or not frame.is_call:
             for item in out if isinstance(out, list | tuple) else (out,):  # a router's scores may be a shard too
                 region.observers.shard_made(item, name)
             return None
@@ -226,11 +227,16 @@ def gather_arguments(
             it is given this rank's positions as all there are.
     """
 
+    is_simple = tuple(gathered) == (0,) and not (copied or local_width or deals_out)
+
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if region.sp and not region.frames.active and any(map(lies_over_tp, (*args, *kwargs.values()))):
+        if region.sp and region.frames.current.length is None and any(map(lies_over_tp, (*args, *kwargs.values()))):
             args, kwargs = _begin(
                 region, name, gathered[0] if gathered else 0, args, kwargs
             )  # called between the blocks
+        if is_simple and args and isinstance(args[0], Tensor):
+            region.open_gather(args[0], name)
+            return (region.path.gather(args[0], name, columns), *args[1:]), kwargs
         done: dict[int, Tensor] = {}  # one gather serves an argument that is passed twice
         widest = _widest(find_argument(name, arg, args, kwargs)[1] for arg in (*gathered, *copied))
         for arg in (*gathered, *copied):
@@ -292,15 +298,18 @@ def close_gather(
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         region.close_gather()
-        columns.close(name, aborted=out is None)
+        if columns is not NO_COLUMNS:
+            columns.close(name, aborted=out is None)
         if out is None:  # it raised
             region.rng.end_features()
         elif heads is not None and isinstance(out, list | tuple):
             for item in out[1:]:
                 if isinstance(item, Tensor):
                     region.observers.heads_made(item, name, heads)
-        region.frames.finish(name)
-        if not (is_block or is_exit) and region.frames.current.is_call_of(name):
+        frames = region.frames
+        if frames.current.resumed_by is not None:
+            frames.finish(name)
+        if not (is_block or is_exit) and frames.current.module == name and frames.current.is_call:
             return _end(region, name, out)
         return None
 

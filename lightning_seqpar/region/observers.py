@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from lightning_seqpar.distributed.autograd import in_backward
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.graph_span import GraphSpan
 from lightning_seqpar.region.partial_sum_check import LossLeakCheck, PartialSumCheck
@@ -61,10 +62,12 @@ class Observers:
 
     def shard_made(self, out: Any, module: str) -> None:
         """A module on shards made ``out``: this rank's part, if it has a shard's dims and activations are shards."""
-        frames = self._frames
-        if not frames.active or not isinstance(out, Tensor) or not self.schedule.watches_forward():
+        frames, frame = self._frames, self._frames.current
+        if frame.length is None or not isinstance(out, Tensor) or in_backward():
             return
-        if (folded := frames.fold(out, frames.shard_length)) is not None:
+        if out.ndim == frame.ndim == 3 and out.shape[self._dim] == frame.part:
+            self.sharded_outputs.note(out, module, self._dim, frame.length, None, frame.chunks)
+        elif (folded := frames.fold(out, frames.shard_length)) is not None:
             sizes = folded.shape[0], folded.shape[1]
             self.sharded_outputs.note(out, module, self._dim, frames.length, sizes, frames.current.chunks)
         elif out.ndim == frames.current.ndim and out.shape[self._dim] == frames.shard_length:

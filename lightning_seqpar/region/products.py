@@ -7,7 +7,8 @@ products. A row is one function, too: product and reduce-scatter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,7 +22,8 @@ from lightning_seqpar.distributed.autograd import once_differentiable
 Pending: TypeAlias = PendingAllReduce | PendingGather | PendingReduceScatter
 
 
-class Tokens(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Tokens:
     """How the positions of one activation lie on the tensor-parallel ranks, and how they come together.
 
     ===============  ==================================  ====================================
@@ -37,7 +39,6 @@ class Tokens(NamedTuple):
         sp: whether each rank holds a shard.
         length: positions of the whole sequence.
         batch: of flattened tokens ``[b·s, h]`` the size of the batch; 0 for an activation.
-        regather: whether a column keeps the shard and gathers it again in the backward.
     """
 
     group: ProcessGroup
@@ -45,19 +46,20 @@ class Tokens(NamedTuple):
     sp: bool
     length: int = 0
     batch: int = 0
-    regather: bool = False
 
     def start_gather(self, shard: Tensor, *, async_op: bool = True) -> Pending | Tensor:
         """Start to put the shards together; :meth:`finish` waits."""
         if not self.sp:
             return shard
-        return PendingGather(self.folded(shard), self.dim, self.group, self.length, async_op)
+        shard = self.folded(shard) if self.batch else shard
+        return PendingGather(shard, self.dim, self.group, self.length, async_op)
 
     def start_sum(self, addend: Tensor, *, async_op: bool = True) -> Pending:
         """Start to sum one addend of each rank."""
         if not self.sp:
             return PendingAllReduce(addend, self.group, async_op)
-        return PendingReduceScatter(self.folded(addend), self.dim, self.group, async_op)
+        addend = self.folded(addend) if self.batch else addend
+        return PendingReduceScatter(addend, self.dim, self.group, async_op)
 
     def finish(self, pending: Pending | Tensor) -> Tensor:
         """Wait for what was started, and return it as the activation was given: flattened tokens flattened."""
@@ -68,8 +70,6 @@ class Tokens(NamedTuple):
 
     def folded(self, x: Tensor) -> Tensor:
         """Flattened tokens as an activation: ``[b·s, h]`` → ``[b, s, h]``, or ``[s, b, h]`` where the sequence is dim 0."""
-        if not self.batch:
-            return x
         sizes = (self.batch, -1) if self.dim == 1 else (-1, self.batch)
         return x.reshape(*sizes, *x.shape[1:])
 
@@ -104,8 +104,11 @@ class Kept(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> Kept:
         """That of a shard."""
-        call, version = getattr(x, _NORM, (None, 0))
-        if call is None or version != x._version or call.x._version != call.version:
+        noted = x.__dict__.get(_NORM)
+        if noted is None:
+            return cls(x, None)
+        call, version = noted
+        if version != x._version or call.x._version != call.version:
             return cls(x, None)
         return cls(call.x, call)
 
@@ -122,37 +125,33 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _owned(x: Tensor) -> Tensor:
-    """``x`` as no view: one that is made inside a function of autograd may not be changed in place by who gets it."""
-    return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
+_owned = torch.ops.aten._unsafe_view.default
+"""A view as none: one that is made inside a function of autograd may not be changed in place by who gets it."""
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype | None) -> Tensor:
     """``F.linear`` in ``dtype``, the type that autocast asks for; None for the inputs' own type."""
     matrix = weight.t() if transposed else weight
     if dtype is None:
-        return _owned(F.linear(x, matrix, bias))
-    with torch.autocast(x.device.type, enabled=False):
-        return _owned(F.linear(x.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype)))
+        out = F.linear(x, matrix, bias)
+    else:
+        with torch.autocast(x.device.type, enabled=False):
+            out = F.linear(x.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype))
+    return _owned(out, out.shape) if out._is_view() else out
 
 
 def _rows(x: Tensor) -> Tensor:
     """``[..., h]`` → ``[b·s, h]``."""
-    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)``, with less host time if it has that type already."""
-    return x if x.dtype == dtype else x.to(dtype)
+    return x.flatten(0, -2)
 
 
 def _input_grad(
     total: Tensor | None, rows: Tensor, weight: Tensor, transposed: bool, own: bool, dtype: torch.dtype
 ) -> Tensor:
     """``dx + dy W``, ``[b·s, h]``, added in place where the sum so far is this function's ``own``."""
-    matrix = _cast(weight.t() if transposed else weight, rows.dtype)
+    matrix = (weight.t() if transposed else weight).to(rows.dtype)
     if total is None:
-        return _cast(torch.mm(rows, matrix), dtype)
+        return torch.mm(rows, matrix).to(dtype)
     if rows.dtype != total.dtype:
         made = torch.mm(rows, matrix)
         return total.add_(made) if own else total + made
@@ -161,9 +160,9 @@ def _input_grad(
 
 def _weight_grad(rows: Tensor, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
     """``dW = dyᵀ x``, of the weight's shape and type."""
-    x = _cast(_rows(x), rows.dtype)
+    x = x.flatten(0, -2).to(rows.dtype)
     made = torch.mm(x.t(), rows) if transposed else torch.mm(rows.t(), x)
-    return _cast(made, weight.dtype)
+    return made.to(weight.dtype)
 
 
 class Products(torch.autograd.Function):
@@ -172,7 +171,7 @@ class Products(torch.autograd.Function):
     ============  ====================  ======================  ==========================================
     tensor        global                local                   saved for backward
     ============  ====================  ======================  ==========================================
-    x             ``[b, s, h]``         ``[b, s/tp, h]``        itself; the whole without ``regather``
+    x             ``[b, s, h]``         ``[b, s/tp, h]``        itself, or what ``kept`` says; the whole with None
     weights       ``[f, h]`` each       ``[f/tp, h]``           themselves
     biases        ``[f]``               ``[f/tp]``              —
     x_full        ``[b, s, h]``         ``[b, s, h]``           —
@@ -189,12 +188,11 @@ class Products(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        tokens: Tokens | None,
+        how: tuple[Tokens | None, Kept | None, Sequence[bool]],
         x: Tensor,
-        kept: Kept | None,
-        transposed: tuple[bool, ...],
         *parameters: Tensor | None,
     ) -> Any:
+        tokens, kept, transposed = how
         ctx.set_materialize_grads(False)
         weights: Any = parameters[::2]
         biases = parameters[1::2]
@@ -202,17 +200,15 @@ class Products(torch.autograd.Function):
         whole = x
         if tokens is not None:
             whole = tokens.finish(tokens.start_gather(x, async_op=False))
-            whole = x.view_as(x) if whole is x else _owned(whole)
+            whole = x.view_as(x) if whole is x else _owned(whole, whole.shape) if whole._is_view() else whole
             if not ctx.needs_input_grad[1]:
                 ctx.mark_non_differentiable(whole)
         made = [_product(whole, w, b, t, dtype) for w, b, t in zip(weights, biases, transposed, strict=True)]
-        ctx.gathers_again = tokens is not None and tokens.regather
-        needs_x, ctx.norm = any(ctx.needs_input_grad[4::2]), None
-        if ctx.gathers_again and kept is not None:
-            whole_or_shard, ctx.norm = kept
-        else:
-            whole_or_shard = whole
-        ctx.save_for_backward(whole_or_shard if needs_x else None, *weights)
+        needs_x, ctx.gathers_again, ctx.norm = any(ctx.needs_input_grad[2::2]), kept is not None, None
+        held = whole
+        if kept is not None:
+            held, ctx.norm = kept
+        ctx.save_for_backward(held if needs_x else None, *weights)
         ctx.tokens, ctx.transposed, ctx.dtype, ctx.shape = tokens, transposed, x.dtype, whole.shape
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         return made[0] if tokens is None else (whole, *made)
@@ -221,13 +217,14 @@ class Products(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tokens, needs = ctx.tokens, ctx.needs_input_grad
+        total: Any
         total, outer = (grads[0], grads[1:]) if tokens is not None else (None, grads)
         if all(grad is None for grad in outer):
             # No product was read: what is kept for them may have been changed since.
             sent = None if total is None or not needs[1] else tokens.finish(tokens.start_sum(total))
             return None, sent, *[None] * (len(needs) - 2)
         kept, *weights = ctx.saved_tensors
-        wanted = [grad is not None and need for grad, need in zip(outer, needs[4::2], strict=True)]
+        wanted = [grad is not None and need for grad, need in zip(outer, needs[2::2], strict=True)]
         again = kept
         if ctx.gathers_again and any(wanted):
             again = tokens.start_gather(kept if ctx.norm is None else ctx.norm.run(kept))
@@ -241,8 +238,8 @@ class Products(torch.autograd.Function):
             for row, weight, transposed in zip(rows, weights, ctx.transposed, strict=True):
                 if row is not None:
                     sums, own = _input_grad(sums, row, weight, transposed, own, ctx.dtype), True
-            pending = sums.view(ctx.shape)
-            pending = pending if tokens is None else tokens.start_sum(pending)
+            sums = sums.view(ctx.shape)
+            pending = sums if tokens is None else tokens.start_sum(sums)
         whole = again if again is kept else tokens.finish(again)
         out: list[Tensor | None] = []
         for at, row in enumerate(rows):
@@ -250,10 +247,10 @@ class Products(torch.autograd.Function):
                 out += [None, None]
                 continue
             out.append(_weight_grad(row, whole, weights[at], ctx.transposed[at]) if wanted[at] else None)
-            out.append(row.sum(0).to(ctx.bias_dtypes[at]) if needs[5 + 2 * at] else None)
+            out.append(row.sum(0).to(ctx.bias_dtypes[at]) if needs[3 + 2 * at] else None)
         if pending is not None and tokens is not None:
             pending = tokens.finish(pending)
-        return None, pending, None, None, *out
+        return None, pending, *out
 
 
 class Row(torch.autograd.Function):
@@ -272,22 +269,22 @@ class Row(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, tokens: Tokens, x: Tensor, weight: Tensor, transposed: bool, held: torch.autograd.graph.Node | None
-    ) -> Tensor:
+    def forward(ctx: Any, how: tuple[Tokens, bool, Any], x: Tensor, weight: Tensor) -> Tensor:
+        tokens, transposed, held = how
         ctx.set_materialize_grads(False)
         ctx.tokens, ctx.transposed, ctx.dtype = tokens, transposed, x.dtype
         needs_x, needs_weight = ctx.needs_input_grad[1:3]
         ctx.held = held
         ctx.save_for_backward(x if needs_weight and held is None else None, weight if needs_x or needs_weight else None)
         partial = _product(x, weight, None, transposed, autocast_dtype(x))
-        return _owned(tokens.finish(tokens.start_sum(partial, async_op=False)))
+        out = tokens.finish(tokens.start_sum(partial, async_op=False))
+        return _owned(out, out.shape) if out._is_view() else out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return None, None, None, None, None
+            return None, None, None
         x, weight = ctx.saved_tensors
         if ctx.held is not None:
             (x,) = ctx.held.saved_tensors
@@ -298,7 +295,7 @@ class Row(torch.autograd.Function):
             dx = dx.view(*whole.shape[:-1], dx.shape[-1])
         if ctx.needs_input_grad[2]:
             dw = _weight_grad(rows, x, weight, ctx.transposed)
-        return None, dx, dw, None, None
+        return None, dx, dw
 
 
 class Hold(torch.autograd.Function):
