@@ -112,6 +112,7 @@ class _Swap:
             ),
         )
         record.hooks = list(self._hooks(record))
+        record.column_groups = tuple(application.columns.values())
         record.graphs = self._compiler
         if self._compiler is not None:
             self._compile_blocks(self._compiler, record.layout)

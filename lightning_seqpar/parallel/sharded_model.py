@@ -16,6 +16,7 @@ from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
 from lightning_seqpar.parallel.module_changes import ModuleChange, as_written
 from lightning_seqpar.pipeline.stage import Stage
+from lightning_seqpar.region.column_inputs import ColumnGroup
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.styles.style import Match
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -86,6 +87,7 @@ class ShardedModel:
     on_shards: frozenset[str] = frozenset()  # partial parameters that are read inside a sequence region
     recomputed: tuple[str, ...] = ()  # modules that run again in the backward
     tiled: tuple[str, ...] = ()  # MLPs that run some tokens at a time
+    column_groups: tuple[ColumnGroup, ...] = ()  # columns that may read what is gathered for one module
     stay_frozen: frozenset[str] = frozenset()  # the plan was proved with them frozen alone
     why_frozen: str = ""  # what is wrong when they train
     versions: dict[str, int] = field(default_factory=dict)
@@ -159,6 +161,8 @@ class ShardedModel:
         """Forget the random streams of steps whose backwards have run."""
         for region in self.regions:
             region.streams.forget()
+        for group in self.column_groups:
+            group.settle()
 
     def is_inside(self, name: str) -> bool:
         """Whether the module of that name works on shards."""

@@ -30,11 +30,12 @@ class ColumnGroup:
     """The columns of a module that read what is gathered for it, which one function of autograd gathers and multiplies.
 
     At first these are all columns that could. One that is called with another tensor (a norm, an adapter or arithmetic of the
-    user's stands in front of it) multiplies by itself, and is left out from then on.
+    user's stands in front of it) multiplies by itself, and is left out from the next step on.
     """
 
     def __init__(self, columns: Iterable[Any] = ()) -> None:
         self._columns: tuple[Any, ...] = tuple(columns)
+        self._left: set[Any] = set()
         self._whole: Tensor | None = None
         self._again: tuple[Tokens, Kept] | None = None
 
@@ -88,8 +89,16 @@ class ColumnGroup:
                 f"{name}: a hook was registered on the gradient of its input when linears in it had read it, and would not see "
                 "what they add to it; register it before (in a forward pre-hook of the module)"
             )
-        if left:
-            self._columns = tuple(column for column in self._columns if column not in left)
+        self._left.update(left)
+
+    def settle(self) -> None:
+        """Leave out the columns that were not called with what was gathered.
+
+        Call it where the backwards of all forwards have run: in one, a part of a forward may be run again as it ran.
+        """
+        if self._left:
+            self._columns = tuple(column for column in self._columns if column not in self._left)
+            self._left.clear()
 
 
 NO_COLUMNS = ColumnGroup()

@@ -46,6 +46,8 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
                     "decay belongs into the optimizer), or leave the module out of the plan"
                 )
             if layout.name in record.on_shards and not made_inside(node):
+                if "BackwardBackward" in node.name():
+                    raise RuntimeError(_NO_SECOND_DERIVATIVE)
                 raise RuntimeError(
                     f"{layout.name}: {node.name()} reads it outside the sequence region, where its gradient is whole, but "
                     f"inside it is partial ({layout.reason}): no one rule can sync both. Keep parameters out of the loss "
@@ -53,11 +55,14 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
                 )
 
 
+_NO_SECOND_DERIVATIVE = (
+    "a gradient is differentiated again (create_graph=True, a gradient penalty), and the sharded layers have no second "
+    "derivative. Leave what it goes through out of the plan (vocab=False for the head), take the penalty as a difference "
+    "of two losses (loss(x + eps * direction) - loss(x), each with a first derivative alone), or train with tp=1"
+)
+
+
 def refuse_second_derivative(error: RuntimeError) -> None:
     """Say what to do instead, if ``error`` is torch's of a gradient that is differentiated through a sharded layer."""
     if "once_differentiable" in str(error):
-        raise RuntimeError(
-            "a gradient is differentiated again (create_graph=True, a gradient penalty), and the sharded layers have no second "
-            "derivative. Leave what it goes through out of the plan (vocab=False for the head), take the penalty as a difference "
-            "of two losses (loss(x + eps * direction) - loss(x), each with a first derivative alone), or train with tp=1"
-        ) from error
+        raise RuntimeError(_NO_SECOND_DERIVATIVE) from error
