@@ -59,10 +59,12 @@ class PendingGather:
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, length: int | None, async_op: bool) -> None:
         self._dim, self._length = dim % x.ndim, length
-        x = with_memory(x.detach())
+        x = x.detach()
+        if x._is_zerotensor():
+            x = x.clone()  # the gradient of a step function is a tensor of zeros that has no memory to send
         self._size, self._shape = group.size(), x.shape
         self._exchange: Exchange | None = None
-        if uses_exchanges(x, group):
+        if x.is_cpu and uses_exchanges(x, group):
             self._exchange = Exchange([x] * self._size, group, async_op, ExchangeRole.ALL_GATHER)
         else:
             self._out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
@@ -100,13 +102,16 @@ class PendingReduceScatter:
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool) -> None:
         size, dim = group.size(), dim % x.ndim
-        chunk = shard_length(x.shape[dim], size)
-        x = with_memory(pad(x.detach(), dim, chunk * size))
+        chunk, x = -(-x.shape[dim] // size), x.detach()
+        if chunk * size != x.shape[dim]:
+            x = pad(x, dim, chunk * size)
+        if x._is_zerotensor():
+            x = x.clone()
         self._exchange: Exchange | None = None
-        if uses_exchanges(x, group):
+        if x.is_cpu and uses_exchanges(x, group):
             self._exchange = Exchange(x.chunk(size, dim), group, async_op, ExchangeRole.REDUCE_SCATTER)
         else:
-            stacked = x.unflatten(dim, (size, chunk)).movedim(dim, 0).contiguous()
+            stacked = x.view(*x.shape[:dim], size, chunk, *x.shape[dim + 1 :]).movedim(dim, 0).contiguous()
             self._shape = stacked.shape[1:]
             self._input = stacked.flatten(0, 1)
             self._out = x.new_empty(self._input.shape[0] // size, *self._input.shape[1:])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -141,6 +142,10 @@ def node_classes(*operations: str) -> frozenset[type]:
 def has_tensor_hooks(tensor: Tensor) -> bool:
     """Whether hooks are registered on the gradient of a tensor, before or after it is accumulated."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+grad_hooks = operator.attrgetter("_backward_hooks")
+"""The hooks on the gradient of a tensor; None before the first."""
 
 
 def count_tensor_hooks(tensors: Iterable[Tensor]) -> list[int]:

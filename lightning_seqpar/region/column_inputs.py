@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_seqpar.distributed.autograd import input_node, node_classes, saved_tensor_hooks
+from lightning_seqpar.distributed.autograd import grad_hooks, input_node, node_classes, saved_tensor_hooks
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.products import Kept, Products, Tokens, gather_again
 
@@ -84,7 +84,7 @@ class ColumnGroup:
         left = [column for column in self._columns if column.__dict__.pop(_MADE, None) is not None]
         if aborted or whole is None:
             return
-        if whole._backward_hooks is not None and len(left) < len(self._columns):
+        if grad_hooks(whole) is not None and len(left) < len(self._columns):
             raise RuntimeError(
                 f"{name}: a hook was registered on the gradient of its input when linears in it had read it, and would not see "
                 "what they add to it; register it before (in a forward pre-hook of the module)"
@@ -119,7 +119,7 @@ def take_made(column: Any, x: Tensor) -> Tensor | None:
         return None
     # A hook of x sees the gradient of those that read it, and of a leaf that x was made it is kept. An activation checkpoint that
     # began since would run the column again, and not what made this.
-    if x._backward_hooks is not None or (x.requires_grad and x.grad_fn is None) or made[2] != saved_tensor_hooks():
+    if grad_hooks(x) is not None or (x.requires_grad and x.grad_fn is None) or made[2] != saved_tensor_hooks():
         return None
     del column.__dict__[_MADE]
     out: Tensor = made[3]

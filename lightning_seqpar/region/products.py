@@ -140,11 +140,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, d
     return _owned(out, out.shape) if out._is_view() else out
 
 
-def _rows(x: Tensor) -> Tensor:
-    """``[..., h]`` → ``[b·s, h]``."""
-    return x.flatten(0, -2)
-
-
 def _input_grad(
     total: Tensor | None, rows: Tensor, weight: Tensor, transposed: bool, own: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -194,63 +189,63 @@ class Products(torch.autograd.Function):
     ) -> Any:
         tokens, kept, transposed = how
         ctx.set_materialize_grads(False)
-        weights: Any = parameters[::2]
-        biases = parameters[1::2]
-        dtype = autocast_dtype(x)
-        whole = x
+        dtype, whole = autocast_dtype(x), x
         if tokens is not None:
             whole = tokens.finish(tokens.start_gather(x, async_op=False))
             whole = x.view_as(x) if whole is x else _owned(whole, whole.shape) if whole._is_view() else whole
             if not ctx.needs_input_grad[1]:
                 ctx.mark_non_differentiable(whole)
-        made = [_product(whole, w, b, t, dtype) for w, b, t in zip(weights, biases, transposed, strict=True)]
-        needs_x, ctx.gathers_again, ctx.norm = any(ctx.needs_input_grad[2::2]), kept is not None, None
-        held = whole
-        if kept is not None:
-            held, ctx.norm = kept
-        ctx.save_for_backward(held if needs_x else None, *weights)
-        ctx.tokens, ctx.transposed, ctx.dtype, ctx.shape = tokens, transposed, x.dtype, whole.shape
-        ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
-        return made[0] if tokens is None else (whole, *made)
+        made: list[Tensor] = [] if tokens is None else [whole]
+        for at, flip in enumerate(transposed):
+            weight, bias = parameters[2 * at : 2 * at + 2]
+            assert weight is not None
+            made.append(_product(whole, weight, bias, flip, dtype))
+        held, ctx.norm = (whole, None) if kept is None else kept
+        ctx.save_for_backward(held if True in ctx.needs_input_grad[2::2] else None, *parameters[::2])
+        ctx.tokens, ctx.transposed, ctx.gathers_again = tokens, transposed, kept is not None
+        ctx.dtype, ctx.shape = x.dtype, whole.shape
+        return made[0] if tokens is None else tuple(made)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tokens, needs = ctx.tokens, ctx.needs_input_grad
-        total: Any
-        total, outer = (grads[0], grads[1:]) if tokens is not None else (None, grads)
-        if all(grad is None for grad in outer):
-            # No product was read: what is kept for them may have been changed since.
-            sent = None if total is None or not needs[1] else tokens.finish(tokens.start_sum(total))
-            return None, sent, *[None] * (len(needs) - 2)
+        total: Any = None
+        if tokens is not None:
+            total, *outer = grads
+        else:
+            outer = [*grads]
+        read = [at for at, grad in enumerate(outer) if grad is not None]
+        out: list[Tensor | None] = [None] * len(needs)
+        if not read:  # what is kept for products that nobody read may have been changed since
+            if total is not None and needs[1]:
+                out[1] = tokens.finish(tokens.start_sum(total))
+            return tuple(out)
         kept, *weights = ctx.saved_tensors
-        wanted = [grad is not None and need for grad, need in zip(outer, needs[2::2], strict=True)]
         again = kept
-        if ctx.gathers_again and any(wanted):
+        if kept is not None and ctx.gathers_again:
             again = tokens.start_gather(kept if ctx.norm is None else ctx.norm.run(kept))
-        rows = [None if grad is None else _rows(grad) for grad in outer]
-        pending = None
+        pending: Any = None
+        own = False  # the gradient of other readers is not changed in place
+        total = None if total is None else total.flatten(0, -2)
+        for at in read:
+            grad: Any = outer[at]
+            outer[at] = grad = grad.flatten(0, -2)
+            if needs[1]:
+                total, own = _input_grad(total, grad, weights[at], ctx.transposed[at], own, ctx.dtype), True
         if needs[1]:
-            sums, own = (
-                None if total is None else _rows(total),
-                False,
-            )  # the gradient of others' is not changed in place
-            for row, weight, transposed in zip(rows, weights, ctx.transposed, strict=True):
-                if row is not None:
-                    sums, own = _input_grad(sums, row, weight, transposed, own, ctx.dtype), True
-            sums = sums.view(ctx.shape)
-            pending = sums if tokens is None else tokens.start_sum(sums)
+            pending = total.view(ctx.shape)
+            pending = pending if tokens is None else tokens.start_sum(pending)
         whole = again if again is kept else tokens.finish(again)
-        out: list[Tensor | None] = []
-        for at, row in enumerate(rows):
-            if row is None:
-                out += [None, None]
-                continue
-            out.append(_weight_grad(row, whole, weights[at], ctx.transposed[at]) if wanted[at] else None)
-            out.append(row.sum(0).to(ctx.bias_dtypes[at]) if needs[3 + 2 * at] else None)
-        if pending is not None and tokens is not None:
-            pending = tokens.finish(pending)
-        return None, pending, *out
+        for at in read:
+            grad = outer[at]
+            if needs[2 + 2 * at]:
+                out[2 + 2 * at] = _weight_grad(grad, whole, weights[at], ctx.transposed[at])
+            if needs[3 + 2 * at]:
+                out[3 + 2 * at] = grad.sum(0).to(weights[at].dtype)
+        if pending is not None:
+            out[1] = pending if tokens is None else tokens.finish(pending)
+        return tuple(out)
 
 
 class Row(torch.autograd.Function):
@@ -289,7 +284,7 @@ class Row(torch.autograd.Function):
         if ctx.held is not None:
             (x,) = ctx.held.saved_tensors
         whole = ctx.tokens.finish(ctx.tokens.start_gather(grad))
-        rows, dx, dw = _rows(whole), None, None
+        rows, dx, dw = whole.flatten(0, -2), None, None
         if ctx.needs_input_grad[1]:
             dx = _input_grad(None, rows, weight, ctx.transposed, False, ctx.dtype)
             dx = dx.view(*whole.shape[:-1], dx.shape[-1])
