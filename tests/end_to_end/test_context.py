@@ -173,6 +173,13 @@ CASES = [
     case="tp2-cp2-mixtral-user-9",
 )
 @sees(
+    "cp: experts see all tokens' choices",
+    "_own_tokens",
+    "else place.own(x)",
+    "else x",
+    case="tp2-cp2-no-sp-mixtral-user-9",
+)
+@sees(
     "cp: fully_shard's hooks see parts of sequences",
     "_PartsAround._take",
     "        return tree_map(_plain, (args, kwargs))\n",
