@@ -203,6 +203,15 @@ def _narrow(whole: Tensor, size: int) -> Tensor:
     return SeqPart.wrap(narrow, whole.place) if isinstance(whole, SeqPart) else narrow
 
 
+def _own_tokens(x: Tensor, part: SeqPart) -> Tensor:
+    """This rank's tokens of a tensor of the tokens of ``part`` that is whole (``topk`` makes it so); anything else unchanged."""
+    if isinstance(x, SeqPart):
+        return x
+    tokens, shape = tuple(part.shape[:-1]), tuple(x.shape)
+    place = part.place.reshaped(tokens, shape[:-1]) or part.place.reshaped(tokens, shape)
+    return x if place is None else place.own(x)
+
+
 def gather_arguments(
     region: SequenceRegion,
     name: str,
@@ -224,7 +233,7 @@ def gather_arguments(
         columns: those that may read the first of the arguments as it stands.
         local_width: whether the module reads this rank's width off its input: then it gets a stand-in of that width.
         deals_out: whether the module deals tokens out to experts: of a sequence that is dealt out over context-parallel ranks
-            it is given this rank's positions as all there are.
+            it is given this rank's positions as all there are, also of what is whole beside it.
     """
 
     is_simple = tuple(gathered) == (0,) and not (copied or local_width or deals_out)
@@ -238,7 +247,9 @@ def gather_arguments(
             region.open_gather(args[0], name)
             return (region.path.gather(args[0], name, columns), *args[1:]), kwargs
         done: dict[int, Tensor] = {}  # one gather serves an argument that is passed twice
-        widest = _widest(find_argument(name, arg, args, kwargs)[1] for arg in (*gathered, *copied))
+        values = [find_argument(name, arg, args, kwargs)[1] for arg in (*gathered, *copied)]
+        widest = _widest(values)
+        parts = [x for x in values[: len(gathered)] if isinstance(x, SeqPart) and deals_out and not region.sp]
         for arg in (*gathered, *copied):
             where, x = find_argument(name, arg, args, kwargs)
             if x is None and arg in copied:
@@ -250,6 +261,8 @@ def gather_arguments(
                 region.open_gather(x, name)
             if id(x) not in done:
                 given = x.to(widest) if widest is not None and x.is_floating_point() else x
+                if parts and arg in gathered:
+                    given = _own_tokens(given, parts[0])
                 readers = columns if not done and given.dtype == x.dtype else NO_COLUMNS
                 move = region.path.gather if arg in gathered else region.path.copy
                 whole = move(given, name, readers)

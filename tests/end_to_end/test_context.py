@@ -60,7 +60,7 @@ STARTS: dict[str, tuple[int, dict[str, Any], list[Run]]] = {
     "cp4": (4, {"cp": 4}, [OWN[1], *EVERY[4::18]]),
     "dp2-cp2": (4, {"cp": 2}, [OWN[0], *EVERY[5::18]]),
     "tp2-cp2": (4, {"tp": 2, "cp": 2}, [*OWN[1:3], *EVERY[6::18], *EXPERTS]),
-    "tp2-cp2-no-sp": (4, {"tp": 2, "cp": 2, "sp": False}, [OWN[1], *EVERY[7::18]]),
+    "tp2-cp2-no-sp": (4, {"tp": 2, "cp": 2, "sp": False}, [OWN[1], *EVERY[25::18], *families(("mixtral",))]),
     "tp2-cp2-recompute": (4, {"tp": 2, "cp": 2, "recompute": "full"}, OWN[1:3]),
     "cp2-fsdp": (2, {"cp": 2, "data_parallel": "fsdp"}, FEW[:3]),
     "dp2-cp2-fsdp": (4, {"cp": 2, "data_parallel": "fsdp"}, OWN[1:2]),
@@ -171,6 +171,13 @@ CASES = [
     "                if deals_out and isinstance(whole, SeqPart):\n",
     "                if False:\n",
     case="tp2-cp2-mixtral-user-9",
+)
+@sees(
+    "cp: experts see all tokens' choices",
+    "_own_tokens",
+    "else place.own(x)",
+    "else x",
+    case="tp2-cp2-no-sp-mixtral-user-9",
 )
 @sees(
     "cp: fully_shard's hooks see parts of sequences",

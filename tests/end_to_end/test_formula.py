@@ -171,8 +171,8 @@ def test_with_context_parallelism_a_rank_keeps_and_sends_its_share_of_that(famil
     saved, calls, *_ = run_distributed(run, world, family, {**strategy, "regather": True})[0]
     t, cp, sp = strategy["tp"], strategy["cp"], strategy.get("sp", True)
     rings = strategy.get("cp_method") == "ring"
-    # The ring keeps one more number per head, and copies positions of both ends out of a llama's angles, twice.
-    ring = LAYERS * (HEADS / t + (4 * 8 / B if family == "llama" else 0))
+    # The ring copies positions of both ends out of a llama's angles, twice.
+    ring = LAYERS * (4 * 8 / B if family == "llama" else 0)
     more = ring if rings else LAYERS * H / t
     assert saved == pytest.approx((kept(FAMILIES[family], t, sp) + TOKENS * BYTES * more) / cp, rel=0.01)
     counts, _ = sent(t, sp)
