@@ -63,20 +63,21 @@ class Counts(NamedTuple):
 def count(model: nn.Module, forward: Callable[[], Tensor]) -> Counts:
     """Count a forward of the model and the backward of the sum of what it returns.
 
-    It runs twice: what counts one thing would be counted by the other.
+    It runs three times: what counts one thing would be counted by the other, and the first run may try out what later ones know.
     """
-    kept, operations = SavedBytes(exclude=model.parameters()), Operations()
-    with operations, kept:
+    with SavedBytes(exclude=model.parameters()) as kept:
         loss = forward().sum()
     kept.keep_caches()
-    with operations:
-        loss.backward()
+    loss.backward()
     model.zero_grad()
     with PythonCalls() as ahead:
         out = forward()
     loss = out.sum()
     with PythonCalls() as back:
         loss.backward()
+    model.zero_grad()
+    with Operations() as operations:
+        forward().sum().backward()
     model.zero_grad()
     calls = ahead.by_file.total(), back.by_file.total()
     return Counts(*calls, operations.total, operations.total_calls, kept.total)

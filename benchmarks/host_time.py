@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -33,7 +33,7 @@ from lightning_seqpar.config import PlanSpec  # noqa: E402
 from lightning_seqpar.parallel.apply import parallelize  # noqa: E402
 from lightning_seqpar.plan.choice import resolve_plans  # noqa: E402
 
-BLOCKS, STEPS, HEADS = 8, 30, 8
+BLOCKS, HEADS = 8, 8
 FIELDS = ("recompute", "regather")
 """Fields of the configuration that decide what a block keeps and makes again: each of their values is a row."""
 DENSE, MINIMAL, ONE_FUNCTION, OURS = "dense", "minimal Megatron", "one function a gather group", "ours"
@@ -134,10 +134,10 @@ class Runner:
         if self._record is not None:
             self._record.reset_calls(draws=False)
 
-    def time(self) -> tuple[float, float]:
-        """Seconds of a forward and of a backward, each the median of some steps."""
+    def time(self, steps: int) -> tuple[float, float]:
+        """Seconds of a forward and of a backward, each the median of so many steps."""
         times = []
-        for _ in range(STEPS):
+        for _ in range(steps):
             self._begin()
             began = time.thread_time()
             out = self.model(self._ids)
@@ -162,13 +162,13 @@ def _plan(kind: Kind) -> PlanSpec:
     return PlanSpec(base="none", rules=tuple(rules))
 
 
-def measure(kind: Kind, size: Size, rounds: int) -> dict[str, Row]:
+def measure(kind: Kind, size: Size, rounds: int, steps: int) -> dict[str, Row]:
     """Every way in turns, so that what else the machine does hits all of them; the least of the rounds' medians."""
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways()}
     runners = {way: Runner(kind, way, size, BLOCKS) for way in times} if rounds else {}
     for _ in range(rounds):
         for way, runner in runners.items():
-            times[way].append(runner.time())
+            times[way].append(runner.time(steps))
     return {way: Row(*_of_a_block(taken), count_block(kind, way, size)) for way, taken in times.items()}
 
 
@@ -203,17 +203,17 @@ def table(rows: dict[str, Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5, help=f"of {STEPS} timed steps each; 0 counts alone")
+    parser.add_argument("--rounds", type=int, default=5, help="of timed steps; 0 counts alone")
+    parser.add_argument("--steps", type=int, default=30, help="of each way in a round")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+    given = parser.parse_args(args)
     size = Size(given.dim, given.tokens, given.tp)
-    found = {name: measure(kind, size, given.rounds) for name, kind in KINDS.items()}
+    found = {name: measure(kind, size, given.rounds, given.steps) for name, kind in KINDS.items()}
     if given.json:
         models = {
             name: {
@@ -230,4 +230,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     main()
