@@ -3,7 +3,8 @@
 Collectives of torch's fake backend return at once, and the sizes are so small that products cost next to nothing: what is left is
 what the host does for each block, which a GPU has to be fast enough to hide, or to be hidden behind. Times are those of the thread,
 so other work on the machine counts little, and those of a whole model, shared out over its blocks. Counts are what one block more
-makes, exactly. What is kept may depend on the bytes of an activation: ``--tokens 8192 --dim 512 --rounds 0`` counts at a real size.
+makes, exactly. What is kept may depend on the bytes of an activation: ``--tokens 8192 --dim 512 --rounds 0`` counts at a real size,
+in some minutes.
 """
 
 from __future__ import annotations
@@ -205,28 +206,27 @@ def table(rows: dict[str, Row]) -> str:
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5, help="of timed steps; 0 counts alone")
-    parser.add_argument("--steps", type=int, default=30, help="of each way in a round")
+    parser.add_argument("--rounds", type=int, default=12, help="of timed steps; 0 counts alone")
+    parser.add_argument("--steps", type=int, default=10, help="of each way in a round")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     given = parser.parse_args(args)
     size = Size(given.dim, given.tokens, given.tp)
-    found = {name: measure(kind, size, given.rounds, given.steps) for name, kind in KINDS.items()}
-    if given.json:
-        models = {
-            name: {
-                way: {"forward_us": row.forward_us, "backward_us": row.backward_us, **row.counts._asdict()}
-                for way, row in rows.items()
-            }
-            for name, rows in found.items()
+    if not given.json:
+        print(f"dim {given.dim}, tp {given.tp}, {given.tokens} tokens: a block's host time, µs; counts; bytes kept")
+    models: dict[str, Any] = {}
+    for name, kind in KINDS.items():
+        rows = measure(kind, size, given.rounds, given.steps)
+        models[name] = {
+            way: {"forward_us": row.forward_us, "backward_us": row.backward_us, **row.counts._asdict()}
+            for way, row in rows.items()
         }
+        if not given.json:
+            print(f"\n{name}\n\n{table(rows)}", flush=True)
+    if given.json:
         print(json.dumps({**size._asdict(), "models": models}, indent=1))
-        return
-    print(f"dim {given.dim}, tp {given.tp}, {given.tokens} tokens: a block's host time, µs; counts; bytes kept")
-    for name, rows in found.items():
-        print(f"\n{name}\n\n{table(rows)}")
 
 
 if __name__ == "__main__":
