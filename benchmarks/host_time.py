@@ -80,10 +80,12 @@ class Size(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a block costs in one way: times in µs, none where they were not taken."""
+    """What a block costs in one way; times are none where they were not taken."""
 
-    forward_us: float | None
-    backward_us: float | None
+    us: tuple[float, float] | None
+    """Of the thread, forward and backward: the least of the rounds' medians."""
+    of_minimal: tuple[float, float] | None
+    """Of the minimal block's: the median of the ratios within a round, so that a machine that slows down hurts both."""
     counts: Counts
 
 
@@ -164,20 +166,26 @@ def _plan(kind: Kind) -> PlanSpec:
 
 
 def measure(kind: Kind, size: Size, rounds: int, steps: int) -> dict[str, Row]:
-    """Every way in turns, so that what else the machine does hits all of them; the least of the rounds' medians."""
+    """Every way in turns, so that what else the machine does hits all of them."""
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways()}
     runners = {way: Runner(kind, way, size, BLOCKS) for way in times} if rounds else {}
     for _ in range(rounds):
         for way, runner in runners.items():
             times[way].append(runner.time(steps))
-    return {way: Row(*_of_a_block(taken), count_block(kind, way, size)) for way, taken in times.items()}
+    found = {}
+    for way, taken in times.items():
+        us, of_minimal = None, None
+        if rounds:
+            forward, backward = zip(*taken, strict=True)
+            least_forward, least_backward = zip(*times[MINIMAL], strict=True)
+            us = min(forward) / BLOCKS * 1e6, min(backward) / BLOCKS * 1e6
+            of_minimal = _ratio(forward, least_forward), _ratio(backward, least_backward)
+        found[way] = Row(us, of_minimal, count_block(kind, way, size))
+    return found
 
 
-def _of_a_block(taken: list[tuple[float, float]]) -> tuple[float | None, float | None]:
-    if not taken:
-        return None, None
-    forward, backward = (min(column) / BLOCKS * 1e6 for column in zip(*taken, strict=True))
-    return forward, backward
+def _ratio(own: Sequence[float], least: Sequence[float]) -> float:
+    return statistics.median(one / other for one, other in zip(own, least, strict=True))
 
 
 def count_block(kind: Kind, way: str, size: Size, blocks: int = 2) -> Counts:
@@ -192,12 +200,10 @@ def table(rows: dict[str, Row]) -> str:
         "| | forward | backward | of the minimal | Python calls | operations | collectives | kept |",
         "|---" * 8 + "|",
     ]
-    least = rows[MINIMAL]
-    for way, (forward, backward, counts) in rows.items():
+    for way, (us, of_minimal, counts) in rows.items():
         shown = ["–"] * 3
-        if forward is not None:
-            shown = [f"{forward:.0f}", f"{backward:.0f}"]
-            shown.append(f"{forward / least.forward_us:.2f} / {backward / least.backward_us:.2f}")
+        if us is not None and of_minimal is not None:
+            shown = [f"{us[0]:.0f}", f"{us[1]:.0f}", f"{of_minimal[0]:.2f} / {of_minimal[1]:.2f}"]
         calls = f"{counts.forward_calls} / {counts.backward_calls}"
         shown += [calls, f"{counts.operations}", f"{counts.collectives}", f"{counts.kept:,}"]
         lines.append(f"| {' | '.join([way, *shown])} |")
@@ -209,8 +215,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=12, help="of timed steps; 0 counts alone")
-    parser.add_argument("--steps", type=int, default=10, help="of each way in a round")
+    parser.add_argument("--rounds", type=int, default=30, help="of timed steps; 0 counts alone")
+    parser.add_argument("--steps", type=int, default=4, help="of each way in a round")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     given = parser.parse_args(args)
     size = Size(given.dim, given.tokens, given.tp)
@@ -220,8 +226,7 @@ def main(args: Sequence[str] | None = None) -> None:
     for name, kind in KINDS.items():
         rows = measure(kind, size, given.rounds, given.steps)
         models[name] = {
-            way: {"forward_us": row.forward_us, "backward_us": row.backward_us, **row.counts._asdict()}
-            for way, row in rows.items()
+            way: {"us": row.us, "of_minimal": row.of_minimal, **row.counts._asdict()} for way, row in rows.items()
         }
         if not given.json:
             print(f"\n{name}\n\n{table(rows)}", flush=True)

@@ -31,8 +31,8 @@ def test_every_choice_of_what_is_kept_is_a_row(found):
         assert {f"{OURS}, recompute: selective", f"{OURS}, recompute: full"} <= rows.keys()
         for way, settings in host_time.ways().items():
             assert settings is None or ParallelConfig(tp=2, **settings)
-            assert rows[way]["forward_us"] > 0
-            assert rows[way]["backward_us"] > 0
+            assert min(*rows[way]["us"], *rows[way]["of_minimal"]) > 0
+        assert rows[MINIMAL]["of_minimal"] == [1, 1]
 
 
 def test_a_block_is_counted_alike_at_any_depth():
