@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning as L
 import pytest
 import torch.distributed as dist
+from counting import PythonCalls
 from lightning.pytorch.callbacks import Callback
 
 import lightning_seqpar
@@ -38,19 +37,24 @@ class CallCounter(Callback):
     """
 
     def __init__(self, *steps: int) -> None:
-        self.calls = {step: Counter[str]() for step in steps}
+        self.calls = {step: PythonCalls() for step in steps}
+        self._counted: PythonCalls | None = None
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        if (counted := self.calls.get(trainer.global_step + 1)) is not None:
-
-            def count(frame: FrameType, event: str, arg: Any) -> None:
-                if event == "call":
-                    counted[frame.f_code.co_filename.removeprefix(OURS)] += 1
-
-            sys.setprofile(count)
+        self._counted = self.calls.get(trainer.global_step + 1)
+        if self._counted is not None:
+            self._counted.__enter__()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        sys.setprofile(None)
+        if self._counted is not None:
+            self._counted.__exit__()
+
+    def by_file(self) -> dict[int, Counter[str]]:
+        """The calls of each of those steps."""
+        return {
+            step: Counter({file.removeprefix(OURS): made for file, made in counted.by_file.items()})
+            for step, counted in self.calls.items()
+        }
 
 
 def count_calls(layers: int) -> dict[int, Counter[str]]:
@@ -60,7 +64,7 @@ def count_calls(layers: int) -> dict[int, Counter[str]]:
     strategy: Any = SeqParallelStrategy(tp=2) if world > 1 else "auto"
     trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=STEADY, max_epochs=-1, callbacks=[counter])
     trainer.fit(models.GPT(layers=layers), models.loader(4))
-    return counter.calls
+    return counter.by_file()
 
 
 @pytest.fixture(scope="module")
