@@ -375,7 +375,7 @@ def kept() -> None:
     x, head = torch.randn(64, 8, dtype=torch.bfloat16), torch.nn.Parameter(torch.randn(6, 8, dtype=torch.bfloat16))
     x.requires_grad_()
     target = torch.randint(VOCAB, (64,))
-    small = 64 * (8 + 1 + 4 + 4 + 4)  # target, which count, their weight, the largest, the sum
+    small = 64 * (8 + 8 + 1 + 4 + 4 + 4)  # the target's column, whether it counts and is here, the largest, the sum, the loss
     for make_logits, wanted in (
         (lambda: ShardedLogits.wrap(F.linear(x, head), *where()), 64 * 6 * 2),
         (lambda: ShardedLogits.product(x, head, None, 7, *where()), 0),
