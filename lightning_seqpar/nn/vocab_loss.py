@@ -76,14 +76,17 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         elsewhere = at != local
         stats = rows.statistics(at, elsewhere, None if weights is None else weights[start:stop], smoothing)
         parts = all_gather(stats.unsqueeze(0), 0, group)  # [tp, 3 or 4, n]: every rank combines them alike
-        top, score = parts[:, :2].amax(0)  # of the target the rank that has it tells the logit, the others minus infinity
+        top, score = parts[:, :2].amax(
+            0
+        )  # of the target the rank that has it tells the logit, the others minus infinity
         total = (parts[:, 2] * (parts[:, 0] - top).exp()).sum(0)
         log_total = total.log()
         result = score.sub_(top).sub_(log_total)
         if own is not None:
             result = result * own
         if smoothing:
-            mean = parts[:, 3].sum(0) - _sum_of(weights, shard) * (top + log_total)
+            classes = shard.length if weights is None else weights.sum()
+            mean = parts[:, 3].sum(0) - classes * (top + log_total)
             result = (1 - smoothing) * result + smoothing / shard.length * mean
         ctx.save_for_backward(x, head, bias, at, elsewhere, own, weights, top, total.neg_())
         ctx.rows, ctx.smoothing = (how, shard, rank), smoothing
@@ -117,9 +120,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return *out.grads, None, None
 
 
-def _tokens_at_once(device: torch.device, tokens: int, columns: int) -> int:
-    """How many tokens' logits a chunk has: all, but on a CPU no more than its cache holds (16 MiB in float32)."""
-    return max(1, 2**22 // max(1, columns) if device.type == "cpu" else tokens)
+_FEW = 2**22
+"""Logits for whose copy in float32 there is always memory, 16 MiB; so many fit into a CPU's cache."""
 
 
 class _LogitChunks:
@@ -139,7 +141,9 @@ class _LogitChunks:
         self.wide = torch.promote_types(dtype, torch.float32)
         self.count = stop - start
         self._x, self._head, self._bias = x, head, bias
-        self.size = chunk or _tokens_at_once(x.device, x.shape[0], self.count)
+        self.few = min(max(1, _FEW // max(1, self.count)), max(1, len(x)))
+        # On a CPU what fits into its cache is fastest; elsewhere kernels are few, and as large as memory allows.
+        self.size = chunk or (self.few if x.device.type == "cpu" else max(1, len(x)))
         self.chunks = [slice(at, at + self.size) for at in range(0, x.shape[0] if self.count else 0, self.size)]
 
     def _cast(self, tensor: Tensor) -> Tensor:
@@ -167,12 +171,18 @@ class _LogitChunks:
         out = self._x.new_empty(4 if smoothing else 3, len(at), dtype=self.wide)
         if not self.count:
             out.zero_()[0].fill_(torch.finfo(self.wide).min)
-        # As many bytes beside the logits as their gradient takes later.
-        size = self.size if self._head is not None else -(-self.size * self._x.itemsize // self.wide.itemsize)
+        # As many bytes beside the logits as their gradient takes later, if they are not few.
+        size = (
+            self.size
+            if self._head is not None
+            else max(self.few, -(-self.size * self._x.itemsize // self.wide.itemsize))
+        )
         room = None if self._head is not None else self._x.new_empty(size, self.count, dtype=self.wide)
         for some in self.chunks:
             z, stats = self.logits(some), out[:, some]
-            least = torch.tensor(torch.finfo(z.dtype).min, dtype=z.dtype)  # finite, for a token of which all is masked out
+            least = torch.tensor(
+                torch.finfo(z.dtype).min, dtype=z.dtype
+            )  # finite, for a token of which all is masked out
             torch.maximum(z.amax(-1), least, out=stats[0])
             stats[1] = z.gather(-1, at[some].unsqueeze(-1)).squeeze(-1)
             for rows, of_rows in zip(z.split(size), stats.split(size, 1), strict=True):
@@ -194,7 +204,7 @@ class _ChunkGrads:
         x, head, bias = rows._x, rows._head, rows._bias
         # A chunk of a narrow type is made in the wide one, behind what is written: a quarter more lets four chunks be all.
         self._ratio = 1 if head is not None or x.dtype == rows.wide else rows.wide.itemsize // x.itemsize
-        more = 0 if self._ratio == 1 else min(len(x) // 4, rows.size * self._ratio) // 2 * 2 + 4 - len(x) % 2
+        more = 0 if self._ratio == 1 else max(rows.size // 4, self._ratio * rows.few) // 2 * 2 + 4 - len(x) % 2
         self._memory = x.new_empty(len(x) + more, *x.shape[1:]) if needs[0] else None
         of_x = None if self._memory is None else self._memory[: len(x)]  # every chunk writes its rows
         if of_x is not None and head is not None and not rows.count:
@@ -228,7 +238,11 @@ class _ChunkGrads:
         """Take the gradient ``level * z`` of a chunk's logits, ``[c, count]``, into account; it may lie where it belongs."""
         rows, (of_x, of_head, of_bias) = self._rows, self.grads
         if rows._head is None:
-            if of_x is not None:
+            if (
+                of_x is not None and self._ratio > 1 and z.device.type == "cpu"
+            ):  # whose kernels cast in a copy of their own
+                of_x[some, : rows.count] = z.mul_(level)
+            elif of_x is not None:
                 torch.mul(z, level, out=of_x[some, : rows.count])
             return
         with torch.autocast(z.device.type, enabled=False):
@@ -239,8 +253,3 @@ class _ChunkGrads:
                 of_head[: rows.count] += d.t() @ rows._cast(rows._x[some])
             if of_bias is not None:
                 of_bias[: rows.count] += d.sum(0)
-
-
-def _sum_of(weights: Tensor | None, shard: Shard) -> Tensor | int:
-    """The sum of all class weights."""
-    return shard.length if weights is None else weights.sum()
