@@ -549,9 +549,6 @@ _REFUSED = frozenset([Tensor.register_hook, Tensor.retain_grad, Tensor.requires_
 
 # ---- the loss --------------------------------------------------------------------------------------------------
 
-_NO_CLASS = -(2**62)
-"""What takes the place of a class that is ignored."""
-
 
 def cross_entropy(
     logits: ShardedLogits,
@@ -587,7 +584,7 @@ def cross_entropy(
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         part = part.cast(torch.promote_types(part.dtype, torch.float32))
     if 0 <= ignore_index < classes:
-        target, ignore_index = target.masked_fill(target == ignore_index, _NO_CLASS), _NO_CLASS
+        target, ignore_index = target.masked_fill(target == ignore_index, -(2**62)), -(2**62)  # what is no class
     kept = target.clamp(0, classes - 1)
     beyond = target - kept  # 0 where a target counts, else how far it is outside the vocabulary
     ignored = ignore_index if ignore_index < 0 else ignore_index - (classes - 1)

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.collectives import all_gather, passes_none
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.logits_storage import StoredLogits
+from lightning_seqpar.nn.logits_storage import StoredLogits, made_logits
 
 
 class LossOptions(NamedTuple):
@@ -68,9 +67,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         part, weights, own, smoothing, shard, rank, group = options
         part.check()
-        how = (part.dtype, part.compute, part.chunk)
-        rows = _LogitChunks(x, head, bias, how, shard, rank)
         ((start, stop),) = shard.ranges[rank]
+        how = (stop - start, part.dtype, part.compute, part.chunk)
+        rows = _LogitChunks((x, head, bias), *how)
         local = target - start
         at = local.clamp(0, max(0, rows.count - 1))
         elsewhere = at != local
@@ -81,7 +80,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         )  # of the target the rank that has it tells the logit, the others minus infinity
         total = (parts[:, 2] * (parts[:, 0] - top).exp()).sum(0)
         log_total = total.log()
-        result = score.sub_(top).sub_(log_total)
+        result: Tensor = score.sub_(top).sub_(log_total)
         if own is not None:
             result = result * own
         if smoothing:
@@ -89,7 +88,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             mean = parts[:, 3].sum(0) - classes * (top + log_total)
             result = (1 - smoothing) * result + smoothing / shard.length * mean
         ctx.save_for_backward(x, head, bias, at, elsewhere, own, weights, top, total.neg_())
-        ctx.rows, ctx.smoothing = (how, shard, rank), smoothing
+        ctx.how, ctx.smoothing, ctx.start, ctx.classes = how, smoothing, start, shard.length
         return result
 
     @staticmethod
@@ -97,25 +96,25 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, head, bias, at, elsewhere, own, weights, top, minus_total = ctx.saved_tensors
-        how, shard, rank = ctx.rows
-        rows = _LogitChunks(x, head, bias, how, shard, rank)
-        ((start, stop),), smoothing = shard.ranges[rank], ctx.smoothing
+        rows = _LogitChunks((x, head, bias), *ctx.how)
+        smoothing, columns = ctx.smoothing, slice(ctx.start, ctx.start + rows.count)
         # In each chunk g / Z * [exp(z - m) Σ - hard Z [c = t] - soft Z w], where Σ = hard + soft Σ w is 1 without class weights.
         hard = 1 - smoothing if own is None else (1 - smoothing) * own
-        soft = smoothing / shard.length
+        soft = smoothing / ctx.classes
         level = (grad / minus_total).unsqueeze(-1)
         hit = minus_total.masked_fill(elsewhere, 0)
         hit = (hit if own is None and not smoothing else hit * hard).unsqueeze(-1)
         at = at.unsqueeze(-1)
         out = _ChunkGrads(rows, ctx.needs_input_grad)
         for some, room in out.rooms():
-            z = rows.shifted(rows.logits(some), top[some], room).exp_()
+            z = rows.logits(some)
+            z = torch.sub(z, top[some].unsqueeze(-1), out=z if room is None else room).exp_()
             if own is not None:
                 z.mul_((hard + soft * weights.sum())[some].unsqueeze(-1))
             z.scatter_add_(-1, at[some], hit[some])
             if smoothing:
                 each = soft * minus_total[some].unsqueeze(-1)
-                z = z.add_(each) if weights is None else z.addcmul_(each, weights[start:stop])
+                z = z.add_(each) if weights is None else z.addcmul_(each, weights[columns])
             out.add(some, z, level[some])
         return *out.grads, None, None
 
@@ -127,40 +126,21 @@ _FEW = 2**22
 class _LogitChunks:
     """One rank's logits, or its head's inputs, some tokens (``chunks``) at a time, in float32 at least."""
 
-    def __init__(
-        self,
-        x: Tensor,
-        head: Tensor | None,
-        bias: Tensor | None,
-        how: tuple[torch.dtype, torch.dtype, int],
-        shard: Shard,
-        rank: int,
-    ) -> None:
-        dtype, self._compute, chunk = how
-        ((start, stop),) = shard.ranges[rank]
-        self.wide = torch.promote_types(dtype, torch.float32)
-        self.count = stop - start
-        self._x, self._head, self._bias = x, head, bias
-        self.few = min(max(1, _FEW // max(1, self.count)), max(1, len(x)))
+    def __init__(self, tensors: Any, count: int, dtype: torch.dtype, compute: torch.dtype, chunk: int) -> None:
+        self.x, self.head, self.bias = tensors
+        self.count, self.wide, self.compute = count, torch.promote_types(dtype, torch.float32), compute
+        tokens = max(1, len(self.x))
+        self.few = min(tokens, max(1, _FEW // max(1, count)))
         # On a CPU what fits into its cache is fastest; elsewhere kernels are few, and as large as memory allows.
-        self.size = chunk or (self.few if x.device.type == "cpu" else max(1, len(x)))
-        self.chunks = [slice(at, at + self.size) for at in range(0, x.shape[0] if self.count else 0, self.size)]
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._compute)
+        self.size = chunk or (self.few if self.x.device.type == "cpu" else tokens)
+        self.chunks = [slice(at, at + self.size) for at in range(0, len(self.x) if count else 0, self.size)]
 
     def logits(self, some: slice) -> Tensor:
         """The logits of a chunk without padding, ``[c, count]``: made of the head's input, or as they are."""
-        if self._head is None:
-            return self._x[some, : self.count]
-        with torch.autocast(self._x.device.type, enabled=False):
-            bias = None if self._bias is None else self._cast(self._bias[: self.count])
-            made = F.linear(self._cast(self._x[some]), self._cast(self._head[: self.count]), bias)
-            return made.to(self.wide)
-
-    def shifted(self, z: Tensor, by: Tensor, room: Tensor | None) -> Tensor:
-        """What :meth:`logits` returned less ``by``, ``[c]``; overwrites logits that were made, and puts others into ``room``."""
-        return torch.sub(z, by.unsqueeze(-1), out=z if room is None else room)
+        if self.head is None:
+            return self.x[some, : self.count]
+        bias = None if self.bias is None else self.bias[: self.count]
+        return made_logits(self.x[some], self.head[: self.count], bias, self.compute).to(self.wide)
 
     def statistics(self, at: Tensor, elsewhere: Tensor, weights: Tensor | None, smoothing: float) -> Tensor:
         """What the loss must know of this rank's logits ``z``, ``[3, n]``, or ``[4, n]`` with smoothing.
@@ -168,25 +148,20 @@ class _LogitChunks:
         With ``m`` the largest one of a token: ``m`` itself, the target's (minus infinity if it is ``elsewhere``),
         ``Σ exp(z - m)``, and with smoothing ``Σ w z``. ``at`` is the column of each target.
         """
-        out = self._x.new_empty(4 if smoothing else 3, len(at), dtype=self.wide)
+        out = self.x.new_empty(4 if smoothing else 3, len(at), dtype=self.wide)
         if not self.count:
             out.zero_()[0].fill_(torch.finfo(self.wide).min)
-        # As many bytes beside the logits as their gradient takes later, if they are not few.
-        size = (
-            self.size
-            if self._head is not None
-            else max(self.few, -(-self.size * self._x.itemsize // self.wide.itemsize))
-        )
-        room = None if self._head is not None else self._x.new_empty(size, self.count, dtype=self.wide)
+        size, room = self.size, None
+        if self.head is None:  # as many bytes beside the logits as their gradient takes later, if they are not few
+            size = max(self.few, -(-size * self.x.itemsize // self.wide.itemsize))
+            room = self.x.new_empty(size, self.count, dtype=self.wide)
         for some in self.chunks:
             z, stats = self.logits(some), out[:, some]
-            least = torch.tensor(
-                torch.finfo(z.dtype).min, dtype=z.dtype
-            )  # finite, for a token of which all is masked out
+            least = torch.tensor(torch.finfo(z.dtype).min, dtype=z.dtype)  # finite, where all of a token is masked out
             torch.maximum(z.amax(-1), least, out=stats[0])
             stats[1] = z.gather(-1, at[some].unsqueeze(-1)).squeeze(-1)
             for rows, of_rows in zip(z.split(size), stats.split(size, 1), strict=True):
-                less = self.shifted(rows, of_rows[0], None if room is None else room[: len(rows)])
+                less = torch.sub(rows, of_rows[0].unsqueeze(-1), out=rows if room is None else room[: len(rows)])
                 if smoothing:
                     of_rows[3] = less.sum(-1) if weights is None else less @ weights
                 torch.sum(less.exp_(), -1, out=of_rows[2])
@@ -201,11 +176,11 @@ class _ChunkGrads:
 
     def __init__(self, rows: _LogitChunks, needs: tuple[bool, ...]) -> None:
         self._rows = rows
-        x, head, bias = rows._x, rows._head, rows._bias
+        x, head, bias, few = rows.x, rows.head, rows.bias, rows.few
         # A chunk of a narrow type is made in the wide one, behind what is written: a quarter more lets four chunks be all.
-        self._ratio = 1 if head is not None or x.dtype == rows.wide else rows.wide.itemsize // x.itemsize
-        more = 0 if self._ratio == 1 else max(rows.size // 4, self._ratio * rows.few) // 2 * 2 + 4 - len(x) % 2
-        self._memory = x.new_empty(len(x) + more, *x.shape[1:]) if needs[0] else None
+        self._ratio = ratio = rows.wide.itemsize // x.itemsize if head is None else 1
+        more = max(rows.size // 4, ratio * few) if ratio > 1 else 0
+        self._memory = x.new_empty(len(x) + more + -(len(x) + more) % ratio, x.shape[1]) if needs[0] else None
         of_x = None if self._memory is None else self._memory[: len(x)]  # every chunk writes its rows
         if of_x is not None and head is not None and not rows.count:
             of_x.zero_()
@@ -219,17 +194,15 @@ class _ChunkGrads:
     def rooms(self) -> Iterator[tuple[slice, Tensor | None]]:
         """The chunks, each with memory for the gradient of its logits, ``[c, count]``; None where logits are made."""
         rows, of_x, memory, ratio = self._rows, self.grads[0], self._memory, self._ratio
-        if of_x is None or memory is None or rows._head is not None:
+        if of_x is None or memory is None or rows.head is not None:
             yield from ((some, None) for some in rows.chunks)
             return
         first, stop = 0, len(of_x) if rows.count else 0
         while first < stop:
-            size = min(rows.size, stop - first)
-            room = of_x[first : first + size, : rows.count]
-            if ratio > 1:
-                size = min(size, (len(memory) - first) // (1 + ratio))
-                room = memory.view(-1)[-ratio * size * rows.count :].view(rows.wide).view(size, rows.count)
-            yield slice(first, first + size), room
+            size = min(rows.size, stop - first, (len(memory) - first) // (1 + ratio) if ratio > 1 else stop)
+            some = slice(first, first + size)
+            behind = memory.view(-1)[-ratio * size * rows.count :]
+            yield some, of_x[some, : rows.count] if ratio == 1 else behind.view(rows.wide).view(size, rows.count)
             first += size
         if rows.count < of_x.shape[1]:
             of_x[:, rows.count :].zero_()  # padding, or all where this rank has no column
@@ -237,19 +210,19 @@ class _ChunkGrads:
     def add(self, some: slice, z: Tensor, level: Tensor) -> None:
         """Take the gradient ``level * z`` of a chunk's logits, ``[c, count]``, into account; it may lie where it belongs."""
         rows, (of_x, of_head, of_bias) = self._rows, self.grads
-        if rows._head is None:
+        if rows.head is None:
             if (
                 of_x is not None and self._ratio > 1 and z.device.type == "cpu"
-            ):  # whose kernels cast in a copy of their own
+            ):  # its kernels cast in copies of their own
                 of_x[some, : rows.count] = z.mul_(level)
             elif of_x is not None:
                 torch.mul(z, level, out=of_x[some, : rows.count])
             return
         with torch.autocast(z.device.type, enabled=False):
-            d = rows._cast(z.mul_(level))
+            d = z.mul_(level).to(rows.compute)
             if of_x is not None:
-                of_x[some] = (d @ rows._cast(rows._head[: rows.count])).to(of_x.dtype)
+                of_x[some] = (d @ rows.head[: rows.count].to(d.dtype)).to(of_x.dtype)
             if of_head is not None:
-                of_head[: rows.count] += d.t() @ rows._cast(rows._x[some])
+                of_head[: rows.count] += d.t() @ rows.x[some].to(d.dtype)
             if of_bias is not None:
                 of_bias[: rows.count] += d.sum(0)

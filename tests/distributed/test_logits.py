@@ -127,8 +127,8 @@ def losses(dtype: torch.dtype, limit: float) -> None:
 @sees(
     "padding of the vocabulary counted in the loss",
     "_LogitChunks.logits",
-    "return self._x[some, : self.count]",
-    "return self._x[some]",
+    "return self.x[some, : self.count]",
+    "return self.x[some]",
 )
 @sees(
     "padding of the vocabulary given a gradient",
@@ -635,7 +635,7 @@ class Kernels(TorchDispatchMode):
 @sees(
     "a GPU's logits in chunks of a CPU's cache",
     "_LogitChunks.__init__",
-    'x.device.type == "cpu"',
+    'self.x.device.type == "cpu"',
     "True",
 )
 @pytest.mark.parametrize(
