@@ -75,9 +75,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         elsewhere = at != local
         stats = rows.statistics(at, elsewhere, None if weights is None else weights[start:stop], smoothing)
         parts = all_gather(stats.unsqueeze(0), 0, group)  # [tp, 3 or 4, n]: every rank combines them alike
-        top, score = parts[:, :2].amax(
-            0
-        )  # of the target the rank that has it tells the logit, the others minus infinity
+        top, score = parts[:, :2].amax(0)  # ranks that don't have a target tell minus infinity of it
         total = (parts[:, 2] * (parts[:, 0] - top).exp()).sum(0)
         log_total = total.log()
         result: Tensor = score.sub_(top).sub_(log_total)
