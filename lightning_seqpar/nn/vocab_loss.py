@@ -69,7 +69,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         part.check()
         ((start, stop),) = shard.ranges[rank]
         how = (stop - start, part.dtype, part.compute, part.chunk)
-        rows = _LogitChunks((x, head, bias), *how)
+        rows = _LogitChunks((x, head, bias), how)
         local = target - start
         at = local.clamp(0, max(0, rows.count - 1))
         elsewhere = at != local
@@ -94,7 +94,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, head, bias, at, elsewhere, own, weights, top, minus_total = ctx.saved_tensors
-        rows = _LogitChunks((x, head, bias), *ctx.how)
+        rows = _LogitChunks((x, head, bias), ctx.how)
         smoothing, columns = ctx.smoothing, slice(ctx.start, ctx.start + rows.count)
         # In each chunk g / Z * [exp(z - m) Σ - hard Z [c = t] - soft Z w], where Σ = hard + soft Σ w is 1 without class weights.
         hard = 1 - smoothing if own is None else (1 - smoothing) * own
@@ -124,14 +124,15 @@ _FEW = 2**22
 class _LogitChunks:
     """One rank's logits, or its head's inputs, some tokens (``chunks``) at a time, in float32 at least."""
 
-    def __init__(self, tensors: Any, count: int, dtype: torch.dtype, compute: torch.dtype, chunk: int) -> None:
+    def __init__(self, tensors: tuple[Tensor, Any, Any], how: tuple[int, torch.dtype, torch.dtype, int]) -> None:
         self.x, self.head, self.bias = tensors
-        self.count, self.wide, self.compute = count, torch.promote_types(dtype, torch.float32), compute
+        self.count, dtype, self.compute, chunk = how
+        self.wide = torch.promote_types(dtype, torch.float32)
         tokens = max(1, len(self.x))
-        self.few = min(tokens, max(1, _FEW // max(1, count)))
+        self.few = min(tokens, max(1, _FEW // max(1, self.count)))
         # On a CPU what fits into its cache is fastest; elsewhere kernels are few, and as large as memory allows.
         self.size = chunk or (self.few if self.x.device.type == "cpu" else tokens)
-        self.chunks = [slice(at, at + self.size) for at in range(0, len(self.x) if count else 0, self.size)]
+        self.chunks = [slice(at, at + self.size) for at in range(0, len(self.x) if self.count else 0, self.size)]
 
     def logits(self, some: slice) -> Tensor:
         """The logits of a chunk without padding, ``[c, count]``: made of the head's input, or as they are."""
