@@ -71,11 +71,7 @@ class StoredLogits:
         x, weight, bias = self.tensors
         if weight is None:
             return x.to(self.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            made = F.linear(
-                x.to(self.compute), weight.to(self.compute), None if bias is None else bias.to(self.compute)
-            )
-        return made.to(self.dtype)
+        return made_logits(x, weight, bias, self.compute).to(self.dtype)
 
     def of_tokens(self, change: Callable[[Tensor], Tensor]) -> StoredLogits:
         """The part with other leading dims: ``change`` reshapes the tokens or chooses among them, and leaves the last dim."""
@@ -100,3 +96,9 @@ class StoredLogits:
         """Shape of the part: ``(..., ceil(v/tp))``."""
         x, weight, _ = self.tensors
         return tuple(x.shape) if weight is None else (*x.shape[:-1], weight.shape[0])
+
+
+def made_logits(x: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> Tensor:
+    """The logits ``x Wᵀ + b`` of a head's inputs, computed in the type ``compute`` whatever autocast says."""
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(compute), weight.to(compute), None if bias is None else bias.to(compute))

@@ -32,7 +32,7 @@ from lightning_seqpar.distributed.host import require_inside
 from lightning_seqpar.distributed.meeting import Meeting
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.logits_storage import StoredLogits
-from lightning_seqpar.nn.vocab_loss import LossOptions, VocabParallelCrossEntropy, target_weights
+from lightning_seqpar.nn.vocab_loss import LossOptions, VocabParallelCrossEntropy
 
 
 class ShardedLogits(Tensor):
@@ -580,17 +580,23 @@ def cross_entropy(
     count, classes = logits.shape
     if target.shape != (count,):
         raise ValueError(f"Expected input batch_size ({count}) to match target batch_size ({list(target.shape)}).")
-    part = logits._part
-    if torch.is_autocast_enabled(target.device.type):
+    part, device = logits._part, target.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         part = part.cast(torch.promote_types(part.dtype, torch.float32))
-    valid = target != ignore_index
-    inside = ~valid | ((target >= 0) & (target < classes))
-    require_inside(target, inside, "Target {} is out of bounds.")
-    options = LossOptions(part, valid, weight, label_smoothing, logits._shard, logits._rank, logits._group)
-    losses: Tensor = VocabParallelCrossEntropy.apply(*part.tensors, target, options)  # type: ignore[no-untyped-call]
-    if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    counts = valid.to(losses.dtype) if weight is None else target_weights(weight.to(losses.dtype), target, valid)
-    return losses.sum() / counts.sum()
+    if 0 <= ignore_index < classes:
+        target, ignore_index = target.masked_fill(target == ignore_index, -(2**62)), -(2**62)  # what is no class
+    kept = target.clamp(0, classes - 1)
+    beyond = target - kept  # 0 where a target counts, else how far it is outside the vocabulary
+    ignored = ignore_index if ignore_index < 0 else ignore_index - (classes - 1)
+    if device == "cpu":
+        require_inside(target, (beyond == 0) | (beyond == ignored), "Target {} is out of bounds.")
+    weight = None if weight is None else weight.to(torch.promote_types(part.dtype, torch.float32))
+    own = None if weight is None else weight[kept]
+    options = LossOptions(part, weight, own, label_smoothing, logits._shard, logits._rank, logits._group)
+    found: Tensor = VocabParallelCrossEntropy.apply(*part.tensors, target, options)  # type: ignore[no-untyped-call]
+    # As if each were the log-likelihood of the one class 0: a GPU asserts that no other target is there but the ignored ones.
+    by_weight = own is not None and reduction == "mean"
+    loss = F.nll_loss(found.unsqueeze(-1), beyond, ignore_index=ignored, reduction="sum" if by_weight else reduction)
+    if own is not None and by_weight:
+        loss = loss / (own * (beyond == 0)).sum()
+    return loss.to(part.dtype)

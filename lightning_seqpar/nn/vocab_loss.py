@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.collectives import all_gather, passes_none
-from lightning_seqpar.distributed.host import send_numbers
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.logits_storage import StoredLogits
-
-AT_ONCE = 2**22
-"""How many logits of a rank are widened and exponentiated at a time: 16 MiB in float32."""
-
-
-def target_weights(weight: Tensor, target: Tensor, valid: Tensor) -> Tensor:
-    """The class weight of each target, ``[n]``; zero where it is ignored."""
-    return weight[target.masked_fill(~valid, 0)] * valid
+from lightning_seqpar.nn.logits_storage import StoredLogits, made_logits
 
 
 class LossOptions(NamedTuple):
-    """What a cross entropy is told beside logits and targets: ``valid`` says which of these count, ``weight`` is ``[v]``."""
+    """What a log-likelihood is told beside logits and targets: the class weights ``[v]``, and those of the targets ``[n]``."""
 
     part: StoredLogits
-    valid: Tensor
-    weight: Tensor | None
+    weights: Tensor | None
+    own: Tensor | None
     smoothing: float
     shard: Shard
     rank: int
@@ -37,7 +28,7 @@ class LossOptions(NamedTuple):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Cross entropy of logits that are sharded by vocabulary, from the logits or from the head's inputs.
+    """Log-likelihood of targets by logits that are sharded by vocabulary, from the logits or from the head's inputs.
 
     =================  ==========================  ====================================  ==================
     tensor             global                      local                                 saved for backward
@@ -46,17 +37,18 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     or x               the head's input ``[n, h]``  ``[n, h]``                           itself
     head               its weight ``[v, h]``       ``[ceil(v/tp), h]``                   itself
     bias               ``[v]``                     ``[ceil(v/tp)]``                      itself
-    target, valid      ``[n]``                     ``[n]``                               itself
+    target             ``[n]``                     ``[n]``                               its column here, and whether it is here
     ``m``, ``Z``       ``[n]``                     ``[n]``, the same on every rank       itself
-    losses             ``[n]``                     ``[n]``, the same on every rank       —
+    result             ``[n]``                     ``[n]``, the same on every rank       —
     =================  ==========================  ====================================  ==================
 
     Forward, for a token with logits ``z``, target ``t``, class weights ``w`` (1 by default) and smoothing ``ε``:
     ``m = max z`` and ``Z = Σ_c exp(z_c - m)`` over the whole vocabulary, ``p_c = exp(z_c - m) / Z`` and
-    ``loss = (1 - ε) w_t (-log p_t) + ε/v Σ_c w_c (-log p_c)``. Each rank makes its maximum, sum and target logit; one
-    all-gather of these gives every rank all of them.
+    ``result = (1 - ε) w_t log p_t + ε/v Σ_c w_c log p_c``, the loss with the sign that ``F.nll_loss`` takes. Each rank makes its
+    maximum, target logit and sum; one all-gather of these gives every rank all of them. The result of a target outside the
+    vocabulary means nothing.
 
-    Backward, for the losses' gradient ``g``: ``dz_c = g [(1 - ε) w_t (p_c - [c = t]) + ε/v (p_c Σ_k w_k - w_c)]``, made from
+    Backward, for the result's gradient ``-g``: ``dz_c = g [(1 - ε) w_t (p_c - [c = t]) + ε/v (p_c Σ_k w_k - w_c)]``, made from
     this rank's logits alone. From the head's inputs, ``dx = dz W`` (a term of a sum over tp, which ``copy_to_`` in front of the
     head sums), ``dW = dzᵀ x`` and ``db = Σ dz``.
 
@@ -73,113 +65,108 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         options: LossOptions,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        part, valid, weight, smoothing, shard, rank, group = options
+        part, weights, own, smoothing, shard, rank, group = options
         part.check()
-        how = (part.dtype, part.compute, part.chunk)
-        rows = _LogitChunks(x, head, bias, how, shard, rank)
         ((start, stop),) = shard.ranges[rank]
-        wide, classes = rows.wide, shard.length
-        weights = None if weight is None else weight.to(wide)
-        mine = valid & (target >= start) & (target < stop)
-        at = (target - start).masked_fill(~mine, 0)
-        stats = rows.statistics(at, mine, None if weights is None else weights[start:stop], smoothing)
-        own = valid.to(wide) if weights is None else target_weights(weights, target, valid)
+        how = (stop - start, part.dtype, part.compute, part.chunk)
+        rows = _LogitChunks((x, head, bias), how)
+        local = target - start
+        at = local.clamp(0, max(0, rows.count - 1))
+        elsewhere = at != local
+        stats = rows.statistics(at, elsewhere, None if weights is None else weights[start:stop], smoothing)
         parts = all_gather(stats.unsqueeze(0), 0, group)  # [tp, 3 or 4, n]: every rank combines them alike
-        top = parts[:, 0].amax(0)
-        below = (parts[:, 0] - top).masked_fill(parts[:, 0] == float("-inf"), 0.0)
-        total = (parts[:, 1] * below.exp()).sum(0)
-        owner = _owners(shard, target.masked_fill(~valid, 0))
-        score = (parts[:, 2] + below).gather(0, owner.unsqueeze(0)).squeeze(0)
-        losses: Tensor = (1 - smoothing) * own * (total.log() - score)
+        top, score = parts[:, :2].amax(0)  # ranks that don't have a target tell minus infinity of it
+        total = (parts[:, 2] * (parts[:, 0] - top).exp()).sum(0)
+        log_total = total.log()
+        result: Tensor = score.sub_(top).sub_(log_total)
+        if own is not None:
+            result = result * own
         if smoothing:
-            heavy = _sums(shard, weights, parts)
-            smooth = (parts[:, 3] + heavy.unsqueeze(-1) * below).sum(0)
-            losses = losses + smoothing / classes * (heavy.sum() * total.log() - smooth) * valid
-            ctx.heavy = heavy.sum()
-        ctx.save_for_backward(x, head, bias, target, valid, own, weights, top, total)
-        ctx.rows, ctx.smoothing, ctx.classes = (how, shard, rank), smoothing, classes
-        return losses.to(part.dtype)
+            classes = shard.length if weights is None else weights.sum()
+            mean = parts[:, 3].sum(0) - classes * (top + log_total)
+            result = (1 - smoothing) * result + smoothing / shard.length * mean
+        ctx.save_for_backward(x, head, bias, at, elsewhere, own, weights, top, total.neg_())
+        ctx.how, ctx.smoothing, ctx.start, ctx.classes = how, smoothing, start, shard.length
+        return result
 
     @staticmethod
     @passes_none
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, head, bias, target, valid, own, weights, top, total = ctx.saved_tensors
-        how, shard, rank = ctx.rows
-        rows = _LogitChunks(x, head, bias, how, shard, rank)
-        ((start, stop),), smoothing = shard.ranges[rank], ctx.smoothing
-        mine = valid & (target >= start) & (target < stop)
-        at = (target - start).masked_fill(~mine, 0)
-        scale = grad.to(rows.wide).masked_fill(~valid, 0)  # a mean over no targets has an infinite gradient
-        hard = (1 - smoothing) * own * scale
-        soft = smoothing / ctx.classes * scale
-        level = (hard + soft * ctx.heavy if smoothing else hard) / total
+        x, head, bias, at, elsewhere, own, weights, top, minus_total = ctx.saved_tensors
+        rows = _LogitChunks((x, head, bias), ctx.how)
+        smoothing, columns = ctx.smoothing, slice(ctx.start, ctx.start + rows.count)
+        # In each chunk g / Z * [exp(z - m) Σ - hard Z [c = t] - soft Z w], where Σ = hard + soft Σ w is 1 without class weights.
+        hard = 1 - smoothing if own is None else (1 - smoothing) * own
+        soft = smoothing / ctx.classes
+        level = (grad / minus_total).unsqueeze(-1)
+        hit = minus_total.masked_fill(elsewhere, 0)
+        hit = (hit if own is None and not smoothing else hit * hard).unsqueeze(-1)
+        at = at.unsqueeze(-1)
         out = _ChunkGrads(rows, ctx.needs_input_grad)
-        for some in rows.chunks if stop > start else ():
-            z = rows.shifted(rows.logits(some), top[some], out.room(some)).exp_().mul_(level[some].unsqueeze(-1))
-            z.scatter_add_(-1, at[some].unsqueeze(-1), -(hard * mine)[some].unsqueeze(-1))
+        for some, room in out.rooms():
+            z = rows.logits(some)
+            z = torch.sub(z, top[some].unsqueeze(-1), out=z if room is None else room).exp_()
+            if own is not None:
+                z.mul_((hard + soft * weights.sum())[some].unsqueeze(-1))
+            z.scatter_add_(-1, at[some], hit[some])
             if smoothing:
-                z -= soft[some].unsqueeze(-1) * (1.0 if weights is None else weights[start:stop])
-            out.add(some, z)
+                each = soft * minus_total[some].unsqueeze(-1)
+                z = z.add_(each) if weights is None else z.addcmul_(each, weights[columns])
+            out.add(some, z, level[some])
         return *out.grads, None, None
+
+
+_FEW = 2**22
+"""Logits for whose copy in float32 there is always memory, 16 MiB; so many fit into a CPU's cache."""
 
 
 class _LogitChunks:
     """One rank's logits, or its head's inputs, some tokens (``chunks``) at a time, in float32 at least."""
 
-    def __init__(
-        self,
-        x: Tensor,
-        head: Tensor | None,
-        bias: Tensor | None,
-        how: tuple[torch.dtype, torch.dtype, int],
-        shard: Shard,
-        rank: int,
-    ) -> None:
-        dtype, self._compute, chunk = how
-        ((start, stop),) = shard.ranges[rank]
+    def __init__(self, tensors: tuple[Tensor, Any, Any], how: tuple[int, torch.dtype, torch.dtype, int]) -> None:
+        self.x, self.head, self.bias = tensors
+        self.count, dtype, self.compute, chunk = how
         self.wide = torch.promote_types(dtype, torch.float32)
-        self.count = stop - start
-        self._x, self._head, self._bias = x, head, bias
-        size = chunk or max(1, AT_ONCE // max(1, self.count))
-        self.chunks = [slice(at, at + size) for at in range(0, x.shape[0], size)]
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._compute)
+        tokens = max(1, len(self.x))
+        self.few = min(tokens, max(1, _FEW // max(1, self.count)))
+        # On a CPU what fits into its cache is fastest; elsewhere kernels are few, and as large as memory allows.
+        self.size = chunk or (self.few if self.x.device.type == "cpu" else tokens)
+        self.chunks = [slice(at, at + self.size) for at in range(0, len(self.x) if self.count else 0, self.size)]
 
     def logits(self, some: slice) -> Tensor:
         """The logits of a chunk without padding, ``[c, count]``: made of the head's input, or as they are."""
-        if self._head is None:
-            return self._x[some, : self.count]
-        with torch.autocast(self._x.device.type, enabled=False):
-            bias = None if self._bias is None else self._cast(self._bias[: self.count])
-            made = F.linear(self._cast(self._x[some]), self._cast(self._head[: self.count]), bias)
-            return made.to(self.wide)
+        if self.head is None:
+            return self.x[some, : self.count]
+        bias = None if self.bias is None else self.bias[: self.count]
+        return made_logits(self.x[some], self.head[: self.count], bias, self.compute).to(self.wide)
 
-    def shifted(self, z: Tensor, by: Tensor, out: Tensor | None = None) -> Tensor:
-        """What :meth:`logits` returned less ``by``, ``[c]``; overwrites logits that were made, and puts others into ``out``."""
-        if self._head is None:
-            return torch.sub(z, by.unsqueeze(-1), out=out)
-        return z.sub_(by.unsqueeze(-1))
-
-    def statistics(self, at: Tensor, mine: Tensor, weights: Tensor | None, smoothing: float) -> Tensor:
+    def statistics(self, at: Tensor, elsewhere: Tensor, weights: Tensor | None, smoothing: float) -> Tensor:
         """What the loss must know of this rank's logits ``z``, ``[3, n]``, or ``[4, n]`` with smoothing.
 
-        With ``m`` the largest one of a token: ``m`` itself, ``Σ exp(z - m)``, ``z - m`` of the target (0 if another rank has
-        it), and with smoothing ``Σ w (z - m)``. ``at`` is the column of each target, and ``mine`` whether this rank has it.
+        With ``m`` the largest one of a token: ``m`` itself, the target's (minus infinity if it is ``elsewhere``),
+        ``Σ exp(z - m)``, and with smoothing ``Σ w z``. ``at`` is the column of each target.
         """
-        out = self._x.new_zeros(4 if smoothing else 3, len(at), dtype=self.wide)
-        out[0].fill_(float("-inf"))
-        for some in self.chunks if self.count else ():
-            z = self.logits(some)
-            largest = z.amax(-1).to(self.wide)
-            shift = largest.masked_fill(largest == float("-inf"), 0.0)  # where all of this rank's logits are masked out
-            z = self.shifted(z, shift)
-            out[0, some] = largest
-            out[2, some] = z.gather(-1, at[some].unsqueeze(-1)).squeeze(-1).masked_fill(~mine[some], 0.0)
-            if smoothing:
-                out[3, some] = z.sum(-1) if weights is None else z @ weights
-            out[1, some] = z.exp_().sum(-1)
+        out = self.x.new_empty(4 if smoothing else 3, len(at), dtype=self.wide)
+        if not self.count:
+            out.zero_()[0].fill_(torch.finfo(self.wide).min)
+        size, room = self.size, None
+        if self.head is None:  # as many bytes beside the logits as their gradient takes later, if they are not few
+            size = max(self.few, -(-size * self.x.itemsize // self.wide.itemsize))
+            room = self.x.new_empty(size, self.count, dtype=self.wide)
+        for some in self.chunks:
+            z, stats = self.logits(some), out[:, some]
+            least = torch.tensor(torch.finfo(z.dtype).min, dtype=z.dtype)  # finite, where all of a token is masked out
+            torch.maximum(z.amax(-1), least, out=stats[0])
+            stats[1] = z.gather(-1, at[some].unsqueeze(-1)).squeeze(-1)
+            for rows, of_rows in zip(z.split(size), stats.split(size, 1), strict=True):
+                less = torch.sub(rows, of_rows[0].unsqueeze(-1), out=rows if room is None else room[: len(rows)])
+                if smoothing:
+                    of_rows[3] = less.sum(-1) if weights is None else less @ weights
+                torch.sum(less.exp_(), -1, out=of_rows[2])
+        if smoothing:
+            out[3] += (self.count if weights is None else weights.sum()) * out[0]
+        out[1].masked_fill_(elsewhere, float("-inf"))
         return out
 
 
@@ -188,11 +175,14 @@ class _ChunkGrads:
 
     def __init__(self, rows: _LogitChunks, needs: tuple[bool, ...]) -> None:
         self._rows = rows
-        x, head, bias = rows._x, rows._head, rows._bias
-        of_x = torch.empty_like(x) if needs[0] else None  # every chunk writes its rows
-        if of_x is not None and (head is None or not rows.count):
-            of_x[:, rows.count :].zero_()  # padding, or all where this rank has no column
-        self._in_place = head is None and of_x is not None and of_x.dtype == rows.wide
+        x, head, bias, few = rows.x, rows.head, rows.bias, rows.few
+        # A chunk of a narrow type is made in the wide one, behind what is written: a quarter more lets four chunks be all.
+        self._ratio = ratio = rows.wide.itemsize // x.itemsize if head is None else 1
+        more = max(rows.size // 4, ratio * few) if ratio > 1 else 0
+        self._memory = x.new_empty(len(x) + more + -(len(x) + more) % ratio, x.shape[1]) if needs[0] else None
+        of_x = None if self._memory is None else self._memory[: len(x)]  # every chunk writes its rows
+        if of_x is not None and head is not None and not rows.count:
+            of_x.zero_()
         self.grads: list[Tensor | None] = [of_x, None, None]
         # They are sums over chunks, so they are kept in float32 at least.
         if head is not None and needs[1]:
@@ -200,37 +190,38 @@ class _ChunkGrads:
         if bias is not None and needs[2]:
             self.grads[2] = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
 
-    def room(self, some: slice) -> Tensor | None:
-        """Where the gradient of a chunk's logits, ``[c, count]``, can be made; None if it has another type than they."""
-        of_x = self.grads[0]
-        return of_x[some, : self._rows.count] if self._in_place and of_x is not None else None
+    def rooms(self) -> Iterator[tuple[slice, Tensor | None]]:
+        """The chunks, each with memory for the gradient of its logits, ``[c, count]``; None where logits are made."""
+        rows, of_x, memory, ratio = self._rows, self.grads[0], self._memory, self._ratio
+        if of_x is None or memory is None or rows.head is not None:
+            yield from ((some, None) for some in rows.chunks)
+            return
+        first, stop = 0, len(of_x) if rows.count else 0
+        while first < stop:
+            size = min(rows.size, stop - first, (len(memory) - first) // (1 + ratio) if ratio > 1 else stop)
+            some = slice(first, first + size)
+            behind = memory.view(-1)[-ratio * size * rows.count :]
+            yield some, of_x[some, : rows.count] if ratio == 1 else behind.view(rows.wide).view(size, rows.count)
+            first += size
+        if rows.count < of_x.shape[1]:
+            of_x[:, rows.count :].zero_()  # padding, or all where this rank has no column
 
-    def add(self, some: slice, z: Tensor) -> None:
-        """Take the gradient ``dz`` of a chunk's logits, ``[c, count]``, into account; it may lie in :meth:`room` already."""
+    def add(self, some: slice, z: Tensor, level: Tensor) -> None:
+        """Take the gradient ``level * z`` of a chunk's logits, ``[c, count]``, into account; it may lie where it belongs."""
         rows, (of_x, of_head, of_bias) = self._rows, self.grads
-        if rows._head is None:
-            if of_x is not None and not self._in_place:
-                of_x[some, : rows.count] = z
+        if rows.head is None:
+            if (
+                of_x is not None and self._ratio > 1 and z.device.type == "cpu"
+            ):  # its kernels cast in copies of their own
+                of_x[some, : rows.count] = z.mul_(level)
+            elif of_x is not None:
+                torch.mul(z, level, out=of_x[some, : rows.count])
             return
         with torch.autocast(z.device.type, enabled=False):
-            d = rows._cast(z)
+            d = z.mul_(level).to(rows.compute)
             if of_x is not None:
-                of_x[some] = (d @ rows._cast(rows._head[: rows.count])).to(of_x.dtype)
+                of_x[some] = (d @ rows.head[: rows.count].to(d.dtype)).to(of_x.dtype)
             if of_head is not None:
-                of_head[: rows.count] += d.t() @ rows._cast(rows._x[some])
+                of_head[: rows.count] += d.t() @ rows.x[some].to(d.dtype)
             if of_bias is not None:
                 of_bias[: rows.count] += d.sum(0)
-
-
-def _owners(shard: Shard, target: Tensor) -> Tensor:
-    """The rank that has each target's column, ``[n]``."""
-    stops = send_numbers([stop for ((_, stop),) in shard.ranges], torch.int64, target.device)
-    return torch.searchsorted(stops, target, right=True)
-
-
-def _sums(shard: Shard, weights: Tensor | None, like: Tensor) -> Tensor:
-    """The sum of the class weights of each rank's columns, ``[tp]``."""
-    columns = [slice(start, stop) for ((start, stop),) in shard.ranges]
-    if weights is None:
-        return send_numbers([float(one.stop - one.start) for one in columns], like.dtype, like.device)
-    return torch.stack([weights[one].sum() for one in columns])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,9 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from lightning_seqpar import ParallelGroups, ProcessTopology
+from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.distributed.counters import SavedBytes
 from lightning_seqpar.distributed.meeting import Meeting
 from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.nn.logits_storage import StoredLogits
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, cross_entropy
 from lightning_seqpar.testing import run_distributed
 from tests.mutants import sees
@@ -109,34 +113,40 @@ def losses(dtype: torch.dtype, limit: float) -> None:
 
 
 @sees(
-    "a batch of ignored targets poisons the weights",
-    "VocabParallelCrossEntropy.backward",
-    ".masked_fill(~valid, 0)  # a mean",
-    "  # infinite",
+    "targets that are ignored counted in a weighted mean",
+    "sharded_logits:cross_entropy",
+    "loss / (own * (beyond == 0)).sum()",
+    "loss / own.sum()",
+)
+@sees(
+    "a class that is ignored counted in the loss",
+    "sharded_logits:cross_entropy",
+    "if 0 <= ignore_index < classes:",
+    "if False:",
 )
 @sees(
     "padding of the vocabulary counted in the loss",
     "_LogitChunks.logits",
-    "return self._x[some, : self.count]",
-    "return self._x[some]",
+    "return self.x[some, : self.count]",
+    "return self.x[some]",
 )
 @sees(
     "padding of the vocabulary given a gradient",
-    "_ChunkGrads.__init__",
+    "_ChunkGrads.rooms",
     "of_x[:, rows.count :].zero_()",
     "of_x[:, rows.count :].fill_(1)",
 )
 @sees(
     "each rank's own largest logit taken for all",
     "VocabParallelCrossEntropy.forward",
-    "total = (parts[:, 1] * below.exp()).sum(0)",
-    "total = parts[:, 1].sum(0)",
+    "total = (parts[:, 2] * (parts[:, 0] - top).exp()).sum(0)",
+    "total = parts[:, 2].sum(0)",
 )
 @sees(
     "a target outside its rank's part of the vocabulary",
-    "VocabParallelCrossEntropy.forward",
-    "score = (parts[:, 2] + below).gather(0, owner.unsqueeze(0)).squeeze(0)",
-    "score = (parts[:, 2] + below)[0]",
+    "_LogitChunks.statistics",
+    '        out[1].masked_fill_(elsewhere, float("-inf"))\n',
+    "",
 )
 @pytest.mark.parametrize(
     ("world", "dtype", "limit"), [(2, torch.float64, 1e-12), (4, torch.float64, 1e-12), (3, torch.float32, 1e-5)]
@@ -375,7 +385,9 @@ def kept() -> None:
     x, head = torch.randn(64, 8, dtype=torch.bfloat16), torch.nn.Parameter(torch.randn(6, 8, dtype=torch.bfloat16))
     x.requires_grad_()
     target = torch.randint(VOCAB, (64,))
-    small = 64 * (8 + 1 + 4 + 4 + 4)  # target, which count, their weight, the largest, the sum
+    small = 64 * (
+        8 + 8 + 1 + 4 + 4 + 4
+    )  # the target's column, whether it counts and is here, the largest, the sum, the loss
     for make_logits, wanted in (
         (lambda: ShardedLogits.wrap(F.linear(x, head), *where()), 64 * 6 * 2),
         (lambda: ShardedLogits.product(x, head, None, 7, *where()), 0),
@@ -584,3 +596,87 @@ def test_logits_that_one_rank_reads_alone_are_told():
     assert said.startswith("logits that are sharded by vocabulary are read whole")
     assert "on rank 0, and rank 1 did not do the same within 2 s" in said
     assert "@rank_zero_only" in said
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations that compute, collectives among them: views and allocations are none; and the most bytes at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.bytes = self.peak = 0
+        self._held: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        self.count += not (is_view or "empty" in name or name == "promote_types")
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.hold(leaf)
+        return out
+
+    def hold(self, x: Tensor) -> None:
+        """Count a tensor's memory until it is free."""
+        storage = x.untyped_storage()
+        number, size = storage_id(storage), storage.nbytes()
+        if number in self._held:
+            return
+        self._held.add(number)
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        weakref.finalize(storage, self._free, number, size)
+
+    def _free(self, number: int, size: int) -> None:
+        self._held.discard(number)
+        self.bytes -= size
+
+
+@sees(
+    "a GPU's logits in chunks of a CPU's cache",
+    "_LogitChunks.__init__",
+    'self.x.device.type == "cpu"',
+    "True",
+)
+@pytest.mark.parametrize(
+    ("dtype", "loss", "kernels", "peak"),
+    [
+        (torch.float32, torch.float32, 31, 2.01),
+        (torch.bfloat16, torch.float32, 46, 2.26),
+        (torch.bfloat16, torch.bfloat16, 48, 2.26),
+    ],
+)
+def test_a_loss_is_few_kernels_where_there_is_no_cache_to_fill(dtype, loss, kernels, peak):
+    """One rank of tp 8 of 128,256 words on the meta device, forward and backward; the peak is told in sizes of the logits."""
+    groups = ParallelGroups.silent(ProcessTopology(["dp", "tp"], [1, 8]), 0)
+    x = torch.empty(8192, 16032, dtype=dtype, device="meta", requires_grad=True)
+    target = torch.empty(8192, dtype=torch.long, device="meta")
+    logits = ShardedLogits.wrap(x.view_as(x), Shard.by_vocabulary(128256, 8), groups["tp"], 0).to(loss)
+    one = torch.empty((), dtype=loss, device="meta")
+    with Kernels() as watch:
+        watch.hold(x)
+        F.cross_entropy(logits, target).backward(one)
+    assert watch.count <= kernels
+    assert watch.peak <= peak * x.nbytes
+
+
+@sees(
+    "a chunk of the gradient made over the one before",
+    "_ChunkGrads.rooms",
+    "// (1 + ratio)",
+    "// ratio",
+)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
+def test_a_gradient_that_is_made_behind_itself(options):
+    """Of a narrow type, in chunks as large as memory allows rather than a cache: float32 for float64, to its last bit."""
+    groups = ParallelGroups.silent(ProcessTopology(["dp", "tp"], [1, 1]), 0)
+    tokens, words = 96, 2**17
+    x = torch.randn(tokens, words, generator=torch.Generator().manual_seed(0)).mul_(3).requires_grad_()
+    target = torch.arange(0, words, words // tokens)[:tokens]
+    target[5] = -100
+    logits = ShardedLogits.wrap(x.view_as(x), Shard.by_vocabulary(words, 1), groups["tp"], 0)
+    got = F.cross_entropy(logits.with_part(StoredLogits(logits.local, torch.float64, chunk=tokens)), target, **options)
+    wanted = F.cross_entropy(x.double(), target, **options)
+    assert got.item() == pytest.approx(wanted.item(), rel=1e-12)
+    (mine,), (grad,) = torch.autograd.grad(got, x), torch.autograd.grad(wanted, x)
+    assert torch.allclose(mine, grad, rtol=2**-23, atol=1e-12)

@@ -35,7 +35,9 @@ class Family(NamedTuple):
 
 IDS = 2.0  # int64, kept by an embedding and as targets
 FLAG = 0.25  # a bool for each token
-LOSS = IDS + FLAG + 3  # targets, which of them count and how much, the largest logit, and the sum of exponentials
+LOSS = (
+    2 * IDS + FLAG + 3
+)  # the target's column, whether it is here and counts; the largest logit, the sum of exponentials, the loss
 WORDS = IDS + FLAG  # the embedding's ids, and which of them are this rank's
 FAMILIES = {
     # Rotary angles are shared by the batch; the head keeps its input. Its logits are this rank's.
