@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from lightning_seqpar.distributed.autograd import in_backward
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.graph_span import GraphSpan
 from lightning_seqpar.region.partial_sum_check import LossLeakCheck, PartialSumCheck
@@ -49,12 +50,12 @@ class Observers:
 
     def region_begins(self) -> None:
         """Activations become shards."""
-        if self.schedule.watches_forward():
+        if not in_backward():
             self.span.begin()
 
     def region_ends(self) -> None:
         """Activations become whole, or a module raised."""
-        if self.schedule.watches_forward():
+        if not in_backward():
             self.span.end()
 
     # ---- blocks and modules on shards ------------------------------------------------------------------------
@@ -62,7 +63,7 @@ class Observers:
     def shard_made(self, out: Any, module: str) -> None:
         """A module on shards made ``out``: this rank's part, if it has a shard's dims and activations are shards."""
         frames = self._frames
-        if not frames.active or not isinstance(out, Tensor) or not self.schedule.watches_forward():
+        if not frames.active or not isinstance(out, Tensor) or in_backward():
             return
         if (folded := frames.fold(out, frames.shard_length)) is not None:
             sizes = folded.shape[0], folded.shape[1]
@@ -72,7 +73,7 @@ class Observers:
 
     def heads_made(self, out: Tensor, module: str, heads: int) -> None:
         """A module on some of ``heads`` query heads made ``out`` beside its activation: ``[b, heads/tp, s, s]``, or a mean."""
-        if not self.schedule.watches_forward():
+        if in_backward():
             return
         if out.ndim == 4 and out.shape[1] * self._size == heads:
             self.sharded_outputs.note(out, module, 1, heads)
@@ -81,7 +82,7 @@ class Observers:
 
     def shard_reader_called(self, module: str) -> None:
         """A module is called whose parameters may see nothing but shards."""
-        if self.schedule.watches_forward():
+        if not in_backward():
             self.placement.check_called_among_shards(module)
 
     # ---- columns and rows ------------------------------------------------------------------------------------
