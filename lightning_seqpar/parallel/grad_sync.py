@@ -245,10 +245,10 @@ class GradSync:
     @staticmethod
     def _buckets(due: Sequence[_Partial]) -> list[list[_Partial]]:
         """The parameters by type: one sum each, in an order that is the same on all ranks."""
-        found: dict[str, list[_Partial]] = {}
+        found: dict[torch.dtype, list[_Partial]] = {}
         for partial in due:
-            found.setdefault(str(partial.parameter.dtype), []).append(partial)
-        return [found[dtype] for dtype in sorted(found)]
+            found.setdefault(partial.parameter.dtype, []).append(partial)
+        return [found[dtype] for dtype in sorted(found, key=str)]
 
     def _own_term(self, partial: _Partial) -> Tensor:
         """This rank's term of the sum, in the memory that takes the sum, where no new gradient has arrived through the hook."""
@@ -346,7 +346,8 @@ def _sum_coalesced(grads: list[Tensor], group: Any, losses: LossWatch | None, fl
     riders = [] if row is None else [row]
     if flags:
         riders.append(send_numbers(flags, wide, grads[0].device))
-    flat = torch.cat([grad.to(wide).flatten() for grad in grads] + riders)
+    flat = torch.cat(list(map(torch.ravel, grads))).to(wide)
+    flat = torch.cat([flat, *riders])
     flat = all_reduce(flat, group)
     sizes = list(map(Tensor.numel, grads))
     *totals, rest = flat.split_with_sizes([*sizes, flat.numel() - sum(sizes)])
