@@ -121,13 +121,6 @@ class Loops:
         if self._env.ending.listens and not self._searches.is_trial:  # behind a trial the ranks meet otherwise
             self._env.ending.act()
 
-    def begin_validation(self) -> None:
-        """Begin a validation, or the sanity check in front of a training. Collective."""
-        trainer = self._env.trainer
-        self.begin_evaluation(
-            "validation", trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        )
-
     def begin_evaluation(self, loop: str, counts: Sequence[int | float]) -> None:
         """Begin a loop without training: compare its numbers of batches over the ranks of a replica. Collective.
 

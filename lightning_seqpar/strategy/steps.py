@@ -230,12 +230,8 @@ class Steps:
         with self._weights.paused():
             return run(*args, **kwargs)
 
-    def evaluate(self, loop: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step of another loop: ``validation``, ``test`` or ``predict``."""
-        return self._step_of_stage(loop, step, args, kwargs)
-
-    def _step_of_stage(self, loop: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a step of the user's as far as this rank's stage goes."""
+    def run_user_step(self, loop: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step of a loop (``training``, ``validation``, ``test``, ``predict``) as far as this rank's stage goes."""
         if (stage := self.stages.stage) is None:
             return self._step(loop, step, args, kwargs)
         with self.stages.running(stage, f"{loop}_step"):
@@ -255,7 +251,7 @@ class Steps:
             self._follow_training_parameters(ddp)
         if self.split is not None and self._env.module.automatic_optimization and self._begins_window():
             self.split.begin_window()
-        return self._unwatched(self._step_of_stage, "training", step, args, kwargs)
+        return self._unwatched(self.run_user_step, "training", step, *args, **kwargs)
 
     def _begins_window(self) -> bool:
         """Whether the current batch is the first of those whose gradients are accumulated."""

@@ -171,20 +171,20 @@ class WeightWatch:
         finally:
             self.mode = None
 
-    def paused(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def paused(self) -> Generator[None, None, None]:
         """A context manager for what the strategy itself runs in the midst of a hook: forward, backward, the optimizer's step."""
         mode = self.mode
-        return nullcontext() if mode is None or innermost_dispatch_mode() is not mode else self._left(mode)
-
-    @contextmanager
-    def _left(self, mode: _Watched) -> Generator[None, None, None]:
+        if mode is None or innermost_dispatch_mode() is not mode:
+            yield
+            return
         self.mode = None
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             mode.__enter__()  # type: ignore[no-untyped-call]
-            mode.look_up_again()
+            mode._known = None  # there may be other gradients than before
             self.mode = mode
 
     # ---- what it knows -----------------------------------------------------------------------------------------
@@ -333,10 +333,6 @@ class _Watched(TorchDispatchMode):
             self._homes.setdefault(storage_id(rows), []).append((end, name, part))
         for homes in self._homes.values():
             homes.sort(key=lambda home: home[0])
-
-    def look_up_again(self) -> None:
-        """Expect other gradients than before."""
-        self._known = None
 
     def refuse_lost(self) -> None:
         """Refuse ``parameter.data = ...`` where replicas split parameters: torch shows the new tensor, and keeps its rows."""
