@@ -115,7 +115,8 @@ class ReplicaSampler(Sampler[Any]):
             forward = getattr(part, "set_epoch", None)
             if callable(forward):
                 forward(epoch)
-        if self._draws_from_torch:
+        # One replica, whose order follows from states of torch's generators that its ranks share.
+        if self.num_replicas == 1 and (type(self.order) in _DRAWN_FROM_TORCH or not isinstance(self.order, Sized)):
             source = self.groups.source(self.groups.replica_axes)
             share_streams(self.groups[self.groups.replica_axes], source, torch.device("cpu"))
             self._share_generator(source)
@@ -134,11 +135,6 @@ class ReplicaSampler(Sampler[Any]):
         everybody = tuple(self.groups.topology.axes)
         dist.broadcast_object_list(box, src=self.groups.source(everybody), group=self.groups[everybody])
         self._agreed = box[0]
-
-    @property
-    def _draws_from_torch(self) -> bool:
-        """Whether there is one replica, whose order follows from states of torch's generators that its ranks share."""
-        return self.num_replicas == 1 and (type(self.order) in _DRAWN_FROM_TORCH or not isinstance(self.order, Sized))
 
     def _generator(self) -> torch.Generator | None:
         """A generator on the CPU that the user's sampler has of its own."""

@@ -80,18 +80,18 @@ def passes_none(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Pair(torch.autograd.Function):
-    """Forward ``run``; backward ``back``, its conjugate."""
+    """Forward the first of a pair; backward the second, its conjugate."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, pair: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.back = back
+        run, ctx.back = pair
         return run(x)
 
     @staticmethod
     @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.back(grad), None
 
 
 class _Reduction(_Pair):
@@ -105,7 +105,7 @@ def _applied(
     function: type[_Pair], x: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Apply a pair, or only its forward where gradients are off, as they are in most backwards."""
-    result: Tensor = function.apply(x, run, back) if torch.is_grad_enabled() else run(x)  # type: ignore[no-untyped-call]
+    result: Tensor = function.apply(x, (run, back)) if torch.is_grad_enabled() else run(x)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from lightning_seqpar.context.seq_part import FACTS, RESHAPES, warn_of_gather, writes
 from lightning_seqpar.distributed.autograd import (
     GivenAway,
-    is_node_of,
+    backward_classes,
     memory_of,
     once_differentiable,
     without_subclasses,
@@ -85,7 +85,7 @@ class ShardedLogits(Tensor):
     def _wrap(part: StoredLogits, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
         if not torch.is_grad_enabled():  # made without gradients, they must not train the head when they are read later
             part = part.detached()
-        out: ShardedLogits = _Wrap.apply(*part.tensors, part, (shard, group, rank))  # type: ignore[no-untyped-call]
+        out: ShardedLogits = _Wrap.apply(*part.tensors, (part, shard, group, rank))  # type: ignore[no-untyped-call]
         out._part, out._memory = part, _Memory()
         return out
 
@@ -281,7 +281,9 @@ class _Memory:
         Raises:
             RuntimeError: then.
         """
-        if (self.changed is not None and self.changed() is not logits) or any(one.is_changed for one in self.copies):
+        if (self.changed is not None and self.changed() is not logits) or (
+            self.copies and any(one.is_changed for one in self.copies)
+        ):
             raise RuntimeError(
                 "logits that are sharded by vocabulary are read after a tensor that shares their memory was changed in place, and "
                 "the change did not reach them. Write it as a new tensor (torch.where, x = x + y), or logits = logits.whole() "
@@ -311,8 +313,10 @@ def _copies(func: Any, logits: Tensor, out: Tensor, args: tuple[Any, ...], kwarg
     """Whether a function of views makes a copy: a cast to another type, or an index by tensors or lists."""
     if func in _CASTS:
         return out.dtype != logits.dtype or bool(kwargs.get("copy"))
-    items = args[1] if func is Tensor.__getitem__ else None
-    return any(isinstance(item, Tensor | list) for item in (items if isinstance(items, tuple) else (items,)))
+    if func is not Tensor.__getitem__:
+        return False
+    items = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(item, Tensor | list) for item in items)
 
 
 def _before_gather(func: Any, logits: ShardedLogits) -> None:
@@ -320,6 +324,9 @@ def _before_gather(func: Any, logits: ShardedLogits) -> None:
     _check_graph(logits)
     if logits._changed is None and logits._group.size() > 1 and not logits._rank:
         warn_of_gather(func, f"the vocabulary of logits of which each rank of tp={logits._group.size()}")
+
+
+_REENTRANT = backward_classes([CheckpointFunction])
 
 
 def _check_graph(logits: ShardedLogits) -> None:
@@ -330,7 +337,7 @@ def _check_graph(logits: ShardedLogits) -> None:
     """
     with without_subclasses():
         node = logits.grad_fn
-    if node is not None and is_node_of(node, CheckpointFunction):
+    if type(node) in _REENTRANT:
         raise RuntimeError(
             "logits that are sharded by vocabulary came out of a reentrant activation checkpoint, and their parts have no graph: "
             "what the loss says would not reach the model. Write checkpoint(..., use_reentrant=False), or take the head out of it"
@@ -363,16 +370,15 @@ class _Wrap(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        part: StoredLogits,
-        vocab: tuple[Shard, ProcessGroup, int],
+        stored: tuple[StoredLogits, Shard, ProcessGroup, int],
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        shard, _, rank = vocab
+        part, shard, _, rank = stored
         ctx.start, ctx.width = shard.ranges[rank][0], part.shape[-1]
         ctx.is_product, ctx.dtype = weight is not None, x.dtype
         if ctx.is_product:
             ctx.save_for_backward(x, weight)
-        return ShardedLogits._make(part, *vocab)
+        return ShardedLogits._make(*stored)
 
     @staticmethod
     @passes_none
@@ -381,13 +387,13 @@ class _Wrap(torch.autograd.Function):
         start, stop = ctx.start
         own = F.pad(grad[..., start:stop], (0, ctx.width - (stop - start)))
         if not ctx.is_product:
-            return own.to(ctx.dtype), *([None] * 4)
+            return own.to(ctx.dtype), *([None] * 3)
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         flat = own.flatten(0, -2)
         grad_x = (own @ weight.to(own.dtype)).to(x.dtype) if needs[0] else None
         grad_w = (flat.t() @ x.flatten(0, -2).to(own.dtype)).to(weight.dtype) if needs[1] else None
-        return grad_x, grad_w, flat.sum(0) if needs[2] else None, None, None
+        return grad_x, grad_w, flat.sum(0) if needs[2] else None, None
 
 
 # ---- operations that keep logits sharded -----------------------------------------------------------------------
@@ -468,7 +474,7 @@ def _reshape(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: di
     """A reshape, if its last dim stays the vocabulary; a view as another type is gathered."""
     if any(isinstance(arg, torch.dtype) for arg in (*args, *kwargs.values())):
         return None
-    own = logits.shape
+    own = (*logits._part.shape[:-1], logits._shard.length)
     shape = func(torch.empty(own, device="meta"), *args, **kwargs).shape
     if not shape or shape[-1] != own[-1]:
         return None

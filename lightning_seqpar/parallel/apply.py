@@ -227,9 +227,9 @@ def _refuse_other_strategies(model: nn.Module) -> Callable[..., None]:
 
     def hook(module: nn.Module, args: Any) -> None:
         trainer, record = getattr(model, "_trainer", None), record_of(model)
-        if trainer is None or record is None or record.is_copy or not trainer.training:
+        if trainer is None or record is None or record.is_copy:
             return
-        if trainer.strategy is not record.strategy():
+        if trainer.strategy is not record.strategy() and trainer.training:
             raise RuntimeError(
                 f"the model is still sharded by an earlier strategy, and {type(trainer.strategy).__name__} would train "
                 "the shards as if they were the model; call lightning_seqpar.unshard(model) on all ranks first"

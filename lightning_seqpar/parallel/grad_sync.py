@@ -52,17 +52,19 @@ class GradSync:
     """Sums the partial gradients of a parallelised model; every rank of a replica calls :meth:`flush` at the same points."""
 
     def __init__(self, layout: ModelLayout, groups: ParallelGroups) -> None:
-        self._groups = groups
+        # Over dp too: a replica that did not use a parameter still got the others' average for it.
+        self._groups, self._tp, self._holder_group = groups, groups["tp"], groups[groups.holder_axes]
         self._has_replicas = groups.size(groups.mean_axes) > 1
         self.losses = LossWatch(groups)
         self._partials = [_Partial(layout[name], layout.parameter(name)) for name in layout if layout[name].is_partial]
+        self._parameters = [partial.parameter for partial in self._partials]
         # Whether no backward that the strategy knows of has begun since all was summed: so it is on every rank, or on none.
         self._all_summed = False
         self.attach()
 
     def attach(self) -> None:
         """Hook every partial parameter that requires a gradient and has no hook yet (it may thaw later)."""
-        hooks = count_tensor_hooks([partial.parameter for partial in self._partials])
+        hooks = count_tensor_hooks(self._parameters)
         for partial, count in zip(self._partials, hooks, strict=True):
             parameter = partial.parameter
             if count > (partial.hook is not None):
@@ -188,16 +190,14 @@ class GradSync:
         self.losses.send()
 
     def _sum(self, due: Sequence[_Partial]) -> None:
-        flags, groups = self._arrival_flags(due), self._groups
+        flags = self._arrival_flags(due)
         arrived, device = flags[0::2], due[0].parameter.device
-        # Over dp too: a replica that did not use a parameter still got the others' average for it.
-        holders = groups[groups.holder_axes]
         late: Tensor | None = None  # what the ranks agree on, which only a rank that lacks a gradient waits for
         if self._all_summed:  # there may be nothing to sum
-            arrived = self._fired_anywhere(due, any_rank_has(flags, holders, device))
+            arrived = self._fired_anywhere(due, any_rank_has(flags, self._holder_group, device))
         elif self._has_replicas:  # over dp the agreement is a reduction of its own
             late = send_numbers(flags, torch.uint8, device)
-            dist.all_reduce(late, op=dist.ReduceOp.MAX, group=holders)
+            dist.all_reduce(late, op=dist.ReduceOp.MAX, group=self._holder_group)
             if not any(arrived):
                 arrived = self._fired_anywhere(due, late.tolist())
         rides = not self._all_summed and late is None
@@ -218,15 +218,21 @@ class GradSync:
 
     def _sum_bucket(self, members: Sequence[_Partial], flags: Sequence[bool]) -> Tensor:
         """Sum the terms of some gradients of one type over tp; returns how many ranks had each of the flags."""
+        whole: list[Tensor] = []
+        given: list[Tensor] = []
+        shared: list[tuple[_SharedPart, Tensor]] = []
         for partial in members:
-            partial.own_term = self._own_term(partial)
-        grads = [(p, p.own_term) for p in members if p.own_term is not None]
-        shared = [(self._shared_part(p, grad), local_rows(grad)) for p, grad in grads if p.layout.shard is not None]
-        whole = [local_rows(grad) for p, grad in grads if p.layout.shard is None]
-        sent = [part.given(rows) for part, rows in shared]
+            kept = partial.parameter.grad
+            partial.own_term = term = kept if partial.fired and kept is not None else self._own_term(partial)
+            rows = local_rows(term)
+            if partial.layout.shard is None:
+                whole.append(rows)
+            else:
+                shared.append((self._shared_part(partial, term), rows))
+                given.append(shared[-1][0].given(rows))
         losses = self.losses if self.losses.rides_over_tp else None
-        counts = _sum_coalesced([*whole, *sent], self._groups["tp"], losses, flags)
-        for (part, rows), summed in zip(shared, sent, strict=True):
+        counts = _sum_coalesced(whole + given, self._tp, losses, flags)
+        for (part, rows), summed in zip(shared, given, strict=True):
             part.take(summed, rows)
         return counts
 
@@ -239,13 +245,13 @@ class GradSync:
     @staticmethod
     def _buckets(due: Sequence[_Partial]) -> list[list[_Partial]]:
         """The parameters by type: one sum each, in an order that is the same on all ranks."""
-        found: dict[str, list[_Partial]] = {}
+        found: dict[torch.dtype, list[_Partial]] = {}
         for partial in due:
-            found.setdefault(str(partial.parameter.dtype), []).append(partial)
-        return [found[dtype] for dtype in sorted(found)]
+            found.setdefault(partial.parameter.dtype, []).append(partial)
+        return [found[dtype] for dtype in sorted(found, key=str)]
 
     def _own_term(self, partial: _Partial) -> Tensor:
-        """This rank's term of the sum, in the memory that takes the sum."""
+        """This rank's term of the sum, in the memory that takes the sum, where no new gradient has arrived through the hook."""
         kept = partial.parameter.grad
         if kept is None:
             return torch.zeros_like(partial.parameter, requires_grad=False)
@@ -333,19 +339,19 @@ def step_traffic(layout: ModelLayout, tp: int, dp: int = 1, split: ReplicaSplit 
     return calls + bool(used), sum(sums.values()) + tp * first + flags * (first if rides else 1) + used
 
 
-def _sum_coalesced(grads: Sequence[Tensor], group: Any, losses: LossWatch | None, flags: Sequence[bool]) -> Tensor:
+def _sum_coalesced(grads: list[Tensor], group: Any, losses: LossWatch | None, flags: Sequence[bool]) -> Tensor:
     """Sum gradients of one type, in place, in one collective; losses and flags ride along, and the counts of flags come back."""
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     row = losses.row(wide) if losses is not None else None
     riders = [] if row is None else [row]
     if flags:
         riders.append(send_numbers(flags, wide, grads[0].device))
-    flat = torch.cat([grad.to(wide).flatten() for grad in grads] + riders)
+    flat = torch.cat(list(map(torch.ravel, grads))).to(wide)
+    flat = torch.cat([flat, *riders])
     flat = all_reduce(flat, group)
-    sizes = [grad.numel() for grad in grads]
+    sizes = list(map(Tensor.numel, grads))
     *totals, rest = flat.split_with_sizes([*sizes, flat.numel() - sum(sizes)])
     if losses is not None and row is not None:
         losses.take(rest[: row.numel()])
-    for grad, total in zip(grads, totals, strict=True):
-        grad.copy_(total.view_as(grad))
+    torch._foreach_copy_(grads, list(map(Tensor.view_as, totals, grads)))
     return rest[rest.numel() - len(flags) :]

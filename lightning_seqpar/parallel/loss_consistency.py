@@ -19,14 +19,14 @@ _CAUSES = (
 )
 
 
+_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""How far, relative to the loss, equal computations may lie apart on two ranks, by type; in narrower ones by :data:`_LIMIT`."""
+_LIMIT = 5e-2
+
+
 def _number(loss: Tensor) -> Tensor:
     """The loss as a number that can be compared; one that is no number counts as zero on every rank."""
     return loss.detach().double().sum().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _limit(dtype: torch.dtype) -> float:
-    """How far, relative to the loss, equal computations may lie apart on two ranks."""
-    return {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
 
 
 def _differ(numbers: Sequence[float], limit: float) -> bool:
@@ -40,7 +40,7 @@ def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
     values = [torch.zeros_like(own) for _ in range(groups.size(axes))]
     dist.all_gather(values, own, group=groups[axes])
     numbers = [float(value) for value in values]
-    if _differ(numbers, _limit(loss.dtype)):
+    if _differ(numbers, _LIMITS.get(loss.dtype, _LIMIT)):
         raise RuntimeError(
             f"the loss differs across the ranks of one replica: {', '.join(f'{n:.9g}' for n in numbers)}. {_CAUSES}"
         )
@@ -73,7 +73,7 @@ class LossWatch:
         """Add a loss to those of this step (accumulation, or several backwards)."""
         number = _number(loss)
         self._own = number if self._own is None else self._own + number
-        self._limit = max(self._limit, _limit(loss.dtype))
+        self._limit = max(self._limit, _LIMITS.get(loss.dtype, _LIMIT))
 
     def row(self, dtype: torch.dtype) -> Tensor | None:
         """What is to be summed over tp, ``[tp]``; none without a loss since the last time."""
@@ -81,7 +81,7 @@ class LossWatch:
             return None
         row = torch.zeros(self._size, dtype=dtype, device=self._own.device)
         row[self._rank] = self._own
-        self._limit = max(self._limit, _limit(dtype))
+        self._limit = max(self._limit, _LIMITS.get(dtype, _LIMIT))
         return row
 
     def take(self, summed: Tensor) -> None:
@@ -91,8 +91,7 @@ class LossWatch:
 
     def send(self) -> None:
         """Sum the row by itself, unless it has ridden along with a sum of gradients already; collective over tp."""
-        row = self.row(torch.float64)
-        if row is not None:
+        if self._own is not None and (row := self.row(torch.float64)) is not None:
             dist.all_reduce(row, group=self._groups[self._groups.loss_axes])
             self.take(row)
 

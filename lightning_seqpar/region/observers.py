@@ -50,12 +50,12 @@ class Observers:
 
     def region_begins(self) -> None:
         """Activations become shards."""
-        if self.schedule.watches_forward():
+        if not in_backward():
             self.span.begin()
 
     def region_ends(self) -> None:
         """Activations become whole, or a module raised."""
-        if self.schedule.watches_forward():
+        if not in_backward():
             self.span.end()
 
     # ---- blocks and modules on shards ------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class Observers:
 
     def heads_made(self, out: Tensor, module: str, heads: int) -> None:
         """A module on some of ``heads`` query heads made ``out`` beside its activation: ``[b, heads/tp, s, s]``, or a mean."""
-        if not self.schedule.watches_forward():
+        if in_backward():
             return
         if out.ndim == 4 and out.shape[1] * self._size == heads:
             self.sharded_outputs.note(out, module, 1, heads)
@@ -84,7 +84,7 @@ class Observers:
 
     def shard_reader_called(self, module: str) -> None:
         """A module is called whose parameters may see nothing but shards."""
-        if self.schedule.watches_forward():
+        if not in_backward():
             self.placement.check_called_among_shards(module)
 
     # ---- columns and rows ------------------------------------------------------------------------------------

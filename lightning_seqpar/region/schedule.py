@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from lightning_seqpar.distributed.autograd import in_backward
 from lightning_seqpar.region.frames import FrameStack
 
 
@@ -17,12 +16,12 @@ class WatchSchedule:
     watched                                    when
     =========================================  =========================================================================
     activations are shards where they must be  at each use by a block, a gather, a row or the exit
-    modules that may see nothing but shards    at each call in a forward, not in a recompute (:meth:`watches_forward`)
+    modules that may see nothing but shards    at each call in a forward, not in a recompute
     inputs of columns: whole, and gathered     at each column in a forward, not where a backward repeats a part of one
                                                (:meth:`watches_columns`); most read what was gathered itself
     sums over ranks: made of rows alone        at each module that returns one where the step is due (:attr:`walks_graphs`)
     what else a loss reads of such a module    noted there
-    tensors of which this rank has a part      noted in a forward (:meth:`watches_forward`), looked for in what each module
+    tensors of which this rank has a part      noted in a forward, not in a recompute, and looked for in what each module
                                                around the blocks, and each step, returns
     batch, loss, buffers, gradients, outputs,  where the step is due
     who reads parameters
@@ -47,6 +46,7 @@ class WatchSchedule:
 
     def begin_run(self) -> None:
         """A model was set up: its steps are counted from here, and nothing is known of what they draw."""
+        self._due = dict.fromkeys(("training", "validation", "test", "predict"), True)
         self._steps: Counter[str] = Counter()
         self._has_drawn = False
         self.walks_graphs = True
@@ -64,18 +64,19 @@ class WatchSchedule:
         """Count a step of ``loop``: ``training``, ``validation``, ``test`` or ``predict``."""
         self._steps[loop] += 1
         self._since_start[loop] += 1
-        self.walks_graphs = self.is_due(loop) or self.is_due_at(self._since_start[loop])
+        self._due[loop] = self.is_due_at(self._steps[loop])
+        self.walks_graphs = self._due[loop] or self.is_due_at(self._since_start[loop])
 
     @contextmanager
     def as_of(self, loop: str, step: int) -> Generator[None, None, None]:
         """A context in which an earlier step of ``loop`` is the current one: it was put off."""
-        now, walks = self._steps[loop], self.walks_graphs
+        now, due, walks = self._steps[loop], self._due[loop], self.walks_graphs
         self._steps[loop] = step
-        self.walks_graphs = self.is_due(loop)
+        self._due[loop] = self.walks_graphs = self.is_due_at(step)
         try:
             yield
         finally:
-            self._steps[loop], self.walks_graphs = now, walks
+            self._steps[loop], self._due[loop], self.walks_graphs = now, due, walks
 
     def number(self, loop: str) -> int:
         """The number of the current step of ``loop``, from 1 on."""
@@ -87,7 +88,7 @@ class WatchSchedule:
 
     def is_due(self, loop: str) -> bool:
         """Whether the current step is due, counted from the beginning of the run."""
-        return self.is_due_at(self._steps[loop])
+        return self._due[loop]
 
     def is_due_at(self, step: int) -> bool:
         """Whether step number ``step``, from 1 on, is due."""
@@ -104,10 +105,6 @@ class WatchSchedule:
         self._has_drawn = self._has_drawn or drawn
 
     # ---- within a forward ------------------------------------------------------------------------------------
-
-    def watches_forward(self) -> bool:
-        """Whether what a module gets and makes is noted: not in a backward, where the forward did it already."""
-        return not in_backward()
 
     def watches_columns(self, frames: FrameStack) -> bool:
         """Whether the inputs of columns are looked at: not where a backward repeats a part of a call of the forward."""

@@ -64,7 +64,8 @@ class Environment:
     @property
     def trainer(self) -> Trainer:
         """The Trainer of the user's module."""
-        return self.module.trainer
+        module = self.module
+        return module._trainer or module.trainer  # the latter takes some calls, and raises if there is none
 
     @property
     def callbacks(self) -> list[Any]:
@@ -90,7 +91,8 @@ class Environment:
     @property
     def ddp(self) -> DistributedDataParallel | None:
         """DDP around the model; None if nothing of it is reduced over the replicas."""
-        return self.strategy.model if isinstance(self.strategy.model, DistributedDataParallel) else None
+        model: Any = self.strategy._model
+        return model if type(model) is DistributedDataParallel else None  # isinstance asks its metaclass
 
     @property
     def num_nodes(self) -> int:

@@ -29,6 +29,7 @@ class Loops:
         self._env, self._steps, self._searches = environment, steps, searches
         self._muted_writers: list[tuple[int, Any]] = []
         self._validated_at = 0.0  # by time.monotonic()
+        self._interval: float | None = None  # between validations, in seconds
 
     def _listen(self) -> None:
         """Share metrics, and replace Lightning's signal handlers, which it has registered by now."""
@@ -40,6 +41,7 @@ class Loops:
     def begin_training(self) -> None:
         """Compare the settings of the training over the ranks, and log the global batch. Collective."""
         env, trainer = self._env, self._env.trainer
+        self._interval = trainer._val_check_time_interval  # type: ignore[attr-defined]
         self._listen()
         if env.world.size() > 1 and env.launcher is not None:
             env.ending.take_requeue_signal(trainer)
@@ -88,8 +90,10 @@ class Loops:
 
         With a time interval between validations the ranks agree at each batch whether one is due. Collective.
         """
-        if self._steps.stages.stage is None or batch_idx % self._env.trainer.accumulate_grad_batches == 0:
-            self._agree_on_time()
+        if self._interval is not None and (
+            self._steps.stages.stage is None or batch_idx % self._env.trainer.accumulate_grad_batches == 0
+        ):
+            self._agree_on_time(self._interval)
         if batch_idx == 0:
             self._steps.schedule.begin_loop("training")
             check_agreement(
@@ -98,16 +102,13 @@ class Loops:
                 self._env.device,
             )
 
-    def _agree_on_time(self) -> None:
+    def _agree_on_time(self, interval: float) -> None:
         """Let all ranks validate behind this batch if the interval is over on one: each reads a clock of its own.
 
         Lightning compares ``_last_val_time`` with the clock once the batch is done, on every rank for itself, and ranks that
         decide differently would wait for each other. An infinite time in its place makes that comparison certain.
         """
         trainer: Any = self._env.trainer
-        interval = trainer._val_check_time_interval
-        if interval is None:
-            return
         if math.isfinite(trainer._last_val_time):  # Lightning's, from the start or the end of a validation
             self._validated_at = trainer._last_val_time
         due = self._env.reduce_boolean_decision(time.monotonic() - self._validated_at >= interval, all=False)
@@ -119,13 +120,6 @@ class Loops:
         self._steps.settle()
         if self._env.ending.listens and not self._searches.is_trial:  # behind a trial the ranks meet otherwise
             self._env.ending.act()
-
-    def begin_validation(self) -> None:
-        """Begin a validation, or the sanity check in front of a training. Collective."""
-        trainer = self._env.trainer
-        self.begin_evaluation(
-            "validation", trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        )
 
     def begin_evaluation(self, loop: str, counts: Sequence[int | float]) -> None:
         """Begin a loop without training: compare its numbers of batches over the ranks of a replica. Collective.

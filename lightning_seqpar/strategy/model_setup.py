@@ -159,7 +159,11 @@ class ModelSetup:
 
     def _leave_whole(self, module: LightningModule, made_by: object) -> ShardedModel | None:
         """Prepare a model for data parallelism alone; returns a record of it if the replicas share its parameters out."""
-        changes = self._recompute_unsharded(module)
+        changes: list[ModuleChange] = []
+        if self._changes_unsharded and self._env.fits:
+            prover = self._prover(module)
+            plans = prover.prove_unsharded().plans if self._needs_proof else prover.find_unsharded()
+            changes = self._change_unsharded(module, plans)
         compiled: list[str] = []
         if self._env.config.compile:
             blocks = compile_plain_blocks(module, BlockGraphs(self._env.config.compile_options))
@@ -258,15 +262,6 @@ class ModelSetup:
         self._env.strategy.model = _RootCall(module, split)
         return split
 
-    def _recompute_unsharded(self, module: LightningModule) -> list[ModuleChange]:
-        """Let what the configuration names of a model that tp does not shard be recomputed, or run in parts, while it is fitted."""
-        if not self._changes_unsharded or not self._env.fits:
-            return []
-        prover = self._prover(module)
-        return self._change_unsharded(
-            module, prover.prove_unsharded().plans if self._needs_proof else prover.find_unsharded()
-        )
-
     @property
     def _needs_proof(self) -> bool:
         """Whether what is changed of a model that tp does not shard must be proved."""
@@ -275,8 +270,7 @@ class ModelSetup:
     @property
     def _changes_unsharded(self) -> bool:
         """Whether a model of which tp shards nothing is changed nonetheless while it is fitted."""
-        config = self._env.config
-        return config.recompute != "none" or config.tile_mlp is not None or config.loss_chunk is not None
+        return self._env.config.recompute != "none" or self._needs_proof
 
     def _change_unsharded(self, module: LightningModule, plans: Sequence[ShardingPlan]) -> list[ModuleChange]:
         """Let blocks that the plans name be recomputed, their MLPs run in tiles and heads in chunks, if the model is fitted."""

@@ -22,29 +22,24 @@ from lightning_seqpar.strategy.steps import Steps
 class _ShardedPrecision(Precision):
     """Methods that take the place of those of the user's plugin, in a class that is derived from this one and the plugin's."""
 
-    _owner: Callable[[], Steps | None]
+    _owner: Callable[[], Steps]
+    """A weak reference to the strategy's steps: the strategy outlives its precision plugin."""
     _own_class: type[Precision]
-
-    def _steps(self) -> Steps:
-        """The strategy's steps, to which the plugin has a weak reference."""
-        owner = self._owner()
-        assert owner is not None, "the strategy outlives its precision plugin"
-        return owner
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Sum partial gradients before ``on_after_backward``, if that reads them."""
-        self._steps().before_on_after_backward()
+        self._owner().before_on_after_backward()
         return super().post_backward(tensor, module)
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Sum partial gradients, then clip."""
-        self._steps().sync_gradients(optimizer)
+        self._owner().sync_gradients(optimizer)
         super().clip_gradients(optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale this rank's gradients by the norm of the whole model's."""
         parameters = [p for p in self.main_params(optimizer) if p.grad is not None]
-        total = self._steps().global_norm(list(self.main_params(optimizer)))
+        total = self._owner().global_norm(list(self.main_params(optimizer)))
         scale = (float(clip_val) / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         for grad in (local_rows(p.grad) for p in parameters if p.grad is not None):
             grad.mul_(scale.to(grad.device))
@@ -52,7 +47,7 @@ class _ShardedPrecision(Precision):
     def _after_closure(self, model: Any, optimizer: Any) -> None:
         """Check the gradients as the optimizer will read them, after the user's hooks."""
         super()._after_closure(model, optimizer)
-        self._steps().check_step(optimizer)
+        self._owner().check_step(optimizer)
 
 
 def with_global_clipping(plugin: Precision, owner: Steps) -> Precision:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ from lightning_seqpar.strategy.interleaving import InterleavedWindow, MicroBatch
 from lightning_seqpar.strategy.stage_logs import StageLogs
 from lightning_seqpar.verify.guards.model import check_buffers_of_stages, check_parameters_of_stages
 from lightning_seqpar.verify.guards.pipeline import refuse_hooks_of_reduced, refuse_hooks_on_shared
-
-_IDLE = nullcontext()
 
 
 class Stages:
@@ -62,15 +60,12 @@ class Stages:
         self._micro_batches = OneForwardOneBackward(stage.stages_behind)
         self._logs = StageLogs(self._env.groups["pp"], self._env.device, self._env.groups["dp"])
 
-    def running(self, name: str) -> AbstractContextManager[None]:
-        """A context manager in which a step of the user's, called by its name, runs as far as this stage goes.
+    @contextmanager
+    def running(self, stage: Stage, name: str) -> Generator[None, None, None]:
+        """A context manager in which a step of the user's, called by its name, runs as far as a stage goes.
 
         Inside of DDP, which would take the end of a stage for an error.
         """
-        return _IDLE if self.stage is None else self._running(self.stage, name)
-
-    @contextmanager
-    def _running(self, stage: Stage, name: str) -> Generator[None, None, None]:
         module = self._env.module
         own, step = vars(module).get(name), getattr(module, name)
         trains = name == "training_step"

@@ -46,8 +46,6 @@ from lightning_seqpar.verify.guards.model import (
 )
 from lightning_seqpar.verify.guards.optimizer import OptimizerGuard
 
-_IDLE = nullcontext()
-
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 """Hooks between the backward and the update, in which a user's code may change gradients."""
 
@@ -193,9 +191,11 @@ class Steps:
         # On a stage the backwards of earlier micro-batches are to come, which may run parts of them again.
         record.reset_calls(draws=expects, forget=self.stages.stage is None or loop != "training")
         draws = StepDraws() if loop == "training" else None
-        looks = self._weights is not None and loop == "training" and schedule.is_due(loop)
         try:
-            with self._looking_at_weights(looks):
+            if self._weights is not None and loop == "training" and schedule.is_due(loop):
+                with self._weights.watched(decides=not self._env.module.automatic_optimization, is_step=True):
+                    out = step(*args, **kwargs)
+            else:
                 out = step(*args, **kwargs)
         except Exception as error:
             if self.split is not None:
@@ -223,19 +223,18 @@ class Steps:
                 self.outputs.check(self._env.groups, loop)
         return out
 
-    def _looking_at_weights(self, looks: bool) -> AbstractContextManager[None]:
-        """A context manager for a step in which weights may be changed by hand."""
-        if self._weights is None or not looks:
-            return _IDLE
-        return self._weights.watched(decides=not self._env.module.automatic_optimization, is_step=True)
+    def _unwatched(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run what the strategy runs in the midst of the user's hooks."""
+        if self._weights is None or self._weights.mode is None:
+            return run(*args, **kwargs)
+        with self._weights.paused():
+            return run(*args, **kwargs)
 
-    def _unwatched(self) -> AbstractContextManager[None]:
-        """A context manager for what the strategy runs in the midst of the user's hooks."""
-        return _IDLE if self._weights is None or self._weights.mode is None else self._weights.paused()
-
-    def evaluate(self, loop: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step of another loop: ``validation``, ``test`` or ``predict``."""
-        with self.stages.running(f"{loop}_step"):
+    def run_user_step(self, loop: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step of a loop (``training``, ``validation``, ``test``, ``predict``) as far as this rank's stage goes."""
+        if (stage := self.stages.stage) is None:
+            return self._step(loop, step, args, kwargs)
+        with self.stages.running(stage, f"{loop}_step"):
             return self._step(loop, step, args, kwargs)
 
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -252,8 +251,7 @@ class Steps:
             self._follow_training_parameters(ddp)
         if self.split is not None and self._env.module.automatic_optimization and self._begins_window():
             self.split.begin_window()
-        with self._unwatched(), self.stages.running("training_step"):
-            return self._step("training", step, args, kwargs)
+        return self._unwatched(self.run_user_step, "training", step, *args, **kwargs)
 
     def _begins_window(self) -> bool:
         """Whether the current batch is the first of those whose gradients are accumulated."""
@@ -343,11 +341,11 @@ class Steps:
     def backward(self, run: Callable[..., Tensor], closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward by Lightning's ``run``; a gradient that is differentiated through a sharded layer raises RuntimeError."""
         try:
-            with self._unwatched():
-                if self.stages.stage is None:
-                    return run(closure_loss, *args, **kwargs)
-                backward = functools.partial(run, closure_loss, *args, **kwargs)
-                self.stages.run_when_due(closure_loss, backward, self.stages.stage)
+            if (stage := self.stages.stage) is None:
+                out: Tensor = self._unwatched(run, closure_loss, *args, **kwargs)
+                return out
+            backward = functools.partial(run, closure_loss, *args, **kwargs)
+            self._unwatched(self.stages.run_when_due, closure_loss, backward, stage)
         except RuntimeError as error:
             refuse_second_derivative(error)
             raise
@@ -358,9 +356,9 @@ class Steps:
         self._has_backward = True
         if self._sync is None:
             return
-        if self._reads_each_backward() or not self._env.module.automatic_optimization:
+        automatic = self._env.module.automatic_optimization
+        if not automatic or self._reads_each_backward():
             self._sum_gradients(None)
-            automatic = self._env.module.automatic_optimization
             self._flushed = automatic and not self._env.trainer.fit_loop._should_accumulate()
 
     def _reads_each_backward(self) -> bool:
@@ -385,8 +383,7 @@ class Steps:
 
         self._optimizing = optimizer
         try:
-            with self._unwatched():
-                return step(optimizer, synced, *args, **kwargs)
+            return self._unwatched(step, optimizer, synced, *args, **kwargs)
         finally:
             self._optimizing = None
 
@@ -502,16 +499,17 @@ class Steps:
         Where the user's code may change them they are compared in every step, but the host waits for the answer only in steps in
         which checks are due; else it is read before the next update, and before anything is saved.
         """
-        optimizer = plain_optimizer(optimizer)
+        optimizer, record, count = plain_optimizer(optimizer), self._record, 0
         step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        record, parameters = self._record, _parameters(optimizer)
         self._read_comparisons()
         due = self.schedule.is_due_at(step)
-        count = len(parameters)
+        for group in optimizer.param_groups:
+            count += len(group["params"])
         if record is not None and (due or count != self._counts.get(id(optimizer))):
-            refuse_added(parameters, record)
+            refuse_added(_parameters(optimizer), record)
             self._counts[id(optimizer)] = count
         if self._gradients_may_change or due:
+            parameters = _parameters(optimizer)
             self._comparisons.add(check_reduced(parameters, self._env.module, self._env.groups))
             if record is not None:
                 self._comparisons.add(check_replicated(parameters, record.layout, self._env.groups))

@@ -506,15 +506,15 @@ class SeqParallelStrategy(ParallelStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's validation step."""
-        return self.steps.evaluate("validation", super().validation_step, *args, **kwargs)
+        return self.steps.run_user_step("validation", super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's test step."""
-        return self.steps.evaluate("test", super().test_step, *args, **kwargs)
+        return self.steps.run_user_step("test", super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's prediction step."""
-        return self.steps.evaluate("predict", super().predict_step, *args, **kwargs)
+        return self.steps.run_user_step("predict", super().predict_step, *args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Check, before the backward, that all ranks of a replica have one loss and that it reads no partial values."""
@@ -554,7 +554,9 @@ class SeqParallelStrategy(ParallelStrategy):
 
     def on_validation_start(self) -> None:
         """Compare the number of batches over the ranks of a replica. Collective."""
-        self.loops.begin_validation()
+        trainer = self.environment.trainer
+        checks = trainer.sanity_checking  # in front of a training
+        self.loops.begin_evaluation("validation", trainer.num_sanity_val_batches if checks else trainer.num_val_batches)
 
     def on_validation_end(self) -> None:
         """Compare what the last steps returned over the ranks of a replica. Collective."""

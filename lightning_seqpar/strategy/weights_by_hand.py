@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import math
 import sys
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple
@@ -134,21 +134,8 @@ class WeightWatch:
         In every step: one that changes weights in each hundredth might never do so where checks are due, and nothing else sees it.
         """
         profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
-        usual, known = profiler.profile, dict[str, bool]()
-        # Lightning's default enters a generator around each hook and does nothing in it.
-        idle = nullcontext() if type(profiler) is PassThroughProfiler else None
-
-        @contextmanager
-        def watching(action_name: str) -> Generator[Any, None, None]:
-            with usual(action_name) as name, self.watched(decides=action_name.endswith(".optimizer_step")):
-                yield name
-
-        def profile(action_name: str) -> AbstractContextManager[Any]:
-            if (has_code := known.get(action_name)) is None:
-                has_code = known[action_name] = _has_code(action_name, trainer)
-            return watching(action_name) if has_code else idle or usual(action_name)
-
-        self._profiler, vars(profiler)["profile"] = profiler, profile
+        usual = None if type(profiler) is PassThroughProfiler else profiler.profile
+        self._profiler, vars(profiler)["profile"] = profiler, _Profile(self, trainer, usual).__getitem__
 
     def end(self) -> None:
         """Leave the profiler as it was."""
@@ -184,20 +171,20 @@ class WeightWatch:
         finally:
             self.mode = None
 
-    def paused(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def paused(self) -> Generator[None, None, None]:
         """A context manager for what the strategy itself runs in the midst of a hook: forward, backward, the optimizer's step."""
         mode = self.mode
-        return nullcontext() if mode is None or innermost_dispatch_mode() is not mode else self._left(mode)
-
-    @contextmanager
-    def _left(self, mode: _Watched) -> Generator[None, None, None]:
+        if mode is None or innermost_dispatch_mode() is not mode:
+            yield
+            return
         self.mode = None
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             mode.__enter__()  # type: ignore[no-untyped-call]
-            mode.look_up_again()
+            mode._known = None  # there may be other gradients than before
             self.mode = mode
 
     # ---- what it knows -----------------------------------------------------------------------------------------
@@ -251,6 +238,37 @@ def _refusal(found: _Local, how: str) -> str:
     how = how.replace(f"{found.where} ", "")
     part = f"takes {found.what} of this rank's part of it, which is not that of the whole"
     return f"{found.name}: {found.where} {part}, {how}. {_REMEDY}"
+
+
+class _Profile(dict[str, AbstractContextManager[Any]]):
+    """The contexts of the actions that Lightning profiles; those in which nothing is to be done are kept.
+
+    Args:
+        usual: the user's profiler; None for Lightning's default, which enters a generator around each hook and does nothing in it.
+    """
+
+    def __init__(
+        self, watch: WeightWatch, trainer: Trainer, usual: Callable[[str], AbstractContextManager[Any]] | None
+    ) -> None:
+        super().__init__()
+        self._watch, self._trainer, self._usual = watch, trainer, usual
+        self._has_code: dict[str, bool] = {}
+
+    def __missing__(self, action: str) -> AbstractContextManager[Any]:
+        if (has_code := self._has_code.get(action)) is None:
+            has_code = self._has_code[action] = _has_code(action, self._trainer)
+        if has_code:
+            watched = self._watch.watched(decides=action.endswith(".optimizer_step"))
+            return watched if self._usual is None else self._both(self._usual(action), watched)
+        if self._usual is None:
+            return self.setdefault(action, nullcontext())
+        return self._usual(action)
+
+    @staticmethod
+    @contextmanager
+    def _both(usual: AbstractContextManager[Any], watched: AbstractContextManager[None]) -> Generator[Any, None, None]:
+        with usual as name, watched:
+            yield name
 
 
 class _Watched(TorchDispatchMode):
@@ -315,10 +333,6 @@ class _Watched(TorchDispatchMode):
             self._homes.setdefault(storage_id(rows), []).append((end, name, part))
         for homes in self._homes.values():
             homes.sort(key=lambda home: home[0])
-
-    def look_up_again(self) -> None:
-        """Expect other gradients than before."""
-        self._known = None
 
     def refuse_lost(self) -> None:
         """Refuse ``parameter.data = ...`` where replicas split parameters: torch shows the new tensor, and keeps its rows."""

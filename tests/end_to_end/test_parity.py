@@ -67,8 +67,8 @@ def cases(models: Iterable[str], first: str = "") -> list[Any]:
 @sees(
     "norm sync left out",
     "_sum_coalesced",
-    "        grad.copy_(total.view_as(grad))\n",
-    "        del total\n",
+    "    torch._foreach_copy_(grads, list(map(Tensor.view_as, totals, grads)))\n",
+    "    del totals\n",
     case="gpt-tied-tp2-sp",
 )
 @sees(
@@ -81,7 +81,7 @@ def cases(models: Iterable[str], first: str = "") -> list[Any]:
 @sees(
     "sync on the world group",
     "GradSync._sum_bucket",
-    'self._groups["tp"], losses',
+    "self._tp, losses",
     'self._groups["dp", "tp"], losses',
     case="gpt-tied-dp2xtp2-sp",
 )
@@ -163,7 +163,7 @@ def test_ten_steps_of_adamw(model, topology, sp):
 @sees(
     "clip with local norms",
     "_ShardedPrecision.clip_grad_by_norm",
-    "total = self._steps().global_norm(list(self.main_params(optimizer)))",
+    "total = self._owner().global_norm(list(self.main_params(optimizer)))",
     "total = torch.nn.utils.get_total_norm([p.grad for p in parameters])",
     case="gpt-tied-tp2-sp",
 )

@@ -103,7 +103,7 @@ def test_no_check_runs_where_none_is_due(calls):
 def test_calls_of_a_step_beside_its_blocks(calls):
     """What a model of no blocks would make: that of two, less the difference to four. Beyond the plain Trainer's own."""
     beside = {kind: 2 * two[STEADY].total() - four[STEADY].total() for kind, (two, four) in calls.items()}
-    assert beside["two"] - beside["one"] <= 473, beside
+    assert beside["two"] - beside["one"] <= 373, beside
 
 
 def test_calls_of_a_block(calls):

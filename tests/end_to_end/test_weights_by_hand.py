@@ -315,9 +315,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 )
 @sees(
     "weights by hand: steps are not watched",
-    "Steps._looking_at_weights",
-    "if self._weights is None or not looks:",
-    "if True:",
+    "Steps.run_step",
+    'if self._weights is not None and loop == "training" and schedule.is_due(loop):',
+    "if False:",
     case="tp2",
 )
 @sees(
