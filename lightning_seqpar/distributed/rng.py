@@ -1,15 +1,15 @@
 """Random streams under tensor and sequence parallelism.
 
 A whole activation, which every tensor-parallel rank holds alike, must be dropped out alike on all of them; shards and
-local heads must be dropped out independently. So a process has two streams, one that is replicated over the
-tensor-parallel ranks and one of its own, and :class:`RankStreams` switches between them.
+local heads must be dropped out independently. So a process has two streams, one that its replica shares and one of its
+own, and :class:`RankStreams` switches between them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_seqpar.distributed.autograd import generator_id, unseen
+from lightning_seqpar.distributed.autograd import generator_id, in_backward, unseen
 
 
 def get_streams(device: torch.device) -> list[Any]:
@@ -100,76 +100,174 @@ def share_streams(group: ProcessGroup, source: int, device: torch.device) -> Non
 
 
 class RankStreams:
-    """Switches torch's generators between the replicated stream and this tensor-parallel rank's own stream.
+    """Switches torch's generators between the stream that all ranks of a replica share and this rank's own.
 
-    Draws on whole activations (``[b, s, h]``, alike on every rank) must come from the replicated stream; draws on shards
+    Draws on whole activations (``[b, s, h]``, alike on every rank) must come from the shared stream; draws on shards
     (``[b, s/tp, h]``) and on local heads from the rank's own. From :meth:`begin` to :meth:`end` draws are the rank's own.
 
-    The own stream is not kept from one use to the next: each :meth:`begin` seeds it from the replicated stream's state and
-    the rank. So ``seed_everything`` alone decides both streams, and a run that is resumed from a checkpoint draws what it
-    would have drawn. Where nothing was drawn from the own stream, :meth:`end` leaves the replicated one exactly where it
-    was, as in a run on one process; otherwise one draw further, so that the next :meth:`begin` seeds anew.
-
-    A recompute (activation checkpointing) must draw what the forward drew. It restores the state that the generators had
-    where the checkpointed part began, and the seed in that state tells which stream it is: the replicated stream that an own
-    one was seeded from is remembered by the own one's seed.
+    The own stream is seeded once, at its first use in a run, from where the shared one stands and the rank's place, and then
+    goes on by itself. Where nothing was drawn from it, :meth:`end` leaves the shared one exactly where it was, as in a run on
+    one process; otherwise one draw further (see :class:`_Pair`).
 
     Args:
-        rank: the tensor-parallel rank.
+        place: a number of this rank in its replica: over tensor- and context-parallel ranks.
 
     Attributes:
-        draws: whether draws are to be expected in this step. Without, nothing is switched and no state is read.
+        active: the generators that are switched. Where none is, no state is read.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank, self.draws = rank, True
-        self.forget()
+    def __init__(self, place: int) -> None:
+        self._place = place
+        self._draws: Collection[str] = DEVICES
+        self.restart()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankStreams:
+        return RankStreams(self._place)
+
+    def restart(self, states: Mapping[str, Any] | None = None) -> None:
+        """Begin a run: own streams are seeded anew, or go on from ``states``, which :meth:`states` returned."""
+        self._pairs: dict[str, _Pair] = {}
+        self._saved = states or {}
+        self.draws = self._draws
+
+    def states(self) -> dict[str, Any]:
+        """Where the own streams stand between two steps, for a checkpoint."""
+        return self._saved | {kind: saved for kind, pair in self._pairs.items() if (saved := pair.saved) is not None}
+
+    @property
+    def draws(self) -> Collection[str]:
+        """The kinds of devices on which draws are to be expected in this step."""
+        return self._draws
+
+    @draws.setter
+    def draws(self, kinds: Collection[str]) -> None:
+        self._draws = kinds
+        self.active = [self._pair(one) for one in _generators() if one.device.type in kinds]
+
+    def _pair(self, generator: torch.Generator) -> _Pair:
+        kind = generator.device.type
+        if kind not in self._pairs:
+            self._pairs[kind] = _Pair(generator, self._place, self._saved.get(kind))
+        return self._pairs[kind]
 
     def forget(self) -> None:
         """Forget what was begun: no recompute of it is to come."""
-        # By the seeds of an own stream: the states that it was seeded from, and the positions before its first draw.
-        self._seeded_from: dict[tuple[int, ...], tuple[list[Tensor], list[bytes]]] = {}
-        self._alike: set[tuple[tuple[int, ...], bytes]] = set()
+        for pair in self._pairs.values():
+            pair.forget()
 
     @property
     def own(self) -> bool:
         """Whether a draw would come from the rank's own stream now."""
-        return bool(self._seeded_from) and _seeds() in self._seeded_from
+        return any([pair.own for pair in self.active])
 
     def begin(self) -> bool:
         """Switch to this rank's own stream; returns whether that was not the current one already."""
-        if not self.draws or self.own:
-            return False
-        replicated = _states()
-        _reseed(replicated, self._rank)
-        fresh = [_position(state) for state in _states()]
-        self._seeded_from[_seeds()] = replicated, fresh
-        return True
+        return any([pair.begin() for pair in self.active])
 
     def end(self) -> bool:
-        """Switch to the replicated stream; returns whether that was not the current one already.
-
-        It goes on where it was, or one draw further if the own stream was used.
-        """
-        if not self.draws or not self.own:
-            return False
-        replicated, fresh = self._seeded_from[_seeds()]
-        used = [_position(state) != at for state, at in zip(_states(), fresh, strict=False)]
-        _restore(replicated)
-        _advance(used)
-        return True
+        """Switch to the shared stream; returns whether that was not the current one already."""
+        return any([pair.end() for pair in self.active])
 
     def note_alike(self) -> None:
         """Note for a recompute that what is drawn next is drawn alike on all ranks."""
-        self._alike.add(self._place())
+        for pair in self.active:
+            pair.alike.add(pair.key)
 
     def was_alike(self) -> bool:
         """Whether :meth:`note_alike` was called at the present state of the own stream."""
-        return bool(self._alike) and self._place() in self._alike
+        return any([pair.key in pair.alike for pair in self.active if pair.alike])
 
-    @staticmethod
-    def _place() -> tuple[tuple[int, ...], bytes]:
-        return _seeds(), b"".join(_position(state) for state in _states())
+
+class _Pair:
+    """The shared and the own stream of one of torch's generators, which draws from one of them; the own one's seed tells from which.
+
+    A recompute (activation checkpointing) sets the generator to a state that it had in the forward, and knows of no other
+    stream. So at each switch a state must tell by itself what the other stream's was: of a stream that is left behind after a
+    draw, the other one goes a draw further. What is run once more does not move the streams, whether in the backward or in a
+    forward whose beginning gave the generator an earlier state.
+    """
+
+    def __init__(self, generator: torch.Generator, place: int, saved: Sequence[Tensor] | None) -> None:
+        self._generator, self._place = generator, place
+        # The own stream's state where it was left, and where the shared one stood when it was begun.
+        self._own, self._last = (None, b"") if saved is None else (saved[0], saved[1].numpy().tobytes())
+        self._seed = None if saved is None else int.from_bytes(_key(saved[0])[:8], "little")
+        self._shared: Tensor | None = None  # its state, while the own stream is the current one
+        self._fresh, self._repeats = b"", False
+        self._drop_notes()
+
+    def _drop_notes(self) -> None:
+        self._own_at: dict[bytes, Tensor] = {}  # as entered, by where the shared stream was left
+        self._shared_at: dict[bytes, Tensor] = {}  # and the other way round
+        self.alike: set[bytes] = set()
+
+    @property
+    def saved(self) -> list[Tensor] | None:
+        """What a checkpoint keeps: of a run that goes on from it all further draws are the same."""
+        return None if self._own is None else [self._own, torch.frombuffer(bytearray(self._last), dtype=torch.uint8)]
+
+    @property
+    def key(self) -> bytes:
+        """Where the current stream stands."""
+        return _key(self._generator.get_state())
+
+    @property
+    def own(self) -> bool:
+        return self._generator.initial_seed() == self._seed
+
+    def forget(self) -> None:
+        """Drop all notes; an aborted call may have left the own stream."""
+        self.end()
+        self._drop_notes()
+
+    def begin(self) -> bool:
+        if self.own:
+            return False
+        left = self._generator.get_state()
+        key = _key(left)
+        own, has_moved = self._own_at.get(key), key != self._last
+        self._repeats = in_backward() or (own is not None and has_moved)
+        if own is None:
+            own = self._enter_latest(left, has_moved or self._repeats)
+        else:
+            self._generator.set_state(own)
+        if not self._repeats:
+            self._own_at[key], self._last = own, key
+        self._shared, self._fresh = left, _key(own)
+        return True
+
+    def _enter_latest(self, shared: Tensor, has_moved: bool) -> Tensor:
+        """Go on in the own stream where it was left; returns its state."""
+        if self._own is None:
+            self._seed = _derived(shared, "rank", self._place)
+            self._generator.manual_seed(self._seed)
+        else:
+            self._generator.set_state(self._own)
+        if has_moved:
+            _advance(self._generator)
+        return self._generator.get_state()
+
+    def end(self) -> bool:
+        if not self.own:
+            return False
+        left = self._generator.get_state()
+        key = _key(left)
+        if (shared := self._shared_at.get(key)) is not None:
+            self._generator.set_state(shared)
+        elif self._shared is None:
+            return False
+        else:
+            self._generator.set_state(self._shared)
+            if key != self._fresh:
+                _advance(self._generator)
+            if not self._repeats:
+                self._own, self._shared_at[key] = left, self._generator.get_state()
+        self._shared = None
+        return True
+
+
+DEVICES = frozenset(("cpu", "cuda"))
+"""Kinds of devices whose generators are switched."""
 
 
 class StepDraws:
@@ -178,9 +276,10 @@ class StepDraws:
     def __init__(self) -> None:
         self._before = _states()
 
-    def end(self) -> bool:
-        """Whether the step has drawn. Ranks that did not expect it have drawn alike, and equally much."""
-        return _differ(self._before, _states())
+    def end(self) -> frozenset[str]:
+        """The kinds of devices on which the step has drawn. Ranks that did not expect it have drawn alike, and equally much."""
+        pairs = zip(_generators(), self._before, strict=False)
+        return frozenset(one.device.type for one, before in pairs if _key(before) != _key(one.get_state()))
 
 
 def _generators() -> list[torch.Generator]:
@@ -196,19 +295,18 @@ def _states() -> list[Tensor]:
     return [generator.get_state() for generator in _generators()]
 
 
-def _seeds() -> tuple[int, ...]:
-    """The seeds of torch's own generators; where draws are made on a device, that of the CPU tells nothing."""
-    return tuple(generator.initial_seed() for generator in _generators())
+def _key(state: Tensor) -> bytes:
+    """Tells a generator's state from all others of a run: of a CPU's 5,056 bytes those behind which the others follow.
 
-
-def _position(state: Tensor) -> bytes:
-    """How far a generator has gone since it was seeded: the bytes behind the seed in torch's states."""
-    return state.numpy()[8:24].tobytes()
+    They are the seed, the position and the first two of 624 numbers, and at the end a normal number in store; on a GPU all 16.
+    """
+    held = state.numpy()
+    return bytes(held[:40].tobytes() + held[5016:].tobytes())
 
 
 def _differ(a: list[Tensor], b: list[Tensor]) -> bool:
     """Whether any generator has another state in ``b`` than in ``a``."""
-    return any(one.numpy().tobytes() != other.numpy().tobytes() for one, other in zip(a, b, strict=False))
+    return any(_key(one) != _key(other) for one, other in zip(a, b, strict=False))
 
 
 def _restore(states: list[Tensor]) -> None:
@@ -217,20 +315,33 @@ def _restore(states: list[Tensor]) -> None:
         generator.set_state(state)
 
 
-def _reseed(states: list[Tensor], rank: int) -> None:
-    """Seed each generator from its state and the tensor-parallel rank."""
+def _derived(state: Tensor, purpose: str, number: int) -> int:
+    """A seed for a stream of its own, which follows from where another one stands."""
+    text = f"{purpose} {number} ".encode() + _key(state)
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def _reseed(states: list[Tensor], purpose: str, number: int = 0) -> None:
+    """Seed each generator from a state of it, for one of several purposes."""
     for generator, state in zip(_generators(), states, strict=True):
-        digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8, salt=rank.to_bytes(4, "little"))
-        generator.manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
+        generator.manual_seed(_derived(state, purpose, number))
+
+
+def _advance(generator: torch.Generator) -> None:
+    """Go one draw further."""
+    if generator.device.type == "cuda":  # nothing runs on the device
+        generator.set_offset(generator.get_offset() + 4)
+        return
+    with unseen():  # not a draw of the model, so no check may see it
+        torch.rand(1, dtype=torch.float32, generator=generator)
 
 
 @contextmanager
 def drawn_apart(place: int) -> Iterator[None]:
     """A context in which ranks draw apart, each by its ``place``, such as its context-parallel rank; then alike again."""
     before = _states()
-    _reseed(before, _APART + place)
-    for generator in _generators():
-        generator.manual_seed(generator.initial_seed() & ~_MARK | _APART_MARK)
+    for generator, state in zip(_generators(), before, strict=True):
+        generator.manual_seed(_derived(state, "apart", place) & ~_MARK | _APART_MARK)
     apart = _states()
     try:
         yield
@@ -238,7 +349,8 @@ def drawn_apart(place: int) -> Iterator[None]:
         has_drawn = _differ(apart, _states())
         _restore(before)
         if has_drawn:  # else the streams are left as on one process
-            _advance([True] * len(before))
+            for generator in _generators():
+                _advance(generator)
 
 
 def draws_apart() -> bool:
@@ -281,15 +393,15 @@ class StageStreams:
 
     def begin_stage(self, chunk: int) -> None:
         """The blocks of a chunk begin, by its number."""
-        _reseed(self._before, _STAGE + chunk)
+        _reseed(self._before, "stage", chunk)
 
     def begin_between(self, stack: int) -> None:
         """What lies behind a stack of blocks, and in front of the next, begins; all stages draw alike there."""
-        _reseed(self._before, _BETWEEN + stack)
+        _reseed(self._before, "between", stack)
 
     def end(self) -> None:
         """The forward's part on this stage is done."""
-        _reseed(self._before, _BEHIND_STAGES)
+        _reseed(self._before, "behind")
 
     def put_off(self, *, seeded: bool, host: bool) -> SavedStreams:
         """Go on as behind a forward that ends by :meth:`end` (``seeded``) and :meth:`end_on_host` (``host``); it will run later."""
@@ -324,30 +436,11 @@ def host_state(states: tuple[Any, Any] | None = None) -> bytes:
     return b"".join(parts)
 
 
-_STAGE = 1 << 17
-"""Above any context-parallel rank behind :data:`_APART`."""
-
-_BETWEEN = 3 << 16
-"""Above any chunk of a pipeline's stages behind :data:`_STAGE`."""
-
-_BEHIND_STAGES = 1 << 18
-
-_APART = 1 << 16
-"""Above any tensor-parallel rank, whose own streams are seeded from the same state."""
-
 _MARK = 0xFFFFF << 40
 """Bits of a seed that a CPU's generator does not use, which tell draws of :func:`drawn_apart`."""
 
 _APART_MARK = 0xA9A47 << 40
 """What they are there."""
-
-
-def _advance(used: list[bool]) -> None:
-    """Draw one number from each generator for which ``used`` is set."""
-    with unseen():  # not a draw of the model, so no check may see it
-        for generator, moved in zip(_generators(), used, strict=False):
-            if moved:
-                torch.rand(1, dtype=torch.float32, generator=generator, device=generator.device)
 
 
 DRAWS = (

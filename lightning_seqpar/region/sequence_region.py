@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -33,6 +34,7 @@ class SequenceRegion:
         regather: whether column inputs are gathered again in the backward, and norms and activation functions computed again,
             instead of keeping their results; ``auto`` keeps small ones.
         context: the context-parallel axis, over which the sequence is dealt out first; None where it has one rank.
+        streams: this rank's random streams, which regions of a model share; None for streams of this region alone.
 
     Attributes:
         policy: what is kept for the backward, and which products wait for a collective.
@@ -55,15 +57,14 @@ class SequenceRegion:
         name: str = "",
         regather: bool | Literal["auto"] = "auto",
         context: ContextAxis | None = None,
+        streams: RankStreams | None = None,
     ) -> None:
         self.group, self.dim, self.sp, self.context = group, dim, sp, context
         self.name = name or "the model"
         self.size, self.rank = group.size(), group.rank()
         self.policy = SavePolicy(regather, self.size, sp)
         self.frames = FrameStack(self.size, dim, self.name)
-        # Ranks of one tp rank at several places of cp draw apart for their shards.
-        place = self.rank if context is None else self.rank + self.size * context.rank
-        self.rng = RngScope(place, sp, self.frames)
+        self.rng = RngScope(streams or RankStreams(self.rank), sp, self.frames)
         self.columns = ColumnInputs(self.frames)
         self.observers = Observers(self.name, group, dim, sp, self.frames)
         self.path = DataPath(group, dim, self.policy, self.frames, self.rng, self.columns, self.observers, context)
@@ -73,7 +74,13 @@ class SequenceRegion:
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(
-            self.group, self.dim, sp=self.sp, name=self.name, regather=self.policy.regather, context=self.context
+            self.group,
+            self.dim,
+            sp=self.sp,
+            name=self.name,
+            regather=self.policy.regather,
+            context=self.context,
+            streams=copy.deepcopy(self.streams, memo),
         )
         memo[id(self)] = copied
         copied.observers.placement.is_copy = True
@@ -81,7 +88,7 @@ class SequenceRegion:
 
     @property
     def streams(self) -> RankStreams:
-        """torch's generators, and the switch between the replicated stream and the rank's own."""
+        """torch's generators, and the switch between the stream that all ranks share and the rank's own."""
         return self.rng.streams
 
     # ---- steps and calls -------------------------------------------------------------------------------------

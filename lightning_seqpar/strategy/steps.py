@@ -119,6 +119,8 @@ class Steps:
     def begin(self, record: ShardedModel | None) -> None:
         """Begin a run of a model that is set up."""
         self._record, self._sync, self._steps, self._comparisons = record, None, {}, OneStepLate()
+        if record is not None:
+            record.restart_streams()
         self.stages.stage = None if record is None else record.stage
         if self._env.fits and record is not None:
             self._sync = GradSync(record.layout, self._env.groups)
@@ -213,7 +215,7 @@ class Steps:
         if self.split is not None and loop != "training":
             self.split.settle()
         if draws is not None:
-            schedule.note_draws(drawn=draws.end())
+            schedule.note_draws(draws.end())
             out = _with_whole_extras(out)
         else:
             if any(isinstance(tensor, ShardedLogits | SeqPart) for tensor in tensors_in(out)):

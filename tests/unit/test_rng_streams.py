@@ -106,11 +106,11 @@ def test_where_no_draws_are_expected_nothing_is_switched():
     alike = torch.rand(4)
     torch.manual_seed(1)
     streams = RankStreams(1)
-    streams.draws = False
+    streams.draws = ()
     assert not streams.begin()
     assert torch.equal(torch.rand(4), alike)  # of the replicated stream, and so on every rank
     assert not streams.end()
-    streams.draws = True
+    streams.draws = ("cpu",)
     assert streams.begin()
 
 
