@@ -152,7 +152,7 @@ class ShardedModel:
         """A new step begins: forget what aborted calls left, and, with ``forget``, the random streams of steps before it."""
         for region in self.regions:
             region.reset()
-            region.streams.draws = draws
+            region.streams.expect(draws)
         if forget:
             self.forget_streams()
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_seqpar.distributed.rng import DrawWatch, RankStreams, drawn_apart
+from lightning_seqpar.distributed.draws import DrawWatch
+from lightning_seqpar.distributed.rng import RankStreams, drawn_apart
 from tests.mutants import sees
 
 
@@ -106,11 +107,11 @@ def test_where_no_draws_are_expected_nothing_is_switched():
     alike = torch.rand(4)
     torch.manual_seed(1)
     streams = RankStreams(1)
-    streams.draws = ()
+    streams.expect(())
     assert not streams.begin()
     assert torch.equal(torch.rand(4), alike)  # of the replicated stream, and so on every rank
     assert not streams.end()
-    streams.draws = ("cpu",)
+    streams.expect(("cpu",))
     assert streams.begin()
 
 
