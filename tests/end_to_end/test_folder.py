@@ -254,8 +254,15 @@ class Same(Dataset[Any]):
 @sees(
     "random streams begin anew",
     "Saver.load_optimizers",
-    "            unpack_streams(self.streams, self._env.device)\n        if not",
-    "            pass\n        if not",
+    "        self._restore_streams()  #",
+    "        #",
+    case="epoch's end-sharded",
+)
+@sees(
+    "a rank's own random stream begins anew",
+    "Saver._restore_streams",
+    "own[groups.rank(groups.replica_axes)] if known else None",
+    "None",
     case="epoch's end-sharded",
 )
 @sees(
