@@ -21,6 +21,7 @@ import torch  # noqa: E402
 from byte_gpt import ByteGPT  # noqa: E402
 
 from lightning_seqpar import ParallelGroups, ProcessTopology  # noqa: E402
+from lightning_seqpar.distributed.rng import DEVICES  # noqa: E402
 from lightning_seqpar.parallel.apply import parallelize  # noqa: E402
 from lightning_seqpar.plan.choice import resolve_plans  # noqa: E402
 
@@ -30,7 +31,7 @@ BLOCKS, TOKENS, ROUNDS, STEPS = 8, 16, 5, 30
 def step(model: torch.nn.Module, ids: torch.Tensor, record: Any, draws: bool) -> tuple[float, float]:
     """Microseconds of a forward and of a backward, for each block."""
     if record is not None:
-        record.reset_calls(draws=draws)
+        record.reset_calls(draws=DEVICES if draws else ())
     began = time.thread_time()
     out = model(ids)
     forward = time.thread_time() - began

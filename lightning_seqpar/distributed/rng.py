@@ -265,21 +265,21 @@ class _Pair:
     """The shared and the own stream of one of torch's generators, of which the own one's seed tells when it is current.
 
     A recompute (activation checkpointing) sets the generator to a state that it had in the forward, and knows of no other
-    stream. So at each switch the state must tell by itself where the other stream stood: of a stream that is left behind after a
-    draw, the other one goes one draw further. What is run once more does not move the streams, whether in the backward or in a
-    forward in front of which the generator was given an earlier state.
+    stream. So at each switch the state must tell by itself where the other stream stood: where one has moved, the other one goes a
+    draw further before it is used. A recompute follows what was noted, and moves neither; nor does a forward that is run again
+    from an earlier state of the shared stream.
     """
 
     def __init__(self, generator: torch.Generator, place: int, saved: Sequence[Tensor] | None) -> None:
         self.kind, self._generator, self._place = generator.device.type, generator, place
         self._seed: int | None = None  # of the own stream
         self._own = torch.empty(0)  # its state where it was left
-        self._last = b""  # where the shared stream was left last
+        self._last = b""  # where the shared stream was left by a forward
         if saved is not None:
             self._own, self._last = saved[0], saved[1].numpy().tobytes()
             self._seed = int.from_bytes(_key(self._own)[:8], "little")
-        self._shared: Tensor | None = None  # its state, while the own stream is current
-        self._entered, self._repeats = b"", False
+        self._shared = generator.get_state()  # its state where it was left
+        self._entered = b""  # where the own stream stood when it was begun
         self.forget()
 
     def saved(self) -> list[Tensor] | None:
@@ -307,20 +307,18 @@ class _Pair:
             return False
         left = self._generator.get_state()
         key = _key(left)
-        own = self._own_at.get(key)
-        self._repeats = in_backward() or (own is not None and key != self._last)
-        if own is not None:
+        if (own := self._own_at.get(key)) is not None:
             self._generator.set_state(own)
         else:
             if self._seed is None:
                 self._seed = _derived(left, "rank", self._place)
                 self._own = self._generator.manual_seed(self._seed).get_state()
             self._generator.set_state(self._own)
-            if self._repeats or key != self._last:
+            if key != self._last:
                 _advance(self._generator)
             own = self._generator.get_state()
-        if not self._repeats:
-            self._own_at[key], self._last = own, key
+            if not in_backward():
+                self._own_at[key], self._last = own, key
         self._shared, self._entered = left, _key(own)
         return True
 
@@ -331,15 +329,12 @@ class _Pair:
         key = _key(left)
         if (shared := self._shared_at.get(key)) is not None:
             self._generator.set_state(shared)
-        elif self._shared is None:  # a recompute that began in the own stream was stopped in the midst
-            return False
-        else:
+        else:  # in a recompute only of one that stopped in the midst, once it had made all that was asked for
             self._generator.set_state(self._shared)
             if key != self._entered:
                 _advance(self._generator)
-            if not self._repeats:
+            if not in_backward():
                 self._own, self._shared_at[key] = left, self._generator.get_state()
-        self._shared = None
         return True
 
 
