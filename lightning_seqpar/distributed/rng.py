@@ -258,7 +258,7 @@ class RankStreams:
 
     def was_alike(self) -> bool:
         """Whether :meth:`note_alike` was called at the present state of the own stream."""
-        return any(pair.key in pair.alike for pair in self.active if pair.alike)
+        return all(pair.key in pair.alike for pair in self.active)
 
 
 class _Pair:
@@ -280,7 +280,9 @@ class _Pair:
             self._seed = int.from_bytes(_key(self._own)[:8], "little")
         self._shared = generator.get_state()  # its state where it was left
         self._entered = b""  # where the own stream stood when it was begun
-        self.forget()
+        self._own_at: dict[bytes, Tensor] = {}  # as entered, by where the shared stream was left
+        self._shared_at: dict[bytes, Tensor] = {}  # and the other way round
+        self.alike: set[bytes] = set()
 
     def saved(self) -> list[Tensor] | None:
         """What a checkpoint keeps, from which a run goes on and draws the same; None if nothing was begun."""
@@ -289,9 +291,9 @@ class _Pair:
 
     def forget(self) -> None:
         self.end()  # an aborted call may have left the own stream
-        self._own_at: dict[bytes, Tensor] = {}  # as entered, by where the shared stream was left
-        self._shared_at: dict[bytes, Tensor] = {}  # and the other way round
-        self.alike: set[bytes] = set()
+        self._own_at.clear()
+        self._shared_at.clear()
+        self.alike.clear()
 
     @property
     def key(self) -> bytes:

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.activations.norm_recompute import is_norm, make_recomputing
 from lightning_seqpar.context.axis import ContextAxis, Method
 from lightning_seqpar.distributed.collectives import all_gather
-from lightning_seqpar.distributed.rng import RankStreams
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split
@@ -69,9 +68,6 @@ class _Swap:
         self._tiles, self._tiled = tiles, tiles.find(self.plan) if tiles is not None else []
         if compiler is not None:
             refuse_unlowered(self.plan)
-        # Ranks of one tp rank at several places of cp draw apart for their shards.
-        place = groups.rank("tp") + (0 if self._context is None else groups.size("tp") * self._context.rank)
-        self._streams = RankStreams(place)
         regions = {stack.blocks[0]: self._region(stack, regather) for stack in self.plan.stacks}
         self._application = Application(self.plan, groups["tp"], groups.rank("tp"), regions)
         if compiler is not None:
@@ -81,13 +77,7 @@ class _Swap:
 
     def _region(self, stack: Stack, regather: bool | Literal["auto"]) -> SequenceRegion:
         region = SequenceRegion(
-            self._groups["tp"],
-            stack.dim,
-            sp=stack.sp,
-            name=stack.shown,
-            regather=regather,
-            context=self._context,
-            streams=self._streams,
+            self._groups["tp"], stack.dim, sp=stack.sp, name=stack.shown, regather=regather, context=self._context
         )
         region.blocks, region.argument = tuple(stack.blocks), stack.arg
         return region
@@ -122,6 +112,8 @@ class _Swap:
                 name for name, item in layouts.items() if item.is_partial and plan.sp_at(name.rpartition(".")[0])
             ),
         )
+        for region in record.regions:
+            record.streams = region.rng.streams = record.regions[0].streams
         record.hooks = list(self._hooks(record))
         record.graphs = self._compiler
         if self._compiler is not None:

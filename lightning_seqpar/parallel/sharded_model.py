@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.distributed.rng import DEVICES
+from lightning_seqpar.distributed.rng import DEVICES, RankStreams
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
@@ -97,6 +97,7 @@ class ShardedModel:
     stage: Stage | None = None  # None without a pipeline
     summoned: frozenset[str] = frozenset()  # parameters that are whole for now
     summons: int = 0  # how often that has changed
+    streams: RankStreams = field(default_factory=lambda: RankStreams(0))  # this rank's, which all regions share
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:
@@ -152,23 +153,9 @@ class ShardedModel:
         """A new step begins: forget what aborted calls left, and, with ``forget``, the random streams of steps before it."""
         for region in self.regions:
             region.reset()
-            region.streams.expect(draws)
         if forget:
-            self.forget_streams()
-
-    def forget_streams(self) -> None:
-        """Forget the random streams of steps whose backwards have run."""
-        for region in self.regions:
-            region.streams.forget()
-
-    def restart_streams(self, states: Mapping[str, Any] | None = None) -> None:
-        """A run begins: this rank's own random streams are seeded anew, or go on from the states in a checkpoint."""
-        for region in self.regions:
-            region.streams.restart(states)
-
-    def stream_states(self) -> dict[str, Any]:
-        """The states of this rank's own random streams, for a checkpoint."""
-        return self.regions[0].streams.states() if self.regions else {}
+            self.streams.forget()
+        self.streams.expect(draws)
 
     def is_inside(self, name: str) -> bool:
         """Whether the module of that name works on shards."""

@@ -18,8 +18,8 @@ class RngScope:
         streams: torch's generators, and the switch between the two streams; one object for all regions of a model.
     """
 
-    def __init__(self, streams: RankStreams, sp: bool, frames: FrameStack) -> None:
-        self.streams = streams
+    def __init__(self, rank: int, sp: bool, frames: FrameStack) -> None:
+        self.streams = RankStreams(rank)
         self._sp, self._frames = sp, frames
 
     def begin_block(self) -> None:

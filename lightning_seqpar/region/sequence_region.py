@@ -34,7 +34,6 @@ class SequenceRegion:
         regather: whether column inputs are gathered again in the backward, and norms and activation functions computed again,
             instead of keeping their results; ``auto`` keeps small ones.
         context: the context-parallel axis, over which the sequence is dealt out first; None where it has one rank.
-        streams: this rank's random streams, which regions of a model share; None for streams of this region alone.
 
     Attributes:
         policy: what is kept for the backward, and which products wait for a collective.
@@ -57,14 +56,15 @@ class SequenceRegion:
         name: str = "",
         regather: bool | Literal["auto"] = "auto",
         context: ContextAxis | None = None,
-        streams: RankStreams | None = None,
     ) -> None:
         self.group, self.dim, self.sp, self.context = group, dim, sp, context
         self.name = name or "the model"
         self.size, self.rank = group.size(), group.rank()
         self.policy = SavePolicy(regather, self.size, sp)
         self.frames = FrameStack(self.size, dim, self.name)
-        self.rng = RngScope(streams or RankStreams(self.rank), sp, self.frames)
+        # Ranks of one tp rank at several places of cp draw apart for their shards.
+        place = self.rank if context is None else self.rank + self.size * context.rank
+        self.rng = RngScope(place, sp, self.frames)
         self.columns = ColumnInputs(self.frames)
         self.observers = Observers(self.name, group, dim, sp, self.frames)
         self.path = DataPath(group, dim, self.policy, self.frames, self.rng, self.columns, self.observers, context)
@@ -74,15 +74,10 @@ class SequenceRegion:
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(
-            self.group,
-            self.dim,
-            sp=self.sp,
-            name=self.name,
-            regather=self.policy.regather,
-            context=self.context,
-            streams=copy.deepcopy(self.streams, memo),
+            self.group, self.dim, sp=self.sp, name=self.name, regather=self.policy.regather, context=self.context
         )
         memo[id(self)] = copied
+        copied.rng.streams = copy.deepcopy(self.streams, memo)
         copied.observers.placement.is_copy = True
         return copied
 

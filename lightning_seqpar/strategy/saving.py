@@ -169,7 +169,7 @@ class Saver:
             groups, packed = self._env.groups, pack_streams(self._env.device)
             # One state for each replica, whose ranks share it, and one of each rank's own.
             packed["own"] = [None] * groups.size(groups.replica_axes)
-            states = {} if record is None else record.stream_states()
+            states = {} if record is None else record.streams.states()
             dist.all_gather_object(packed["own"], states, group=groups[groups.replica_axes])
             streams: list[Any] = [None] * groups.size("dp")
             dist.all_gather_object(streams, packed, group=groups["dp"])
@@ -322,7 +322,7 @@ class Saver:
         groups, record, own = self._env.groups, record_of(self._env.module), self.streams.get("own", [])
         if record is not None:
             known = len(own) == groups.size(groups.replica_axes)
-            record.restart_streams(own[groups.rank(groups.replica_axes)] if known else None)
+            record.streams.restart(own[groups.rank(groups.replica_axes)] if known else None)
 
     def begin_training(self) -> None:
         """Restore the random states once more, if the checkpoint was written in the middle of an epoch.

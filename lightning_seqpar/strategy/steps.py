@@ -120,7 +120,7 @@ class Steps:
         """Begin a run of a model that is set up."""
         self._record, self._sync, self._steps, self._comparisons = record, None, {}, OneStepLate()
         if record is not None:
-            record.restart_streams()
+            record.streams.restart()
         self.stages.stage = None if record is None else record.stage
         if self._env.fits and record is not None:
             self._sync = GradSync(record.layout, self._env.groups)

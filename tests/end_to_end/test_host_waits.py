@@ -133,7 +133,7 @@ class StreamsOf(Callback):
         self.still: list[int] = []
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        if not record_of(pl_module).regions[0].streams.active:
+        if not record_of(pl_module).streams.active:
             self.still.append(trainer.global_step)
 
 

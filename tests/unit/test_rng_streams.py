@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_seqpar.distributed import rng
 from lightning_seqpar.distributed.draws import DrawWatch
 from lightning_seqpar.distributed.rng import RankStreams, drawn_apart
 from tests.mutants import sees
@@ -192,6 +193,25 @@ def test_a_forward_that_is_run_again_from_an_earlier_state_draws_the_same():
     assert all(map(torch.equal, model.drawn, first))
     model(torch.ones(64))
     assert len(torch.stack([*first, *model.drawn[-6:]]).unique(dim=0)) == len(first) + 6
+
+
+@sees("what is drawn alike is told by a generator that does not draw", "RankStreams.was_alike", "all(", "any(")
+def test_a_generator_that_nobody_draws_from_tells_nothing(monkeypatch):
+    """As the CPU's beside a GPU's, which drops out."""
+    idle = torch.Generator().manual_seed(1)
+    monkeypatch.setattr(rng, "generators", lambda: [idle, torch.default_generator])
+    torch.manual_seed(1)
+    streams = RankStreams(1)
+    before = idle.get_state()
+    streams.begin()
+    streams.note_alike()
+    streams.end()
+    torch.rand(3)
+    streams.begin()
+    assert not streams.was_alike()
+    torch.rand(3)
+    streams.end()
+    assert torch.equal(idle.get_state(), before)
 
 
 @sees(
