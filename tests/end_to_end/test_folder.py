@@ -285,6 +285,19 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_drew(tmp_path, form, at)
         assert own == noise[at:]
 
 
+@sees(
+    "own random streams of other ranks are taken",
+    "Saver._restore_streams",
+    "known = len(own) == groups.size(groups.replica_axes)",
+    "known = True",
+)
+@pytest.mark.more
+def test_with_other_ranks_in_a_replica_shared_streams_go_on(tmp_path):
+    _, noise = run_distributed(drop, 2, 2, "sharded", str(tmp_path), None, 3)[0]
+    for _, own in run_distributed(drop, 4, 4, "sharded", str(tmp_path), str(tmp_path / "step=3.ckpt"), 3):
+        assert own == noise[3:]
+
+
 # ---- models that are restored in another way ----------------------------------------------------------------------
 
 
