@@ -63,9 +63,9 @@ class Later(Tensor):
         return self.made
 
 
-def later(like: Tensor, shape: Sequence[int], make: Callable[[], Tensor]) -> Later:
+def later(like: Tensor, shape: Sequence[int], make: Callable[[], Tensor], *, requires_grad: bool) -> Later:
     """A tensor of a shape, and of the type of ``like``, that ``make`` makes when it is read."""
-    out = like.new_empty(()).expand(*shape).as_subclass(Later)
+    out = like.new_empty(()).expand(*shape).as_subclass(Later).requires_grad_(requires_grad)
     out.make = make
     return out
 

@@ -173,7 +173,7 @@ class _Span:
         self._forward, self._region, self._columns, self._again = forward, region, columns, again
         self.count: Callable[[Tensor], Any] | None = None  # of somebody who counts what is kept
         self._whole: Tensor | None = whole
-        self._shape, self._like = whole.shape, whole.new_empty(0)
+        self._shape, self._like, self._requires_grad = whole.shape, whole.new_empty(0), whole.requires_grad
 
     def marked(self, value: Any) -> Any:
         """An argument, with a mark in the place of what was gathered."""
@@ -185,7 +185,7 @@ class _Span:
         """Run the module, whose columns made ``made``."""
         whole, self._whole = self._whole, None
         if whole is None:
-            whole = later(self._like, self._shape, self._again)
+            whole = later(self._like, self._shape, self._again, requires_grad=self._requires_grad)
 
         def given(value: Any) -> Any:
             if not isinstance(value, _Whole):
