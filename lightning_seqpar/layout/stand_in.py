@@ -59,14 +59,17 @@ class Later(Tensor):
     def _read(self) -> Tensor:
         if self.made is None:
             with torch.no_grad():
-                self.made = self.make().requires_grad_(self.requires_grad)
+                self.made = made = self.make().requires_grad_(self.requires_grad)
+            return made
         return self.made
 
 
 def later(like: Tensor, shape: Sequence[int], make: Callable[[], Tensor], *, requires_grad: bool) -> Later:
     """A tensor of a shape, and of the type of ``like``, that ``make`` makes when it is read."""
-    out = like.new_empty(()).expand(*shape).as_subclass(Later).requires_grad_(requires_grad)
+    out: Later = like.new_empty(()).expand(*shape).as_subclass(Later)
     out.make = make
+    with torch._C.DisableTorchFunctionSubclass():
+        out.requires_grad_(requires_grad)
     return out
 
 
