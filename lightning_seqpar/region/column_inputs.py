@@ -119,7 +119,7 @@ def take_made(column: Any, x: Tensor) -> Tensor | None:
         return None
     # A hook of x sees the gradient of those that read it, and of a leaf that x was made it is kept. An activation checkpoint that
     # began since would run the column again, and not what made this.
-    if grad_hooks(x) is not None or (x.requires_grad and x.grad_fn is None) or made[2] != saved_tensor_hooks():
+    if grad_hooks(x) is not None or (x.requires_grad and x.grad_fn is None and type(x) is Tensor) or made[2] != saved_tensor_hooks():
         return None
     del column.__dict__[_MADE]
     out: Tensor = made[3]
