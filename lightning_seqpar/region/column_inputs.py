@@ -52,7 +52,7 @@ class ColumnGroup:
         for column in self._columns:
             own = column._parameters
             weight = own.get("weight")
-            if type(weight) is not Parameter or column._forward_pre_hooks:
+            if not (type(weight) is Parameter or isinstance(weight, Parameter)) or column._forward_pre_hooks:
                 continue  # hooks in front of it may change its weight, or its input
             if weight.shape[0 if column.transposed else 1] == x.shape[-1] and (casts or weight.dtype == x.dtype):
                 joined.append(column)
@@ -119,7 +119,11 @@ def take_made(column: Any, x: Tensor) -> Tensor | None:
         return None
     # A hook of x sees the gradient of those that read it, and of a leaf that x was made it is kept. An activation checkpoint that
     # began since would run the column again, and not what made this.
-    if grad_hooks(x) is not None or (x.requires_grad and x.grad_fn is None and type(x) is Tensor) or made[2] != saved_tensor_hooks():
+    if (
+        grad_hooks(x) is not None
+        or (x.requires_grad and x.grad_fn is None and type(x) is Tensor)
+        or made[2] != saved_tensor_hooks()
+    ):
         return None
     del column.__dict__[_MADE]
     out: Tensor = made[3]
