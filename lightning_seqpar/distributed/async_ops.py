@@ -26,6 +26,11 @@ def _started(work: Work | None, async_op: bool) -> Work | None:
     return work if async_op else None
 
 
+def _sent(x: Tensor) -> Tensor:
+    """``x`` as a backend takes it: complex numbers as pairs."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
 class PendingAllReduce:
     """A sum of tensors of any shape over the group under way; :meth:`wait` returns it, in a new tensor."""
 
@@ -37,7 +42,7 @@ class PendingAllReduce:
             self._out = x.clone(memory_format=torch.contiguous_format)
             options = dist.AllreduceOptions()
             options.asyncOp = async_op
-            self._work = _started(group.allreduce([self._out], options), async_op)
+            self._work = _started(group.allreduce([_sent(self._out)], options), async_op)
 
     def wait(self) -> Tensor:
         """Wait for the sum and return it."""
@@ -73,7 +78,7 @@ class PendingGather:
             options = AllgatherOptions()
             options.asyncOp = async_op
             # The group's own call, here and below: torch.distributed's wrapper of it costs host time.
-            self._work = _started(group.all_gather_single(self._out, self._input, options), async_op)
+            self._work = _started(group.all_gather_single(_sent(self._out), _sent(self._input), options), async_op)
 
     def wait(self) -> Tensor:
         """Wait for the shards and return them as one tensor, trimmed to the true length: ``[b, s, h]``."""
@@ -117,7 +122,7 @@ class PendingReduceScatter:
             self._out = x.new_empty(self._input.shape[0] // size, *self._input.shape[1:])
             options = dist.ReduceScatterOptions()
             options.asyncOp = async_op
-            self._work = _started(group.reduce_scatter_single(self._out, self._input, options), async_op)
+            self._work = _started(group.reduce_scatter_single(_sent(self._out), _sent(self._input), options), async_op)
 
     def wait(self) -> Tensor:
         """Wait for the sum and return this rank's shard of it, ``[b, ceil(s/tp), h]``."""
