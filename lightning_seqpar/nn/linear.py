@@ -196,14 +196,18 @@ class RowParallelLinear(_ParallelLinear):
                 partial: Tensor = Products.apply((None, None, (self.transposed,)), x, self.weight, None)  # type: ignore[no-untyped-call]
             else:
                 tokens = region.path.row_tokens((*x.shape[:-1], self.out_features), self.full_name)
-                x, held = hold(x, region.frames.current)
-                out: Tensor = Row.apply((tokens, self.transposed, held), x, self.weight)  # type: ignore[no-untyped-call]
+                weight, frame, held = self._parameters.get("weight"), region.frames.current, None
+                if frame.span is not None:
+                    x, held = hold(x, frame)
+                out: Tensor = Row.apply((tokens, self.transposed, held), x, self.weight if weight is None else weight)  # type: ignore[no-untyped-call]
         except BaseException:  # also what stops an activation checkpoint's recomputation, once it has all tensors
             region.rng.end_features()
             raise
         if not self.leaves_partial:
             region.rng.end_features()
-            return out if self.bias is None else out + self.bias.to(out.dtype)
+            bias = self._parameters.get("bias")
+            bias = self.bias if bias is None else bias
+            return out if bias is None else out + bias.to(out.dtype)
         if self.bias is not None:
             # On the other ranks it is added times zero, so that they have a gradient too: DDP waits for one.
             partial = partial + (self.bias * float(region.rank == 0)).to(partial.dtype)

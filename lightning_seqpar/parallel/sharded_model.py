@@ -163,7 +163,8 @@ class ShardedModel:
         """Forget what a part of a forward would need that is run again: the backwards of all steps so far have run."""
         self.streams.forget()
         for group in self.column_groups:
-            group.settle()
+            if group.left:
+                group.settle()
 
     def is_inside(self, name: str) -> bool:
         """Whether the module of that name works on shards."""

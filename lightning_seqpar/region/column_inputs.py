@@ -35,7 +35,7 @@ class ColumnGroup:
 
     def __init__(self, columns: Iterable[Any] = ()) -> None:
         self._columns: tuple[Any, ...] = tuple(columns)
-        self._left: set[Any] = set()
+        self.left: set[Any] = set()
         self._whole: Tensor | None = None
         self._again: tuple[Tokens, Kept] | None = None
 
@@ -47,6 +47,7 @@ class ColumnGroup:
             regather: whether the shard is kept, and gathered again in the backward.
         """
         joined: list[Any] = []
+        transposed: list[bool] = []
         parameters: list[Tensor | None] = []
         casts = torch.is_autocast_enabled(x.device.type)
         for column in self._columns:
@@ -56,8 +57,8 @@ class ColumnGroup:
                 continue  # hooks in front of it may change its weight, or its input
             if weight.shape[0 if column.transposed else 1] == x.shape[-1] and (casts or weight.dtype == x.dtype):
                 joined.append(column)
+                transposed.append(column.transposed)
                 parameters += weight, own["bias"]
-        transposed = tuple([column.transposed for column in joined])
         whole: Tensor
         kept = Kept.of(x) if regather else None
         whole, *made = Products.apply((tokens, kept, transposed), x, *parameters)  # type: ignore[no-untyped-call]
@@ -81,7 +82,10 @@ class ColumnGroup:
             RuntimeError: if a hook was registered on what was gathered when columns had read it.
         """
         whole, self._whole, self._again = self._whole, None, None
-        left = [column for column in self._columns if column.__dict__.pop(_MADE, None) is not None]
+        left = []
+        for column in self._columns:
+            if column.__dict__.pop(_MADE, None) is not None:
+                left.append(column)
         if aborted or whole is None:
             return
         if grad_hooks(whole) is not None and len(left) < len(self._columns):
@@ -89,16 +93,16 @@ class ColumnGroup:
                 f"{name}: a hook was registered on the gradient of its input when linears in it had read it, and would not see "
                 "what they add to it; register it before (in a forward pre-hook of the module)"
             )
-        self._left.update(left)
+        self.left.update(left)
 
     def settle(self) -> None:
         """Leave out the columns that were not called with what was gathered.
 
         Call it where the backwards of all forwards have run: in one, a part of a forward may be run again as it ran.
         """
-        if self._left:
-            self._columns = tuple(column for column in self._columns if column not in self._left)
-            self._left.clear()
+        if self.left:
+            self._columns = tuple(column for column in self._columns if column not in self.left)
+            self.left.clear()
 
 
 NO_COLUMNS = ColumnGroup()
@@ -149,10 +153,10 @@ class WholeActivations:
 
     def add(self, whole: Tensor) -> None:
         """An activation that is the same on all ranks, for the innermost module that is running."""
-        self.note(whole)
-        scopes = self._frames.current.gather_scopes
-        if scopes and whole.grad_fn is not None:
-            scopes[-1].append(whole.grad_fn)
+        frame, node = self._frames.current, whole.grad_fn
+        frame.wholes.append(weakref.ref(whole))
+        if frame.gather_scopes and node is not None:
+            frame.gather_scopes[-1].append(node)
 
     def note(self, x: Tensor) -> None:
         """``x`` was made of what is the same on all ranks alone, and so it is the same too."""

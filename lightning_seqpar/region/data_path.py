@@ -12,7 +12,7 @@ from lightning_seqpar.context.axis import ContextAxis
 from lightning_seqpar.context.chunks import Chunks, padded
 from lightning_seqpar.context.exchange import share
 from lightning_seqpar.context.seq_part import Place, SeqPart, lies_over_tp, local_of, over_tp, whole_of
-from lightning_seqpar.distributed.autograd import in_backward, is_of_checkpoint, saved_tensor_hooks
+from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward, is_of_checkpoint, saved_tensor_hooks
 from lightning_seqpar.distributed.collectives import (
     gather_from_sequence_parallel_region,
     gather_replicated_from_sequence_parallel_region,
@@ -220,13 +220,12 @@ class DataPath:
         shape = x.shape
         self._frames.remember((module, shape))
         if len(shape) == frame.ndim and frame.length is not None and shape[self.dim] == frame.part:
-            return self._tokens_of(frame)
+            return frame.tokens or self._tokens_of(frame)
         length = self.length_for(x, module)
         return Tokens(self.group, self.dim, True, length, frame.batch)
 
     def _tokens_of(self, frame: Frame) -> Tokens:
-        if frame.tokens is None:
-            frame.tokens = Tokens(self.group, self.dim, True, frame.length or 0)
+        frame.tokens = Tokens(self.group, self.dim, True, frame.length or 0)
         return frame.tokens
 
     def length_for(self, x: Tensor, module: str) -> int:
@@ -251,11 +250,11 @@ class DataPath:
             return self._whole
         frames, frame = self._frames, self._frames.current
         key = module, shape
-        known = frames.remembered(key) if in_backward() else None
+        known = frames.remembered(key) if current_backward() != NO_BACKWARD else None
         if known is None:
             frames.remember(key)
             if len(shape) == frame.ndim and shape[self.dim] == frame.length:
-                return self._tokens_of(frame)
+                return frame.tokens or self._tokens_of(frame)
             if not frames.folds(shape, frame.length, frame):
                 self._placement.check_row_output(shape, module)
             known = frame.record

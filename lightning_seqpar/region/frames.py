@@ -131,7 +131,10 @@ class FrameStack:
 
     def close(self, module: str = "") -> None:
         """End it, whether it returned or raised; what it left open is dropped."""
-        if not any(frame.is_call_of(module) for frame in (self.current, *self._outer)):
+        if self.current.is_call and self.current.module == module:
+            self.current = self._outer.pop()
+            return
+        if not any(frame.is_call_of(module) for frame in self._outer):
             return  # it raised before it began
         ends = False
         while not ends:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from lightning_seqpar.distributed.autograd import in_backward
+from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.graph_span import GraphSpan
 from lightning_seqpar.region.partial_sum_check import LossLeakCheck, PartialSumCheck
@@ -50,12 +50,12 @@ class Observers:
 
     def region_begins(self) -> None:
         """Activations become shards."""
-        if not in_backward():
+        if current_backward() == NO_BACKWARD:
             self.span.begin()
 
     def region_ends(self) -> None:
         """Activations become whole, or a module raised."""
-        if not in_backward():
+        if current_backward() == NO_BACKWARD:
             self.span.end()
 
     # ---- blocks and modules on shards ------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class Observers:
     def shard_made(self, out: Any, module: str) -> None:
         """A module on shards made ``out``: this rank's part, if it has a shard's dims and activations are shards."""
         frames, frame = self._frames, self._frames.current
-        if frame.length is None or not isinstance(out, Tensor) or in_backward():
+        if frame.length is None or not isinstance(out, Tensor) or current_backward() != NO_BACKWARD:
             return
         if out.ndim == frame.ndim == 3 and out.shape[self._dim] == frame.part:
             self.sharded_outputs.note(out, module, self._dim, frame.length, None, frame.chunks)
@@ -75,7 +75,7 @@ class Observers:
 
     def heads_made(self, out: Tensor, module: str, heads: int) -> None:
         """A module on some of ``heads`` query heads made ``out`` beside its activation: ``[b, heads/tp, s, s]``, or a mean."""
-        if in_backward():
+        if current_backward() != NO_BACKWARD:
             return
         if out.ndim == 4 and out.shape[1] * self._size == heads:
             self.sharded_outputs.note(out, module, 1, heads)
@@ -84,7 +84,7 @@ class Observers:
 
     def shard_reader_called(self, module: str) -> None:
         """A module is called whose parameters may see nothing but shards."""
-        if not in_backward():
+        if current_backward() == NO_BACKWARD:
             self.placement.check_called_among_shards(module)
 
     # ---- columns and rows ------------------------------------------------------------------------------------

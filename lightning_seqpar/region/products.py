@@ -61,6 +61,12 @@ class Tokens:
         addend = self.folded(addend) if self.batch else addend
         return PendingReduceScatter(addend, self.dim, self.group, async_op)
 
+    def gather(self, shard: Tensor) -> Tensor:
+        """The shards of all ranks, put together."""
+        if self.sp and not self.batch:
+            return PendingGather(shard, self.dim, self.group, self.length, False).wait()
+        return self.finish(self.start_gather(shard, async_op=False))
+
     def finish(self, pending: Pending | Tensor) -> Tensor:
         """Wait for what was started, and return it as the activation was given: flattened tokens flattened."""
         if isinstance(pending, Tensor):
@@ -115,8 +121,7 @@ class Kept(NamedTuple):
 
 def gather_again(tokens: Tokens, kept: Kept) -> Tensor:
     """What was gathered, made again."""
-    shard = kept.tensor if kept.norm is None else kept.norm.run(kept.tensor)
-    return tokens.finish(tokens.start_gather(shard))
+    return tokens.gather(kept.tensor if kept.norm is None else kept.norm.run(kept.tensor))
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -191,7 +196,7 @@ class Products(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         dtype, whole = autocast_dtype(x), x
         if tokens is not None:
-            whole = tokens.finish(tokens.start_gather(x, async_op=False))
+            whole = tokens.gather(x)
             whole = x.view_as(x) if whole is x else _owned(whole, whole.shape) if whole._is_view() else whole
             if not ctx.needs_input_grad[1]:
                 ctx.mark_non_differentiable(whole)
@@ -283,7 +288,7 @@ class Row(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.held is not None:
             (x,) = ctx.held.saved_tensors
-        whole = ctx.tokens.finish(ctx.tokens.start_gather(grad))
+        whole = ctx.tokens.gather(grad)
         rows, dx, dw = whole.flatten(0, -2), None, None
         if ctx.needs_input_grad[1]:
             dx = _input_grad(None, rows, weight, ctx.transposed, False, ctx.dtype)
