@@ -351,8 +351,8 @@ def compare(what: str, found: dict[str, Tensor | None], reference: nn.Module) ->
 @sees(
     "a gradient of others' is changed in place",
     "Products.backward",
-    "_rows(total), False  #",
-    "_rows(total), True  #",
+    "False,\n            )  # the gradient of others'",
+    "True,\n            )  # the gradient of others'",
 )
 @sees(
     "zeros where the output of a column has no gradient",
@@ -422,14 +422,14 @@ def order() -> list[str]:
 @sees(
     "the sum is waited for where it starts",
     "Products.backward",
-    "pending = pending if tokens is None else tokens.start_sum(pending)",
-    "pending = pending if tokens is None else tokens.finish(tokens.start_sum(pending))",
+    "pending = sums if tokens is None else tokens.start_sum(sums)",
+    "pending = sums if tokens is None else tokens.finish(tokens.start_sum(sums))",
 )
 @sees(
     "the input is gathered again when it is needed",
     "Products.backward",
-    "again = tokens.start_gather(kept) if",
-    "again = tokens.finish(tokens.start_gather(kept)) if",
+    "again = tokens.start_gather(kept if ctx.norm is None else ctx.norm.run(kept))",
+    "again = tokens.finish(tokens.start_gather(kept if ctx.norm is None else ctx.norm.run(kept)))",
 )
 def test_products_run_under_collectives(found):
     exchange, gathered, summed = "alltoall_base_", "cat", "add_"

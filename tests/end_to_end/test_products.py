@@ -98,7 +98,7 @@ def fit_all(world: int, tp: int, sp: bool) -> dict[str, Trace]:
 @sees(
     "an expert's row bias added by every rank",
     "RowParallelLinear._reduced",
-    "float(self.region.rank == 0)",
+    "float(region.rank == 0)",
     "1.0",
     case="2-2-True",
 )

@@ -32,8 +32,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"sp": "maybe"}, "sp='maybe': it is a switch; write true or false"),
     ({"cp_method": "ring"}, "cp_method='ring' with cp=1: it says how attention is computed across context-parallel ranks"),
     ({"data_parallel": "zero"}, "data_parallel='zero': it must be 'ddp' or 'fsdp'"),
-    ({"recompute": False}, "recompute=False: it must be 'none', 'selective' or 'full'"),
-    ({"regather": "always"}, "regather='always': it must be 'auto'; or it is a switch; write true or false"),
+    ({"recompute": False}, "recompute=False: it must be 'none', 'activations', 'selective' or 'full'"),
+    ({"regather": "always"}, "regather='always': it is a switch; write true or false"),
     ({"order": "tp-dp"}, "order='tp-dp': it must name pp, dp, cp, tp once each, joined by '-', outermost first; for example 'pp-dp-cp-tp'"),
     ({"timeout": 0}, "timeout=0: a collective needs a positive number of seconds, such as 600"),
     ({"timeout": "soon"}, "timeout='soon': write a number of seconds, such as 600, or hours:minutes:seconds, such as 0:10:00"),
@@ -60,7 +60,7 @@ STRATEGIES: list[tuple[dict[str, Any], str]] = [
     ({"data_parallel": "fsdp", "fsdp": {"mp_policy": {"param": 1}}}, "fsdp={'mp_policy': {'param': ...}}: there is no such field; did you mean 'param_dtype'"),
     ({"data_parallel": "fsdp", "fsdp": {"mp_policy": {"param_dtype": "bf16"}}}, "fsdp={'mp_policy': {'param_dtype': 'bf16'}}: it is no floating-point type; use one of bfloat16, float16"),
     ({"data_parallel": "fsdp", "fsdp": {"offload_policy": "cpu"}}, "fsdp={'offload_policy': 'cpu'}: use true (keep it all on the CPU) or false"),
-    ({"compile": True, "recompute": "selective"}, "recompute='selective' with compile=True: the attention can't be run again from inside a block's one graph"),
+    ({"compile": True, "recompute": "selective"}, "recompute='selective' with compile=True: a part of a block can't be run again from inside its one graph"),
     ({"compile_options": {"backend": "eager"}}, "compile_options={'backend': 'eager'} with compile=False: nothing is compiled; set compile to true"),
     ({"compile": True, "compile_options": {"backends": "eager"}}, "compile_options={'backends': ...}: it is not passed on; did you mean 'backend'"),
     ({"compile": True, "compile_options": {"fullgraph": False}}, "compile_options={'fullgraph': ...}: the strategy sets fullgraph itself; leave it out"),
@@ -107,7 +107,7 @@ FILES: list[tuple[str, list[str], str]] = [
     (
         "recompute: off\n",
         [],
-        "recompute=False: it must be 'none', 'selective' or 'full' (YAML reads a bare off or no as false; write the word in quotes)",
+        "recompute=False: it must be 'none', 'activations', 'selective' or 'full' (YAML reads a bare off or no as false; write the word in quotes)",
     ),
 ]
 

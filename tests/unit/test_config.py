@@ -22,7 +22,7 @@ def test_defaults_are_the_contract():
     config = ParallelConfig()
     assert (config.tp, config.sp, config.dp, config.cp, config.pp) == (1, True, "auto", 1, 1)
     assert (config.order, config.plan, config.data_parallel) == ("pp-dp-cp-tp", "auto", "ddp")
-    assert (config.recompute, config.regather, config.compile) == ("none", "auto", False)
+    assert (config.recompute, config.regather, config.compile) == ("none", True, False)
     assert (config.self_check, config.check_every, config.timeout) == (True, 0, timedelta(seconds=1800))
 
 
@@ -63,7 +63,7 @@ def test_the_schema_knows_every_field_and_describes_it():
     assert all(entry.get("description") for entry in properties.values())
     assert properties["tp"]["minimum"] == 1
     assert properties["timeout"]["type"] == "number"
-    assert properties["recompute"]["enum"] == ["none", "selective", "full"]
+    assert properties["recompute"]["enum"] == ["none", "activations", "selective", "full"]
 
 
 def test_the_strategys_keywords_are_the_configs_fields_with_their_defaults_and_texts():

@@ -80,13 +80,13 @@ RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "cp_method": st.sampled_from(["auto", "ring", "ulysses", "all_gather"]),
     "order": st.permutations(AXES).map("-".join),
     "plan": st.one_of(st.just("auto"), st.just({"base": "none", "rules": [{"pattern": "a", "style": "row"}]})),
-    "recompute": st.sampled_from(["none", "selective", "full"]),
+    "recompute": st.sampled_from(["none", "activations", "selective", "full"]),
     "timeout": st.floats(1e-6, 1e8),
     "checkpoint": st.fixed_dictionaries({"format": st.just("sharded"), "async_save": st.booleans()}),
     "compile": st.booleans(),
     "compile_options": st.just({"backend": "eager"}),
     "ddp": st.just({"static_graph": True}),
-    "regather": st.sampled_from(["auto", True, False]),
+    "regather": st.booleans(),
     "loss_chunk": st.one_of(st.none(), st.integers(1, 4096)),
 }
 KEYS = st.one_of(st.sampled_from(FIELDS), st.sampled_from(list(SYNONYMS)), st.text(max_size=8), WORDS)

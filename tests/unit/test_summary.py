@@ -25,7 +25,7 @@ def test_two_replicas_on_two_nodes():
         "  groups  dp  [0 4] [1 5] [2 6] [3 7]\n"
         "          tp  [0 1 2 3] [4 5 6 7]\n"
         "  plan    the plan\n"
-        "  memory  regather auto: results over 2 MiB of norms, activations and gathers are computed again in the backward\n"
+        "  memory  regather true: what columns read is gathered again in the backward\n"
         "  on      tp (linears split), sp (sequence parallelism), ddp (over the replicas)"
     )
 
@@ -44,10 +44,8 @@ def test_what_is_recomputed_is_said_with_and_without_tensor_parallelism():
         1, 1, recompute="full"
     )
     told = summary(2, 2, tp=2, regather=True, recompute="selective", loss_chunk=64)
-    assert (
-        "computed again in the backward; recompute selective: the attention of each block runs again in the backward; loss_chunk:"
-        in told
-    )
+    assert "gathered again in the backward; recompute selective: norms, what follows the columns of MLPs, and" in told
+    assert "the attention run again in the backward; loss_chunk:" in told
 
 
 @sees(
