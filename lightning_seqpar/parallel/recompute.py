@@ -101,6 +101,21 @@ def recomputed(plan: PlannedModel, recompute: Recompute) -> list[str]:
     return found
 
 
+def norms(plan: PlannedModel) -> list[nn.Module]:
+    """The norms of the blocks, and of the modules at which their regions end."""
+    return [
+        module
+        for name, module in plan.modules.items()
+        if plan.canonical[name] == name and is_norm(module) and plan.stack_reaching(name) is not None
+    ]
+
+
+def remake_norms(found: Iterable[nn.Module]) -> None:
+    """Let norms run again."""
+    for module in found:
+        module.__dict__["forward"] = RecomputedNorm(module)
+
+
 def remake_activations(
     plan: PlannedModel,
     names: Iterable[str],
@@ -110,9 +125,7 @@ def remake_activations(
     """Let norms, and what is between the columns and the row of an MLP, run again; ``names`` are of modules that do so anyway."""
     apart = [*names]
     gathers = {name for name in plan.named("gather") if name not in plan.named("copy")}
-    for name, module in plan.modules.items():
-        if plan.canonical[name] == name and is_norm(module) and plan.stack_reaching(name) is not None:
-            module.__dict__["forward"] = RecomputedNorm(module)
+    remake_norms(norms(plan))
     for name in _mlps(plan):
         rows = [row for row in plan.named("row") if inside(row, name)]
         summed = any(plan.reduced_at(row) is not None for row in rows)

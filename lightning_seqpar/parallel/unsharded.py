@@ -9,7 +9,7 @@ from torch import nn
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.vocab import VocabParallelHead, VocabPart
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
-from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, recomputed
+from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, norms, recomputed, remake_norms
 from lightning_seqpar.parallel.sharded_model import guard_pickling
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.plan.vocabulary import find_vocabulary
@@ -45,16 +45,19 @@ def change_unsharded(
     names: list[str] = []
     tiled: list[str] = []
     heads: list[nn.Linear] = []
+    remade: list[nn.Module] = []  # without columns nothing lies between them and a row
     if recompute != "none" or tiles is not None:
         plan = read_plans(model, plans)
         names = recomputed(plan, recompute)
         tiled = [] if tiles is None else tiles.find(plan)
+        remade = norms(plan) if recompute in ("activations", "selective") else []
     if loss_chunk is not None:
         heads = _heads(model, plans, loss_chunk)
-    modules = dict.fromkeys([*(model.get_submodule(name) for name in (*names, *tiled)), *heads])
+    modules = dict.fromkeys([*(model.get_submodule(name) for name in (*names, *tiled)), *heads, *remade])
     before = [ModuleSnapshot(module) for module in modules]
     if names:
         make_recomputed(plan, names, recompute, lambda name: None)
+    remake_norms(remade)
     if tiles is not None:
         tiles.apply(plan, tiled, lambda name: None)
     for head in heads:
