@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_seqpar.distributed.autograd import without_subclasses
+
 _PRODUCTS = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 """Functions whose first argument is an activation that is multiplied with a weight."""
 
@@ -68,7 +70,7 @@ def later(like: Tensor, shape: Sequence[int], make: Callable[[], Tensor], *, req
     """A tensor of a shape, and of the type of ``like``, that ``make`` makes when it is read."""
     out: Later = like.new_empty(()).expand(*shape).as_subclass(Later)
     out.make = make
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         out.requires_grad_(requires_grad)
     return out
 
