@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_seqpar.distributed.autograd import without_subclasses
-
 _PRODUCTS = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 """Functions whose first argument is an activation that is multiplied with a weight."""
 
@@ -58,6 +56,13 @@ class Later(Tensor):
         args, kwargs = tree_map_only(Later, Later._read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Later, Later._read, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
     def _read(self) -> Tensor:
         if self.made is None:
             with torch.no_grad():
@@ -68,10 +73,10 @@ class Later(Tensor):
 
 def later(like: Tensor, shape: Sequence[int], make: Callable[[], Tensor], *, requires_grad: bool) -> Later:
     """A tensor of a shape, and of the type of ``like``, that ``make`` makes when it is read."""
-    out: Later = like.new_empty(()).expand(*shape).as_subclass(Later)
+    out: Later = Tensor._make_wrapper_subclass(
+        Later, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
+    )
     out.make = make
-    with without_subclasses():
-        out.requires_grad_(requires_grad)
     return out
 
 
