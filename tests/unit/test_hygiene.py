@@ -13,7 +13,7 @@ from tests.mutants import Mutant, definitions, place_of, stale
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
 ORDER = [
-    "user_input", "config", "topology", "distributed", "layout", "context", "activations", "region", "nn", "styles", "plan",
+    "user_input", "config", "topology", "distributed", "layout", "context", "region", "nn", "styles", "plan",
     "pipeline", "parallel", "data", "inference", "init", "checkpoint", "verify", "strategy", "trial", "public", "cli",
     "__main__",
 ]  # fmt: skip
