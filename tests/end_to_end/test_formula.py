@@ -296,8 +296,8 @@ def test_the_papers_layer(tp, sp):
         "full": (2 / tp, 2.0),
     }
     fused, eager = 4 * HEADS / tp / H, 2 * HEADS * S / H / tp
-    # A block that runs again gathers in place of its columns, and reduces twice more, since a dropout stands behind its last row. What attention
-    # reads is gathered once in the backward, as columns gather it without recompute; behind its row nothing is kept.
+    # A block that runs again gathers in place of its columns, and reduces twice more, since a dropout stands behind its last row.
+    # What attention reads is gathered once in the backward, as columns gather it without recompute; behind its row nothing is kept.
     whole = {"all_gather": 6, "reduce_scatter": 4} if sp else {"all_reduce": 4}
     again = {"all_gather": 6, "reduce_scatter": 6} if sp else {"all_reduce": 6}
     for (recompute, is_eager), (bytes_kept, calls) in found.items():
