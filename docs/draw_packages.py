@@ -21,10 +21,10 @@ PACKAGE = HERE.parent / "lightning_seqpar"
 
 GROUPS = {
     "what is asked for, and where ranks are": ("#dbe7f5", ["user_input", "config", "topology"]),
-    "layers, and what they stand on": ("#d9efdc", ["distributed", "layout", "context", "activations", "region", "nn"]),
+    "layers, and what they stand on": ("#d9efdc", ["distributed", "layout", "context", "region", "nn"]),
     "a plan, and carrying it out": ("#fbeccb", ["styles", "plan", "pipeline", "parallel"]),
     "before and around training": ("#f6dcd6", ["data", "inference", "init", "checkpoint", "verify"]),
-    "what users touch": ("#e6def2", ["strategy", "trial", "cli"]),
+    "what users touch": ("#e6def2", ["strategy", "trial", "public", "cli"]),
 }
 """In import order: each imports from itself and from those before it. A package that does not exist is left out."""
 SHIMS = {"__init__", "__main__", "collectives", "measure", "parity", "testing"}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_seqpar.distributed.autograd import selective_checkpoint_caches, storage_id
+from lightning_seqpar.distributed.autograd import saved_tensor_hooks, selective_checkpoint_caches, storage_id
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -70,6 +70,12 @@ class SavedBytes:
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hooks.__exit__(error_type, error, trace)
+
+
+def saved_counter() -> Any:
+    """What counts saved tensors (:attr:`SavedBytes.keep`), if its are the hooks on them that apply; else None."""
+    hooks = saved_tensor_hooks()
+    return None if hooks is None else getattr(getattr(hooks[0], "__self__", None), "counted", None)
 
 
 class ExchangeRole(Enum):

@@ -141,7 +141,9 @@ def make_recomputed(
     notes = RecomputeNotes(recompute)
     for name in names:
         module = plan.modules[name]
-        module.__dict__["forward"] = RecomputedForward(module, name, notes, regions(name))
+        module.__dict__["forward"] = RecomputedForward(
+            module, name, notes, regions(name), stops_at_row=recompute == "selective"
+        )
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar.context.seq_part import Place, SeqPart, local_of
 from lightning_seqpar.distributed.autograd import in_backward, saved_tensor_hooks, saved_tensor_hooks_allowed
+from lightning_seqpar.distributed.counters import saved_counter
 from lightning_seqpar.layout.attributes import ModelAttributes
 from lightning_seqpar.layout.stand_in import later
 from lightning_seqpar.region.column_inputs import ColumnGroup, hand_out
@@ -45,19 +46,13 @@ def is_norm(module: nn.Module) -> bool:
     )
 
 
-def _counter() -> Any:
-    """What counts saved tensors (:attr:`SavedBytes.keep`), if its are the hooks on them that apply; else None."""
-    hooks = saved_tensor_hooks()
-    return None if hooks is None else getattr(getattr(hooks[0], "__self__", None), "counted", None)
-
-
 def _may_run_again() -> bool:
     """Whether a call keeps something for a backward, and nobody else has hooks on it, which may be a checkpoint's."""
     return (
         torch.is_grad_enabled()
         and not in_backward()
         and saved_tensor_hooks_allowed()
-        and (saved_tensor_hooks() is None or _counter() is not None)
+        and (saved_tensor_hooks() is None or saved_counter() is not None)
     )
 
 
@@ -139,7 +134,7 @@ class RecomputedSpan:
             return forward(*args, **kwargs)
         whole, columns, made, again = found
         run = _Span(forward, self.region, whole, columns, again)
-        run.count = _counter()
+        run.count = saved_counter()
         args, kwargs = tuple(map(run.marked, args)), {key: run.marked(value) for key, value in kwargs.items()}
         call = RecomputedCall(
             run, (tuple(made), *args), kwargs, self.region, ModelAttributes(self.module, tensors=True)

@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +28,10 @@ from lightning_seqpar.distributed.autograd import (
     saved_tensor_hooks,
     saved_tensor_hooks_allowed,
 )
+from lightning_seqpar.distributed.counters import saved_counter
 from lightning_seqpar.distributed.rng import HostDraws
 from lightning_seqpar.layout.attributes import ModelAttributes
+from lightning_seqpar.region.products import Kept
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
@@ -59,8 +61,17 @@ class RecomputedForward:
     checkpoint of somebody else (which runs it again anyway) and in a recompute it runs the module as it is.
     """
 
-    def __init__(self, module: nn.Module, name: str, notes: RecomputeNotes, region: SequenceRegion | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        notes: RecomputeNotes,
+        region: SequenceRegion | None,
+        *,
+        stops_at_row: bool = False,
+    ) -> None:
         self.module, self.name, self.notes, self.region = module, name, notes, region
+        self._stops_at_row = stops_at_row and region is not None
         # Of what the region does around the module, the gathers: they run again, so that the shard alone is kept.
         self.entries: list[Callable[..., Any]] = []
         self.closes: list[Callable[..., Any]] = []
@@ -88,6 +99,17 @@ class RecomputedForward:
                 out = out if given is None else given
         return out
 
+    def _run_to_row(self, count: Any, *args: Any, **kwargs: Any) -> Any:
+        """The same where it runs again: up to its row, which does not; ``count`` counts what is kept behind it."""
+        assert self.region is not None
+        frame = self.region.frames.current
+        with ExitStack() as behind_row:
+            outer, frame.span = frame.span, (behind_row, count)
+            try:
+                return self._run(*args, **kwargs)
+            finally:
+                frame.span = outer
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; a call in which it will be recomputed is checked for what a second run would do twice.
 
@@ -107,7 +129,8 @@ class RecomputedForward:
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
         before, sizes = self._buffers(), _sizes((*args, *kwargs.values()))
-        call = RecomputedCall(self._run, args, kwargs, self.region, ModelAttributes(self.module, tensors=True))
+        run = functools.partial(self._run_to_row, saved_counter()) if self._stops_at_row else self._run
+        call = RecomputedCall(run, args, kwargs, self.region, ModelAttributes(self.module, tensors=True))
         out = checkpoint(call, *call.take_kept(), use_reentrant=False)
         self._check_buffers(before)
         if _sizes((*args, *kwargs.values())) != sizes:
@@ -163,16 +186,24 @@ def _sizes(values: tuple[Any, ...]) -> list[int]:
 
 
 class _Kept:
-    """What stands for one tensor among a call's arguments, and how it is given to the module again."""
+    """What stands for one tensor among a call's arguments, and how it is given to the module again.
+
+    Of what a norm made that runs again the norm's input is kept.
+    """
 
     def __init__(self, at: int, value: Tensor) -> None:
         self.at = at
         # Of a part of a sequence the tensor that this rank holds: somebody's saved-tensor hooks would not know the part again.
         self._place = value.place if isinstance(value, SeqPart) else None
-        self.tensor: Tensor | None = local_of(value)
+        local = local_of(value)
+        held, self._norm = Kept.of(local)
+        self.tensor: Tensor | None = held
+        self._requires_grad = local.requires_grad
 
     def restore(self, kept: Tensor) -> Tensor:
         """The argument, made of what was kept of it."""
+        if self._norm is not None:
+            kept = self._norm.run(kept).requires_grad_(self._requires_grad)
         return kept if self._place is None else SeqPart.wrap(kept, self._place)
 
 

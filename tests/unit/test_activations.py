@@ -1,0 +1,136 @@
+"""Norms that run again in the backward: the same to the last bit, and what they keep."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_seqpar.distributed.counters import SavedBytes
+from lightning_seqpar.region.activations import RecomputedNorm, is_norm
+from lightning_seqpar.region.products import Kept
+from tests.helpers.zoo import RMSNorm
+from tests.mutants import sees
+
+
+def again(norm: nn.Module) -> Any:
+    """A copy that runs again."""
+    copied = copy.deepcopy(norm)
+    copied.__dict__["forward"] = RecomputedNorm(copied)
+    return copied
+
+
+def run(module: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
+    """The output and the gradients of a norm, and the bytes that it keeps."""
+    leaf = x.clone().requires_grad_()
+    with SavedBytes(exclude=module.parameters()) as saved:
+        out = module(leaf * 1)
+    out.square().sum().backward()
+    return [out.detach(), leaf.grad, *(p.grad for p in module.parameters())], saved.total
+
+
+@sees(
+    "a norm keeps what its own forward keeps",
+    "RecomputedNorm.__call__",
+    "out = checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)",
+    "out = forward(x)",
+    case="RMSNorm-dtype1",
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [RMSNorm, nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_that_runs_again_is_the_norm(kind, dtype):
+    torch.manual_seed(0)
+    plain = kind(16).to(dtype)
+    x = torch.randn(2, 8, 16, dtype=dtype)
+    (wanted, kept), (found, less) = run(plain, x), run(again(plain), x)
+    assert all(map(torch.equal, wanted, found))
+    if kind is RMSNorm:
+        assert less < kept
+
+
+class ProductNorm(RMSNorm):
+    """Takes its mean by a product, which autocast makes in 16 bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt((x * x) @ torch.full((16, 1), 1 / 16) + 1e-6)
+
+
+@sees(
+    "a norm run again outside its autocast",
+    "NormCall.run",
+    "torch.autocast(x.device.type, self._casts, enabled=self._casts is not None)",
+    "torch.autocast(x.device.type, enabled=False)",
+)
+def test_under_autocast_it_runs_again_under_autocast():
+    torch.manual_seed(0)
+    plain, x = ProductNorm(16), torch.randn(2, 8, 16, requires_grad=True)
+    grads = []
+    for module in (plain, again(plain)):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = module(x)
+            loss = F.linear(out, torch.ones(16, 16)).square().sum()
+        grads.append(torch.autograd.grad(loss, (x, module.weight)))
+    assert all(map(torch.equal, *grads))
+    kept = Kept.of(out)
+    assert torch.equal(kept.norm.run(kept.tensor), out)
+
+
+@sees(
+    "a norm's changed output made again unchanged",
+    "Kept.of",
+    "version != x._version or ",
+    "",
+)
+@sees(
+    "a norm's input changed before its output is used",
+    "Kept.of",
+    " or call.x._version != call.version",
+    "",
+)
+def test_what_was_changed_since_is_kept_itself():
+    norm, x = again(RMSNorm(16)), torch.randn(2, 8, 16)
+    out = norm(x)
+    assert Kept.of(out).tensor.data_ptr() == x.data_ptr()
+    with torch.no_grad():
+        out.mul_(2)
+    assert Kept.of(out).tensor is out
+    out = norm(x)
+    x.add_(1)
+    assert Kept.of(out).tensor is out
+
+
+@sees(
+    "a norm runs again under somebody's hooks",
+    "_may_run_again",
+    "and (saved_tensor_hooks() is None or _counter() is not None)",
+    "",
+)
+def test_under_somebodys_hooks_on_saved_tensors_it_runs_as_it_is():
+    norm, x = again(RMSNorm(16)), torch.randn(2, 8, 16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        out = norm(x)
+    assert Kept.of(out).norm is None
+    with torch.no_grad():
+        assert Kept.of(norm(x)).norm is None
+    assert Kept.of(norm(x)).norm is not None
+
+
+def test_a_hook_of_its_parameter_fires_once_and_other_parameters_count():
+    norm, seen, x = again(RMSNorm(16)), [], torch.randn(2, 8, 16)
+    norm.weight.register_hook(lambda grad: seen.append(grad) or grad * 2)
+    norm(x).sum().backward()
+    assert len(seen) == 1
+    assert torch.equal(norm.weight.grad, seen[0] * 2)
+
+
+def test_what_is_no_norm():
+    odd, gained = nn.LayerNorm(4), RMSNorm(4)
+    odd.forward = lambda x: x  # type: ignore[method-assign]
+    gained.gain = torch.ones(4)
+    others = (nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.Linear(2, 2), nn.LayerNorm(4, elementwise_affine=False))
+    assert not any(map(is_norm, (*others, odd, gained)))
+    assert all(map(is_norm, (nn.LayerNorm(4), nn.RMSNorm(4), RMSNorm(4))))
