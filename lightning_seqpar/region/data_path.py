@@ -207,8 +207,8 @@ class DataPath:
         tokens, frame, hooks = self._whole, self._frames.current, saved_tensor_hooks()
         if self.sp:
             tokens = self._shard_tokens(x, frame, module)
-        # An activation checkpoint gathers again by itself; where nothing is gathered, x is at hand.
-        regather = not self.sp or (self.regather and not (hooks is not None and is_of_checkpoint(hooks)))
+        # An activation checkpoint makes all of it again by itself, where x may have no history.
+        regather = (self.regather or not self.sp) and (hooks is None or not is_of_checkpoint(hooks))
         whole = columns.gather(tokens, x, hooks, regather=regather)
         self._wholes.add(whole)
         if place is not None:
@@ -237,7 +237,8 @@ class DataPath:
     def copy(self, x: Tensor, module: str, columns: ColumnGroup = NO_COLUMNS) -> Tensor:
         """An activation that is whole already (an encoder's states) on its way to column linears."""
         place, x = x.place if isinstance(x, SeqPart) else None, local_of(x)
-        copied = columns.gather(self._whole, x)
+        hooks = saved_tensor_hooks()
+        copied = columns.gather(self._whole, x, hooks, regather=not is_of_checkpoint(hooks))
         self._frames.current.copied.append(x.shape[self.dim])
         if self._frames.active:
             self._frames.remember((module, tuple(x.shape)))

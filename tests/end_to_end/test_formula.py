@@ -262,8 +262,8 @@ CLASSIC = [
 @sees(
     "recompute: a checkpoint's gathers are made twice",
     "DataPath.gather",
-    "(self.regather and not (hooks is not None and is_of_checkpoint(hooks)))",
-    "self.regather",
+    "(self.regather or not self.sp) and (hooks is None or not is_of_checkpoint(hooks))",
+    "self.regather or not self.sp",
     case="2-True",
 )
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_what_was_changed_since_is_kept_itself():
 @sees(
     "a norm runs again under somebody's hooks",
     "_may_run_again",
-    "and (saved_tensor_hooks() is None or _counter() is not None)",
+    "and (saved_tensor_hooks() is None or saved_counter() is not None)",
     "",
 )
 def test_under_somebodys_hooks_on_saved_tensors_it_runs_as_it_is():
