@@ -487,9 +487,8 @@ def test_logits_in_chunks_are_not_kept_with_cp(world, strategy):
     at_once, in_chunks = run_distributed(kept_with, world, strategy)[0]
     tokens = 4 * 5  # b · s/cp
     logits = tokens * -(-31 // strategy.get("tp", 1)) * 4  # in float32
-    numbers = tokens * (
-        3 * 4 + 1
-    )  # of each token: its largest logit, the sum of exponentials, how much it counts, and if
+    # Of each token: its largest logit, the sum of exponentials, how much it counts, and if, and its word.
+    numbers = tokens * (3 * 4 + 1 + 8)
     assert at_once - in_chunks >= logits - numbers
 
 
