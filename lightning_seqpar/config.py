@@ -226,7 +226,7 @@ class ParallelConfig(FrozenModel):
     block; ``none``. Gradients are the same to the last bit."""
     regather: bool = True
     """Keep the shard of what is gathered for column linears, and gather it again in the backward; false keeps it whole, which
-    spares a slow network a third of what is sent."""
+    spares a slow network two of six all-gathers."""
     vocab: bool = True
     """Shard embeddings and heads over a vocabulary, and the loss on their logits, over the tensor-parallel ranks, wherever they
     are found and a plan that you write whole does not say otherwise."""

@@ -121,7 +121,7 @@ class SeqParallelStrategy(ParallelStrategy):
             kept; ``activations``, norms and what lies between the columns and the row of an MLP; ``selective``, these and the
             attention in each block; ``none``. Gradients are the same to the last bit.
         regather: Keep the shard of what is gathered for column linears, and gather it again in the backward; false keeps it
-            whole, which spares a slow network a third of what is sent.
+            whole, which spares a slow network two of six all-gathers.
         vocab: Shard embeddings and heads over a vocabulary, and the loss on their logits, over the tensor-parallel ranks, wherever
             they are found and a plan that you write whole does not say otherwise.
         loss_chunk: Tokens of which the head and the loss make logits at once; the backward makes them once more. With ``tp`` the

@@ -87,7 +87,7 @@ def describe_compiled(record: ShardedModel) -> str:
     blocks = {name for region in record.regions for name in region.blocks}
     return (
         f"compile: {len(blocks)} blocks, one graph for each kind. In them regather and the overlap of weight-gradient products "
-        "with collectives are off: results of norms and activation functions, and gathered inputs, are kept"
+        "with collectives are off: gathered inputs are kept"
     )
 
 

@@ -187,8 +187,6 @@ class ColumnRule(_LinearRule):
     def _adopt(self, name: str, shard: Shard, application: Application) -> None:
         plan, region = application.plan, application.region_of(name)
         column = ColumnParallelLinear.adopt(application.module(name), shard, region, name, self._kind(name, plan))
-        # On the instance from the start, so that undoing takes it away: training may switch it off.
-        column.recomputes_elementwise = True
         column.gathers_input = name in plan.named("gather") and name not in plan.named("copy")
 
 
