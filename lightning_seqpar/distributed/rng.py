@@ -1,166 +1,41 @@
 """Random streams under tensor and sequence parallelism.
 
 A whole activation, which every tensor-parallel rank holds alike, must be dropped out alike on all of them; shards and
-local heads must be dropped out independently. So a process has two streams, one that its replica shares and one of its
-own, and :class:`RankStreams` switches between them.
+local heads must be dropped out independently. So a process has two streams, one that is replicated over the
+tensor-parallel ranks and one of its own, and :class:`RankStreams` switches between them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_seqpar.distributed.autograd import in_backward, unseen
-
-DEVICES = frozenset(("cpu", "cuda"))
-"""The kinds of devices whose generators are switched between two streams."""
-
-
-# ---- the generators --------------------------------------------------------------------------------------------
-
-
-def generators() -> list[torch.Generator]:
-    """torch's own generators: the CPU's, and the current CUDA device's once CUDA is in use."""
-    on_device = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
-    return [torch.default_generator, *on_device]
-
-
-def states() -> list[Tensor]:
-    """The states of torch's own generators now."""
-    return [generator.get_state() for generator in generators()]
-
-
-def _restore(states: list[Tensor]) -> None:
-    for generator, state in zip(generators(), states, strict=False):
-        generator.set_state(state)
-
-
-def _host() -> list[Any]:
-    return [random.getstate(), np.random.get_state()]
-
-
-def _restore_host(states: Sequence[Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-
-
-def host_state(states: Sequence[Any] | None = None) -> bytes:
-    """The states of Python's and numpy's generators, now or as given; the same on all ranks that are in the same state."""
-    (_, numbers, gauss), (_, keys, *rest) = states or _host()
-    parts = np.array(numbers, dtype=np.uint32).tobytes(), repr(gauss).encode(), keys.tobytes(), repr(rest).encode()
-    return b"".join(parts)
-
-
-def _key(state: Tensor) -> bytes:
-    """Tells a state of a generator of torch's from its others: of a CPU's 5,056 bytes those from which the others follow.
-
-    They are the seed, the position and the first two of 624 numbers, and at the end a normal number in store; on a GPU all 16.
-    """
-    held = state.numpy()
-    return bytes(held[:40].tobytes() + held[5016:].tobytes())
-
-
-def moved(before: list[Tensor]) -> frozenset[str]:
-    """The kinds of devices whose generators are no more in the states that :func:`states` returned: something drew."""
-    now = zip(generators(), before, strict=False)
-    return frozenset(one.device.type for one, state in now if _key(one.get_state()) != _key(state))
-
-
-def _derived(state: Tensor, purpose: str, number: int) -> int:
-    """A seed for another stream, which follows from where one stands."""
-    text = f"{purpose} {number} ".encode() + _key(state)
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
-
-def _reseed(states: list[Tensor], purpose: str, number: int = 0) -> None:
-    for generator, state in zip(generators(), states, strict=True):
-        generator.manual_seed(_derived(state, purpose, number))
-
-
-def _advance(generator: torch.Generator) -> None:
-    """Goes one draw further."""
-    if generator.device.type == "cuda":  # nothing runs on the device
-        generator.set_offset(generator.get_offset() + 4)
-        return
-    with unseen():  # not a draw of the model, so no check may see it
-        torch.rand(1, dtype=torch.float32, generator=generator)
-
-
-# ---- all streams of a process ----------------------------------------------------------------------------------
+from lightning_seqpar.distributed.autograd import generator_id, unseen
 
 
 def get_streams(device: torch.device) -> list[Any]:
     """The states of this process's generators: Python's, numpy's, torch's on the CPU, and the device's (None on a CPU)."""
-    return [*_host(), torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None]
+    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return [random.getstate(), np.random.get_state(), torch.get_rng_state(), own]
 
 
 def set_streams(state: list[Any], device: torch.device) -> None:
     """Set the states of the generators to what :func:`get_streams` returned."""
-    _restore_host(state)
+    random.setstate(state[0])
+    np.random.set_state(state[1])
     torch.set_rng_state(state[2])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[3], device)
-
-
-@contextmanager
-def kept_streams(device: torch.device) -> Iterator[None]:
-    """A context after which the generators of this process have the states that they had before it."""
-    before = get_streams(device)
-    try:
-        yield
-    finally:
-        set_streams(before, device)
-
-
-def seed_streams() -> None:
-    """Seed the generators with a fixed number, inside :func:`kept_streams`: runs that are compared draw alike."""
-    random.seed(7)
-    np.random.seed(7)
-    torch.manual_seed(7)
-
-
-def share_streams(group: ProcessGroup, source: int, device: torch.device) -> None:
-    """Give every rank of ``group`` the states of world rank ``source``: they draw alike even if nobody seeded. Collective."""
-    state = get_streams(device)
-    dist.broadcast_object_list(state, src=source, group=group)
-    set_streams(state, device)
-
-
-def pack_streams(device: torch.device) -> dict[str, Any]:
-    """The states of :func:`get_streams` as plain numbers and tensors, which ``weights_only=True`` loads."""
-    (version, numbers, gauss), (name, keys, *rest), cpu, own = get_streams(device)
-    python = [version, list(numbers), gauss]
-    return {"python": python, "numpy": [str(name), keys.tolist(), *rest], "torch": cpu, "device": own}
-
-
-def unpack_streams(packed: Mapping[str, Any], device: torch.device) -> None:
-    """Set the generators to what :func:`pack_streams` returned; a device's keeps its state if they were saved on a CPU."""
-    version, state, gauss = packed["python"]
-    name, keys, *rest = packed["numpy"]
-    own = packed["device"] if packed["device"] is not None or device.type == "cpu" else get_streams(device)[3]
-    arrays = (name, np.array(keys, dtype=np.uint32), *rest)
-    set_streams([(version, tuple(state), gauss), arrays, packed["torch"].cpu(), own], device)
-
-
-class SavedStreams:
-    """The states of torch's, Python's and numpy's generators at one moment."""
-
-    def __init__(self) -> None:
-        self._torch, self._host = states(), _host()
-
-    def restore(self) -> None:
-        """Go on from there."""
-        _restore(self._torch)
-        _restore_host(self._host)
 
 
 class HostDraws:
@@ -170,7 +45,7 @@ class HostDraws:
     """
 
     def __init__(self) -> None:
-        self._began: list[Any] | None = _host()
+        self._began: tuple[Any, Any] | None = (random.getstate(), np.random.get_state())
 
     def end(self) -> None:
         """The part ended: if it drew nothing there is nothing to draw again."""
@@ -183,192 +58,205 @@ class HostDraws:
         if self._began is None:
             yield
             return
-        now = _host()
-        _restore_host(self._began)
+        now = random.getstate(), np.random.get_state()
+        self._set(self._began)
         try:
             yield
         finally:
-            _restore_host(now)
+            self._set(now)
+
+    @staticmethod
+    def _set(states: tuple[Any, Any]) -> None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
-# ---- the two streams of a rank ---------------------------------------------------------------------------------
+def pack_streams(device: torch.device) -> dict[str, Any]:
+    """The states of :func:`get_streams` as plain numbers and tensors, which ``weights_only=True`` loads."""
+    python, arrays, cpu, own = get_streams(device)
+    name, keys, *rest = arrays
+    return {
+        "python": [python[0], list(python[1]), python[2]],
+        "numpy": [str(name), keys.tolist(), *rest],
+        "torch": cpu,
+        "device": own,
+    }
+
+
+def unpack_streams(packed: Mapping[str, Any], device: torch.device) -> None:
+    """Set the generators to what :func:`pack_streams` returned; a device's keeps its state if they were saved on a CPU."""
+    version, state, gauss = packed["python"]
+    name, keys, *rest = packed["numpy"]
+    own = packed["device"] if packed["device"] is not None or device.type == "cpu" else get_streams(device)[3]
+    arrays = (name, np.array(keys, dtype=np.uint32), *rest)
+    set_streams([(version, tuple(state), gauss), arrays, packed["torch"].cpu(), own], device)
+
+
+def share_streams(group: ProcessGroup, source: int, device: torch.device) -> None:
+    """Give every rank of ``group`` the states of world rank ``source``: they draw alike even if nobody seeded. Collective."""
+    state = get_streams(device)
+    dist.broadcast_object_list(state, src=source, group=group)
+    set_streams(state, device)
 
 
 class RankStreams:
-    """Switches torch's generators between the stream that all ranks of a replica share and this rank's own.
+    """Switches torch's generators between the replicated stream and this tensor-parallel rank's own stream.
 
-    Draws on whole activations (``[b, s, h]``, alike on every rank) must come from the shared stream; draws on shards
+    Draws on whole activations (``[b, s, h]``, alike on every rank) must come from the replicated stream; draws on shards
     (``[b, s/tp, h]``) and on local heads from the rank's own. From :meth:`begin` to :meth:`end` draws are the rank's own.
 
-    The own stream is seeded once, at its first use in a run, from where the shared one stands and the rank's place, and then
-    goes on by itself. Where nothing was drawn from it, :meth:`end` leaves the shared one exactly where it was, as in a run on
-    one process; otherwise one draw further (see :class:`_Pair`).
+    The own stream is not kept from one use to the next: each :meth:`begin` seeds it from the replicated stream's state and
+    the rank. So ``seed_everything`` alone decides both streams, and a run that is resumed from a checkpoint draws what it
+    would have drawn. Where nothing was drawn from the own stream, :meth:`end` leaves the replicated one exactly where it
+    was, as in a run on one process; otherwise one draw further, so that the next :meth:`begin` seeds anew.
+
+    A recompute (activation checkpointing) must draw what the forward drew. It restores the state that the generators had
+    where the checkpointed part began, and the seed in that state tells which stream it is: the replicated stream that an own
+    one was seeded from is remembered by the own one's seed.
 
     Args:
-        place: a number of this rank in its replica: over tensor- and context-parallel ranks.
+        rank: the tensor-parallel rank.
 
     Attributes:
-        active: the generators that are switched. Where none is, no state is read.
+        draws: whether draws are to be expected in this step. Without, nothing is switched and no state is read.
     """
 
-    def __init__(self, place: int) -> None:
-        self._place = place
-        self._pairs: list[_Pair] = []
-        self.restart()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RankStreams:
-        return RankStreams(self._place)
-
-    def restart(self, states: Mapping[str, Any] | None = None) -> None:
-        """Begin a run: own streams are seeded anew, or go on from ``states``, which :meth:`states` returned."""
+    def __init__(self, rank: int) -> None:
+        self._rank, self.draws = rank, True
         self.forget()
-        self._pairs = [_Pair(one, self._place, (states or {}).get(one.device.type)) for one in generators()]
-        self.active = self._pairs
-
-    def states(self) -> dict[str, Any]:
-        """Where the own streams stand between two steps, by kind of device, for a checkpoint."""
-        return {pair.kind: pair.saved() for pair in self._pairs}
-
-    def expect(self, kinds: Collection[str]) -> None:
-        """A step begins, in which draws are to be expected on these kinds of devices."""
-        self.active = [pair for pair in self._pairs if pair.kind in kinds]
 
     def forget(self) -> None:
         """Forget what was begun: no recompute of it is to come."""
-        for pair in self._pairs:
-            pair.forget()
+        # By the seeds of an own stream: the states that it was seeded from, and the positions before its first draw.
+        self._seeded_from: dict[tuple[int, ...], tuple[list[Tensor], list[bytes]]] = {}
+        self._alike: set[tuple[tuple[int, ...], bytes]] = set()
 
     @property
     def own(self) -> bool:
         """Whether a draw would come from the rank's own stream now."""
-        return any(pair.own for pair in self.active)
+        return bool(self._seeded_from) and _seeds() in self._seeded_from
 
     def begin(self) -> bool:
         """Switch to this rank's own stream; returns whether that was not the current one already."""
-        return True in [pair.begin() for pair in self.active]
+        if not self.draws or self.own:
+            return False
+        replicated = _states()
+        _reseed(replicated, self._rank)
+        fresh = [_position(state) for state in _states()]
+        self._seeded_from[_seeds()] = replicated, fresh
+        return True
 
     def end(self) -> bool:
-        """Switch to the shared stream; returns whether that was not the current one already."""
-        return True in [pair.end() for pair in self.active]
+        """Switch to the replicated stream; returns whether that was not the current one already.
+
+        It goes on where it was, or one draw further if the own stream was used.
+        """
+        if not self.draws or not self.own:
+            return False
+        replicated, fresh = self._seeded_from[_seeds()]
+        used = [_position(state) != at for state, at in zip(_states(), fresh, strict=False)]
+        _restore(replicated)
+        _advance(used)
+        return True
 
     def note_alike(self) -> None:
         """Note for a recompute that what is drawn next is drawn alike on all ranks."""
-        for pair in self.active:
-            pair.alike.add(pair.key)
+        self._alike.add(self._place())
 
     def was_alike(self) -> bool:
         """Whether :meth:`note_alike` was called at the present state of the own stream."""
-        return all(pair.key in pair.alike for pair in self.active)
+        return bool(self._alike) and self._place() in self._alike
+
+    @staticmethod
+    def _place() -> tuple[tuple[int, ...], bytes]:
+        return _seeds(), b"".join(_position(state) for state in _states())
 
 
-class _Pair:
-    """The shared and the own stream of one of torch's generators, of which the own one's seed tells when it is current.
+class StepDraws:
+    """Tells of a step whether it drew from torch's generators, made where the step begins."""
 
-    A recompute (activation checkpointing) sets the generator to a state that it had in the forward, and knows of no other
-    stream. So at each switch the state must tell by itself where the other stream stood: where one has moved, the other one goes a
-    draw further before it is used. A recompute follows what was noted, and moves neither; nor does a forward that is run again
-    from an earlier state of the shared stream.
-    """
-
-    def __init__(self, generator: torch.Generator, place: int, saved: Sequence[Tensor] | None) -> None:
-        self.kind, self._generator, self._place = generator.device.type, generator, place
-        self._seed: int | None = None  # of the own stream
-        self._own = torch.empty(0)  # its state where it was left
-        self._last = b""  # where the shared stream was left by a forward
-        if saved is not None:
-            self._own, self._last = saved[0], saved[1].numpy().tobytes()
-            self._seed = int.from_bytes(_key(self._own)[:8], "little")
-        self._shared = generator.get_state()  # its state where it was left
-        self._entered = b""  # where the own stream stood when it was begun
-        self._own_at: dict[bytes, Tensor] = {}  # as entered, by where the shared stream was left
-        self._shared_at: dict[bytes, Tensor] = {}  # and the other way round
-        self.alike: set[bytes] = set()
-
-    def saved(self) -> list[Tensor] | None:
-        """What a checkpoint keeps, from which a run goes on and draws the same; None if nothing was begun."""
-        last = torch.frombuffer(bytearray(self._last), dtype=torch.uint8) if self._last else None
-        return None if last is None else [self._own, last]
-
-    def forget(self) -> None:
-        self.end()  # an aborted call may have left the own stream
-        self._own_at.clear()
-        self._shared_at.clear()
-        self.alike.clear()
-
-    @property
-    def key(self) -> bytes:
-        """Where the current stream stands."""
-        return _key(self._generator.get_state())
-
-    @property
-    def own(self) -> bool:
-        return self._generator.initial_seed() == self._seed
-
-    def begin(self) -> bool:
-        if self.own:
-            return False
-        left = self._generator.get_state()
-        key = _key(left)
-        if (own := self._own_at.get(key)) is not None:
-            self._generator.set_state(own)
-        else:
-            if self._seed is None:
-                self._seed = _derived(left, "rank", self._place)
-                self._own = self._generator.manual_seed(self._seed).get_state()
-            self._generator.set_state(self._own)
-            if key != self._last:
-                _advance(self._generator)
-            own = self._generator.get_state()
-            if not in_backward():
-                self._own_at[key], self._last = own, key
-        self._shared, self._entered = left, _key(own)
-        return True
+    def __init__(self) -> None:
+        self._before = _states()
 
     def end(self) -> bool:
-        if not self.own:
-            return False
-        left = self._generator.get_state()
-        key = _key(left)
-        if (shared := self._shared_at.get(key)) is not None:
-            self._generator.set_state(shared)
-        else:  # in a recompute only of one that stopped in the midst, once it had made all that was asked for
-            self._generator.set_state(self._shared)
-            if key != self._entered:
-                _advance(self._generator)
-            if not in_backward():
-                self._own, self._shared_at[key] = left, self._generator.get_state()
-        return True
+        """Whether the step has drawn. Ranks that did not expect it have drawn alike, and equally much."""
+        return _differ(self._before, _states())
 
 
-# ---- other streams ---------------------------------------------------------------------------------------------
+def _generators() -> list[torch.Generator]:
+    """torch's own generators: the CPU's, and the current CUDA device's once CUDA is in use."""
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return generators
 
 
-_MARK = 0xFFFFF << 40
-"""Bits of a seed that a CPU's generator does not use, which tell draws of :func:`drawn_apart`."""
+def _states() -> list[Tensor]:
+    """The states of torch's own generators now."""
+    return [generator.get_state() for generator in _generators()]
 
-_APART_MARK = 0xA9A47 << 40
-"""What they are there."""
+
+def _seeds() -> tuple[int, ...]:
+    """The seeds of torch's own generators; where draws are made on a device, that of the CPU tells nothing."""
+    return tuple(generator.initial_seed() for generator in _generators())
+
+
+def _position(state: Tensor) -> bytes:
+    """How far a generator has gone since it was seeded: the bytes behind the seed in torch's states."""
+    return state.numpy()[8:24].tobytes()
+
+
+def _differ(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Whether any generator has another state in ``b`` than in ``a``."""
+    return any(one.numpy().tobytes() != other.numpy().tobytes() for one, other in zip(a, b, strict=False))
+
+
+def _restore(states: list[Tensor]) -> None:
+    """Set torch's own generators to states that :func:`_states` returned."""
+    for generator, state in zip(_generators(), states, strict=False):
+        generator.set_state(state)
+
+
+def _reseed(states: list[Tensor], rank: int) -> None:
+    """Seed each generator from its state and the tensor-parallel rank."""
+    for generator, state in zip(_generators(), states, strict=True):
+        digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8, salt=rank.to_bytes(4, "little"))
+        generator.manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
 
 
 @contextmanager
 def drawn_apart(place: int) -> Iterator[None]:
     """A context in which ranks draw apart, each by its ``place``, such as its context-parallel rank; then alike again."""
-    before = states()
-    for generator, state in zip(generators(), before, strict=True):
-        generator.manual_seed(_derived(state, "apart", place) & ~_MARK | _APART_MARK)
-    apart = states()
+    before = _states()
+    _reseed(before, _APART + place)
+    for generator in _generators():
+        generator.manual_seed(generator.initial_seed() & ~_MARK | _APART_MARK)
+    apart = _states()
     try:
         yield
     finally:
-        has_drawn = moved(apart)
+        has_drawn = _differ(apart, _states())
         _restore(before)
-        for generator in generators() if has_drawn else ():  # else the streams are left as on one process
-            _advance(generator)
+        if has_drawn:  # else the streams are left as on one process
+            _advance([True] * len(before))
 
 
 def draws_apart() -> bool:
     """Whether a draw now is one of :func:`drawn_apart`, which the generator's seed tells."""
     return torch.default_generator.initial_seed() & _MARK == _APART_MARK
+
+
+class SavedStreams:
+    """The states of torch's, Python's and numpy's generators at one moment."""
+
+    def __init__(self) -> None:
+        self._torch, self._python, self._numpy = _states(), random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        """Go on from there."""
+        _restore(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
 
 
 class StageStreams:
@@ -384,7 +272,7 @@ class StageStreams:
 
     def begin(self) -> None:
         """The forward begins."""
-        self._before = states()
+        self._before = _states()
         self._host_before = self._host_at_blocks = host_state()
 
     def enter_blocks(self) -> None:
@@ -393,15 +281,15 @@ class StageStreams:
 
     def begin_stage(self, chunk: int) -> None:
         """The blocks of a chunk begin, by its number."""
-        _reseed(self._before, "stage", chunk)
+        _reseed(self._before, _STAGE + chunk)
 
     def begin_between(self, stack: int) -> None:
         """What lies behind a stack of blocks, and in front of the next, begins; all stages draw alike there."""
-        _reseed(self._before, "between", stack)
+        _reseed(self._before, _BETWEEN + stack)
 
     def end(self) -> None:
         """The forward's part on this stage is done."""
-        _reseed(self._before, "behind")
+        _reseed(self._before, _BEHIND_STAGES)
 
     def put_off(self, *, seeded: bool, host: bool) -> SavedStreams:
         """Go on as behind a forward that ends by :meth:`end` (``seeded``) and :meth:`end_on_host` (``host``); it will run later."""
@@ -415,7 +303,7 @@ class StageStreams:
 
     def has_drawn(self) -> bool:
         """Whether anything was drawn since :meth:`begin`."""
-        return bool(moved(self._before))
+        return _differ(self._before, _states())
 
     def has_drawn_on_host(self) -> bool:
         """Whether anything was drawn from Python's or numpy's generators since :meth:`enter_blocks`."""
@@ -426,3 +314,105 @@ class StageStreams:
         digest = hashlib.blake2b(self._host_before, digest_size=16).digest()
         random.seed(digest)
         np.random.seed(list(np.frombuffer(digest, dtype=np.uint32)))
+
+
+def host_state(states: tuple[Any, Any] | None = None) -> bytes:
+    """The states of Python's and numpy's generators, now or as given; the same on all ranks that are in the same state."""
+    both: Any = states or (random.getstate(), np.random.get_state())
+    (_, numbers, gauss), (_, keys, *rest) = both
+    parts = np.array(numbers, dtype=np.uint32).tobytes(), repr(gauss).encode(), keys.tobytes(), repr(rest).encode()
+    return b"".join(parts)
+
+
+_STAGE = 1 << 17
+"""Above any context-parallel rank behind :data:`_APART`."""
+
+_BETWEEN = 3 << 16
+"""Above any chunk of a pipeline's stages behind :data:`_STAGE`."""
+
+_BEHIND_STAGES = 1 << 18
+
+_APART = 1 << 16
+"""Above any tensor-parallel rank, whose own streams are seeded from the same state."""
+
+_MARK = 0xFFFFF << 40
+"""Bits of a seed that a CPU's generator does not use, which tell draws of :func:`drawn_apart`."""
+
+_APART_MARK = 0xA9A47 << 40
+"""What they are there."""
+
+
+def _advance(used: list[bool]) -> None:
+    """Draw one number from each generator for which ``used`` is set."""
+    with unseen():  # not a draw of the model, so no check may see it
+        for generator, moved in zip(_generators(), used, strict=False):
+            if moved:
+                torch.rand(1, dtype=torch.float32, generator=generator, device=generator.device)
+
+
+DRAWS = (
+    "bernoulli", "native_dropout", "_fused_dropout", "rand", "rand_like", "randn", "randn_like", "uniform", "normal",
+    "exponential", "randint", "randint_like", "random", "multinomial", "geometric", "cauchy", "log_normal", "binomial",
+    "poisson", "_standard_gamma", "_sample_dirichlet",
+    "randperm",
+)  # fmt: skip
+"""Names of torch's operations that draw random numbers."""
+
+
+class DrawWatch(TorchDispatchMode):
+    """A dispatch mode that shows every random draw to ``check``."""
+
+    def __init__(self, check: Callable[[Drawn], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._check = check
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (drawn := drawn_by(func, out, args, kwargs)) is not None:
+            self._check(drawn)
+        return out
+
+
+class Drawn(NamedTuple):
+    """One random draw.
+
+    Attributes:
+        name: the operation, such as ``native_dropout``.
+        shape: the shape of the tensor that it filled.
+        seeded: whether it drew from a generator that the user passed, rather than one of torch's own. Such a generator is
+            not switched between the streams, so all ranks draw alike from it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    seeded: bool = False
+
+
+def drawn_by(func: Any, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Drawn | None:
+    """The draw that an operation made, as a dispatch mode sees it; None if it draws nothing."""
+    name = func.name().split("::")[-1].split(".")[0].rstrip("_")
+    if name not in DRAWS:
+        return None
+    passed: Any = next((arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, torch.Generator)), None)
+    own = [generator_id(generator) for generator in _generators()]
+    seeded = passed is not None and generator_id(passed) not in own
+    return Drawn(name, tuple((out[0] if isinstance(out, tuple) else out).shape), seeded)
+
+
+def seed_streams() -> None:
+    """Seed the generators with a fixed number, inside :func:`kept_streams`: runs that are compared draw alike."""
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
+
+
+@contextmanager
+def kept_streams(device: torch.device) -> Iterator[None]:
+    """A context after which the generators of this process have the states that they had before it."""
+    before = get_streams(device)
+    try:
+        yield
+    finally:
+        set_streams(before, device)

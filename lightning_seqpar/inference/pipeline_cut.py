@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.distributed.autograd import leaf_of, reach
-from lightning_seqpar.distributed.draws import Drawn, DrawWatch
-from lightning_seqpar.distributed.rng import host_state
+from lightning_seqpar.distributed.rng import Drawn, DrawWatch, host_state
 from lightning_seqpar.inference.block_kinds import spread_equal_blocks
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.examples import Example

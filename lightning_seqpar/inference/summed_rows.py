@@ -15,8 +15,7 @@ from itertools import islice, product
 import torch
 from torch import Tensor
 
-from lightning_seqpar.distributed.draws import Drawn, DrawWatch
-from lightning_seqpar.distributed.rng import kept_streams, seed_streams
+from lightning_seqpar.distributed.rng import Drawn, DrawWatch, kept_streams, seed_streams
 from lightning_seqpar.inference.dataflow import BlockFlow, Linear, SummedRow
 from lightning_seqpar.inference.isolated_block import Block, is_equal, other_data
 from lightning_seqpar.inference.trace import Call, ForwardTrace

@@ -111,8 +111,6 @@ class _Swap:
                 name for name, item in layouts.items() if item.is_partial and plan.sp_at(name.rpartition(".")[0])
             ),
         )
-        for region in record.regions:
-            record.streams = region.rng.streams = record.regions[0].streams
         record.hooks = list(self._hooks(record))
         record.column_groups = tuple(application.columns.values())
         record.graphs = self._compiler

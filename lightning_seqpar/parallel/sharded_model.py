@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.distributed.rng import DEVICES, RankStreams
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
@@ -99,7 +98,6 @@ class ShardedModel:
     stage: Stage | None = None  # None without a pipeline
     summoned: frozenset[str] = frozenset()  # parameters that are whole for now
     summons: int = 0  # how often that has changed
-    streams: RankStreams = field(default_factory=lambda: RankStreams(0))  # this rank's, which all regions share
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:
@@ -151,17 +149,18 @@ class ShardedModel:
             and buffer.numel()
         ]
 
-    def reset_calls(self, *, draws: Collection[str] = DEVICES, forget: bool = True) -> None:
+    def reset_calls(self, *, draws: bool = True, forget: bool = True) -> None:
         """A new step begins: forget what aborted calls left, and, with ``forget``, the random streams of steps before it."""
         for region in self.regions:
             region.reset()
+            region.streams.draws = draws
         if forget:
-            self.forget_steps()
-        self.streams.expect(draws)
+            self.forget_streams()
 
-    def forget_steps(self) -> None:
-        """Forget what a part of a forward would need that is run again: the backwards of all steps so far have run."""
-        self.streams.forget()
+    def forget_streams(self) -> None:
+        """Forget the random streams of steps whose backwards have run."""
+        for region in self.regions:
+            region.streams.forget()
         for group in self.column_groups:
             if group.left:
                 group.settle()

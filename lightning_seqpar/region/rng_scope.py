@@ -1,4 +1,4 @@
-"""Which random stream the draws of a forward come from: the one that all ranks share, or this rank's own."""
+"""Which random stream the draws of a forward come from: the replicated one, alike on all ranks, or this rank's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RngScope:
     column and its row, which are a rank's own.
 
     Attributes:
-        streams: torch's generators, and the switch between the two streams; one object for all regions of a model.
+        streams: torch's generators, and the switch between the two streams.
     """
 
     def __init__(self, rank: int, sp: bool, frames: FrameStack) -> None:
@@ -24,8 +24,7 @@ class RngScope:
 
     def begin_block(self) -> None:
         """Switches to the rank's own stream on shards; between blocks (layerdrop) all ranks draw alike."""
-        if self._sp and self.streams.active:
-            self._frames.current.switched_streams = self.streams.begin()
+        self._frames.current.switched_streams = self._sp and self.streams.begin()
 
     def end_block(self, *, aborted: bool) -> None:
         """Switches back at the end of a block; of one that raised, a column may have no row."""
@@ -33,26 +32,24 @@ class RngScope:
             self.streams.end()
 
     def begin_whole(self) -> None:
-        """Switches to the shared stream where, among shards, something whole begins: ``[b, s, h]``."""
-        if self._sp and self.streams.active:
+        """Switches to the replicated stream where, among shards, something whole begins: ``[b, s, h]``."""
+        if self._sp:
             self.streams.end()
 
     def end_whole(self) -> None:
         """Switches back where that becomes shards again."""
-        if self._sp and self.streams.active:
+        if self._sp:
             self.streams.begin()
 
     def begin_features(self) -> None:
         """Switches to the rank's own stream at a column, or another module that makes or reads this rank's features."""
-        if self.streams.active:
-            self.streams.begin()
+        self.streams.begin()
 
     def end_features(self) -> None:
         """Switches back where a row's output is whole: reduced without sequence parallelism, or its row raised."""
-        if not self._sp and self.streams.active:
+        if not self._sp:
             self.streams.end()
 
     def leave_partial(self) -> None:
-        """Switches to the shared stream behind a row whose partial sums a module around it reduces."""
-        if self.streams.active:
-            self.streams.end()
+        """Switches to the replicated stream behind a row whose partial sums a module around it reduces."""
+        self.streams.end()

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from lightning_seqpar.distributed.rng import DEVICES
 from lightning_seqpar.region.frames import FrameStack
 
 
@@ -49,7 +48,7 @@ class WatchSchedule:
         """A model was set up: its steps are counted from here, and nothing is known of what they draw."""
         self._due = dict.fromkeys(("training", "validation", "test", "predict"), True)
         self._steps: Counter[str] = Counter()
-        self._drawn: frozenset[str] = frozenset()
+        self._has_drawn = False
         self.walks_graphs = True
 
     @property
@@ -97,13 +96,13 @@ class WatchSchedule:
 
     # ---- random draws ----------------------------------------------------------------------------------------
 
-    def expects_draws(self, loop: str) -> frozenset[str]:
-        """The devices on which the current step may draw: those on which a training step of this run has; all if it is due."""
-        return DEVICES if loop != "training" or self.is_due(loop) else self._drawn
+    def expects_draws(self, loop: str) -> bool:
+        """Whether the current step may draw random numbers: not if no training step of this run has, and it is not due."""
+        return loop != "training" or self._has_drawn or self.is_due(loop)
 
-    def note_draws(self, drawn: frozenset[str]) -> None:
-        """Notes on which devices a training step drew random numbers."""
-        self._drawn |= drawn
+    def note_draws(self, *, drawn: bool) -> None:
+        """Notes whether a training step drew random numbers."""
+        self._has_drawn = self._has_drawn or drawn
 
     # ---- within a forward ------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -70,13 +69,12 @@ class SequenceRegion:
             self.group, self.dim, sp=self.sp, name=self.name, regather=self.path.regather, context=self.context
         )
         memo[id(self)] = copied
-        copied.rng.streams = copy.deepcopy(self.streams, memo)
         copied.observers.placement.is_copy = True
         return copied
 
     @property
     def streams(self) -> RankStreams:
-        """torch's generators, and the switch between the stream that all ranks share and the rank's own."""
+        """torch's generators, and the switch between the replicated stream and the rank's own."""
         return self.rng.streams
 
     # ---- steps and calls -------------------------------------------------------------------------------------

@@ -112,8 +112,6 @@ class TiledCall:
     def _call(self, tile: Tensor, x: Tensor) -> Callable[..., Any]:
         """The module's own call, for which the tile's positions are all there are; ranks of cp draw apart for theirs."""
         shape, region, place = tile.shape, self.region, x.place.chunks.rank if isinstance(x, SeqPart) else None
-        if region is not None and (region.streams.own or not region.streams.active):
-            place = None  # they do already, or nothing draws
 
         def run(*args: Any, **kwargs: Any) -> Any:
             args = tuple(map(_contiguous, args))

@@ -166,13 +166,9 @@ class Saver:
         if (record := record_of(self._env.module)) is not None:
             refuse_saved_shards(checkpoint, record)
         if "callbacks" in checkpoint:  # a checkpoint of weights alone has none, and needs no random states
-            groups, packed = self._env.groups, pack_streams(self._env.device)
-            # One state for each replica, whose ranks share it, and one of each rank's own.
-            packed["own"] = [None] * groups.size(groups.replica_axes)
-            states = {} if record is None else record.streams.states()
-            dist.all_gather_object(packed["own"], states, group=groups[groups.replica_axes])
-            streams: list[Any] = [None] * groups.size("dp")
-            dist.all_gather_object(streams, packed, group=groups["dp"])
+            streams: list[Any] = [None] * self._env.groups.size("dp")
+            dist.all_gather_object(streams, pack_streams(self._env.device), group=self._env.groups["dp"])
+            # One state for each replica, whose ranks share it.
             own = {"streams": streams, "order_seed": self._loaders.order_seed.value, "loaders": take_places(checkpoint)}
             checkpoint = {**checkpoint, OWN: own}
         if self._in_parts:
@@ -310,19 +306,10 @@ class Saver:
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the moments of the whole model, of which each rank takes its parts, and restore the random states. Collective."""
         self._reading(lambda: self._load_optimizers(checkpoint), self._read_from)
-        self._restore_streams()  # here, before the loader of the next epoch draws its seed
+        if self.streams is not None:  # here, before the loader of the next epoch draws its seed
+            unpack_streams(self.streams, self._env.device)
         if not self._within_epoch:
             self.streams = None
-
-    def _restore_streams(self) -> None:
-        """Restore the random states, if a checkpoint has them; own streams are seeded anew if a replica had other ranks."""
-        if self.streams is None:
-            return
-        unpack_streams(self.streams, self._env.device)
-        groups, record, own = self._env.groups, record_of(self._env.module), self.streams.get("own", [])
-        if record is not None:
-            known = len(own) == groups.size(groups.replica_axes)
-            record.streams.restart(own[groups.rank(groups.replica_axes)] if known else None)
 
     def begin_training(self) -> None:
         """Restore the random states once more, if the checkpoint was written in the middle of an epoch.
@@ -330,8 +317,9 @@ class Saver:
         The epoch's loader draws its seed when it starts; in the run that wrote the checkpoint it had done so before.
         """
         self.trains = True
-        self._restore_streams()
-        self.streams = None
+        if self.streams is not None:
+            unpack_streams(self.streams, self._env.device)
+            self.streams = None
 
     def end_training(self) -> None:
         """Wait until the last checkpoint is on the disk."""

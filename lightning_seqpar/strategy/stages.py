@@ -118,7 +118,7 @@ class Stages:
         stage.sum_shared()  # once for each window, in which gradients were added up
         record = record_of(self._env.module)
         if record is not None:
-            record.forget_steps()
+            record.forget_streams()
         if record is not None and self._schedule.is_due("training"):
             refuse_hooks_on_shared(record)
             check_buffers_of_stages(record, self._env.groups, self._env.device)

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.context.seq_part import SeqPart, whole_of
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.host import OneStepLate
-from lightning_seqpar.distributed.rng import moved, states
+from lightning_seqpar.distributed.rng import StepDraws
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
 from lightning_seqpar.parallel.fully_sharded import READ_ROWS, FullySharded, refuse_rows
 from lightning_seqpar.parallel.grad_checks import Comparison, StageScales, check_reduced, check_replicated
@@ -117,8 +117,6 @@ class Steps:
     def begin(self, record: ShardedModel | None) -> None:
         """Begin a run of a model that is set up."""
         self._record, self._sync, self._steps, self._comparisons = record, None, {}, OneStepLate()
-        if record is not None:
-            record.streams.restart()
         self.stages.stage = None if record is None else record.stage
         if self._env.fits and record is not None:
             self._sync = GradSync(record.layout, self._env.groups)
@@ -192,7 +190,7 @@ class Steps:
         expects = schedule.expects_draws(loop)
         # On a stage the backwards of earlier micro-batches are to come, which may run parts of them again.
         record.reset_calls(draws=expects, forget=self.stages.stage is None or loop != "training")
-        before = states() if loop == "training" else None
+        draws = StepDraws() if loop == "training" else None
         try:
             if self._weights is not None and loop == "training" and schedule.is_due(loop):
                 with self._weights.watched(decides=not self._env.module.automatic_optimization, is_step=True):
@@ -214,8 +212,8 @@ class Steps:
             refuse_rows(out)
         if self.split is not None and loop != "training":
             self.split.settle()
-        if before is not None:
-            schedule.note_draws(moved(before))
+        if draws is not None:
+            schedule.note_draws(drawn=draws.end())
             out = _with_whole_extras(out)
         else:
             if any(isinstance(tensor, ShardedLogits | SeqPart) for tensor in tensors_in(out)):

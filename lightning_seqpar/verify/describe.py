@@ -270,7 +270,8 @@ def _describe(
                 recompute=config.recompute,
                 tiles=None if config.tile_mlp is None else MLPTiles(config.tile_mlp),
             )
-            record.streams.expect(())  # on the meta device they give no numbers
+            for region in record.regions:
+                region.rng.streams.draws = False  # on the meta device they give no numbers
         split = ReplicaSplit()
         if config.data_parallel == "fsdp" and (replicas := topology.get_dim("dp") * config.cp) > 1:
             blocks = [name for region in record.regions for name in region.blocks] if record is not None else []

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_seqpar.context.seq_part import SeqPart
-from lightning_seqpar.distributed.draws import Drawn, drawn_by
-from lightning_seqpar.distributed.rng import SavedStreams, draws_apart, seed_streams
+from lightning_seqpar.distributed.rng import Drawn, SavedStreams, drawn_by, draws_apart, seed_streams
 from lightning_seqpar.inference.examples import Example, backward_at_once
 from lightning_seqpar.inference.model_copy import Quiet, kept_tensors
 from lightning_seqpar.layout.attributes import ModelAttributes

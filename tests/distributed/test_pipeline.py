@@ -195,12 +195,12 @@ def drop_over_tp(sp: bool) -> tuple[int, dict[str, list[Tensor]], Tensor]:
     return stage.number, {n: part.masks for n, part in module.named_modules() if hasattr(part, "masks")}, torch.rand(2)
 
 
-@sees("pp: all stages drop out alike", "StageStreams.begin_stage", '"stage", chunk', '"stage"', case="True")
+@sees("pp: all stages drop out alike", "StageStreams.begin_stage", "_STAGE + chunk", "_STAGE", case="True")
 @sees(
     "pp: stages go on apart behind a forward",
     "StageStreams.end",
-    '"behind")',
-    '"behind", id(self))',
+    "_BEHIND_STAGES)",
+    "_BEHIND_STAGES + self._stage)",
     case="True",
 )
 @pytest.mark.parametrize("sp", [True, rest(False)])

@@ -199,7 +199,7 @@ def draw_all(cases: list[tuple[bool, str]]) -> list[dict[str, dict[str, Any]]]:
     "use_reentrant=False)",
     "use_reentrant=False, preserve_rng_state=False)",
 )
-@sees("recompute: draws of Python and numpy made anew", "HostDraws.again", "        _restore_host(self._began)\n", "")
+@sees("recompute: draws of Python and numpy made anew", "HostDraws.again", "        self._set(self._began)\n", "")
 @pytest.mark.more
 def test_what_was_dropped_is_dropped_again():
     cases = [(True, ""), (True, "late"), (False, "calling"), (False, "late")]
