@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_seqpar.distributed.autograd import without_subclasses
+
 _PRODUCTS = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 """Functions whose first argument is an activation that is multiplied with a weight."""
 
@@ -52,7 +54,8 @@ class Later(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func.__name__ in ("__get__", "size", "dim", "numel"):
-            return super().__torch_function__(func, types, tuple(args), kwargs or {})  # type: ignore[no-untyped-call]
+            with without_subclasses():
+                return func(*args, **(kwargs or {}))
         args, kwargs = tree_map_only(Later, Later._read, (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -118,7 +118,8 @@ def hold(x: Tensor, frame: Frame) -> tuple[Tensor, Any]:
     def keep(tensor: Tensor) -> tuple[Tensor, int]:
         if count is not None:
             count(tensor)
-        return tensor, tensor._version  # with hooks installed, autograd does not compare it itself
+        # With hooks installed, autograd compares no versions itself. Without its history: an operation may save what it made.
+        return tensor.detach(), tensor._version
 
     behind_row.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, _give))
     return x, x.grad_fn
@@ -154,14 +155,22 @@ class RecomputedSpan:
     def __init__(self, module: nn.Module, columns: ColumnGroup, region: SequenceRegion) -> None:
         self.module, self.columns, self.region = module, columns, region
         self.own = vars(module).get("forward")
+        # An activation that is made in place changes what is kept. The first call is on copies, and shows it.
+        self._has_run = self._is_plain = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, which is given what was gathered for it."""
         forward = self.own if self.own is not None else types.MethodType(type(self.module).forward, self.module)
-        if not _may_run_again() or (found := self.columns.take_all()) is None:
+        # What changes a buffer would change it twice.
+        if (
+            self._is_plain
+            or not _may_run_again()
+            or [*self.module.buffers()]
+            or (found := self.columns.take_all()) is None
+        ):
             return forward(*args, **kwargs)
         whole, columns, made, again = found
-        run = _Span(forward, self.region, whole, columns, again)
+        run = _Span(forward, self.region, whole, columns, again, copies=not self._has_run)
         run.count = saved_counter()
         args, kwargs = tuple(map(run.marked, args)), {key: run.marked(value) for key, value in kwargs.items()}
         call = RecomputedCall(
@@ -183,6 +192,10 @@ class _Span:
         whole: what was gathered, which is let go of behind the first call.
         columns: those that are handed what was made of it.
         again: gathers it again, for a module that reads it otherwise, too.
+        copies: whether the module is given copies of what the columns made.
+
+    Attributes:
+        changes: whether it has changed one of them in place.
     """
 
     def __init__(
@@ -192,7 +205,10 @@ class _Span:
         whole: Tensor,
         columns: Sequence[Any],
         again: Callable[[], Tensor],
+        *,
+        copies: bool,
     ) -> None:
+        self._copies, self.changes = copies, False
         self._forward, self._region, self._columns, self._again = forward, region, columns, again
         self.count: Callable[[Tensor], Any] | None = None  # of somebody who counts what is kept
         self._whole: Tensor | None = whole
@@ -207,6 +223,8 @@ class _Span:
     def __call__(self, made: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
         """Run the module, whose columns made ``made``."""
         whole, self._whole = self._whole, None
+        if self._copies:
+            made = tuple([one.clone() for one in made])
         if whole is None:
             whole = later(self._like, self._shape, self._again, requires_grad=self._requires_grad)
 
@@ -222,4 +240,5 @@ class _Span:
             try:
                 return self._forward(*map(given, args), **{key: given(value) for key, value in kwargs.items()})
             finally:
+                self.changes = self.changes or (self._copies and any(one._version for one in made))
                 frame.span = outer

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_seqpar.distributed.autograd import grad_hooks, input_node, node_classes, saved_tensor_hooks
+from lightning_seqpar.distributed.autograd import grad_hooks, input_node, memory_of, node_classes, saved_tensor_hooks
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.products import Kept, Products, Tokens, gather_again
 
@@ -22,8 +22,35 @@ Hooks: TypeAlias = tuple[Any, Any] | None
 """Hooks on saved tensors, or none."""
 
 _MADE = "_seqpar_made"
-"""Attribute of a column with what was made for it: the gathered activation, its version, the hooks on saved tensors that applied
-then, and the column's output."""
+"""Attribute of a column with what was made for it (:class:`_Made`)."""
+
+
+class _Made(NamedTuple):
+    """What was made for a column where an activation was gathered, and what it was made with: the column may be called otherwise.
+
+    Attributes:
+        whole: the activation.
+        version: its version.
+        state: the state of autograd and autocast (:func:`_state`).
+        weight: the column's, with its version and its memory.
+        out: the column's output.
+    """
+
+    whole: Tensor
+    version: int
+    state: tuple[Any, ...]
+    weight: tuple[Tensor, int, int | None]
+    out: Tensor
+
+
+def _state(device: str, hooks: Hooks) -> tuple[Any, ...]:
+    """What decides how a product is made, and what is kept of it."""
+    return hooks, torch.is_grad_enabled(), torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+
+
+def _weight(column: Any) -> tuple[Tensor, int, int | None]:
+    weight = column._parameters.get("weight")
+    return weight, weight._version, memory_of(weight)
 
 
 class ColumnGroup:
@@ -34,7 +61,8 @@ class ColumnGroup:
     """
 
     def __init__(self, columns: Iterable[Any] = ()) -> None:
-        self._columns: tuple[Any, ...] = tuple(columns)
+        self._all: tuple[Any, ...] = tuple(columns)
+        self._columns = self._all
         self.left: set[Any] = set()
         self._whole: Tensor | None = None
         self._again: tuple[Tokens, Kept] | None = None
@@ -68,12 +96,20 @@ class ColumnGroup:
         return whole
 
     def take_all(self) -> tuple[Tensor, list[Any], list[Tensor], Callable[[], Tensor]] | None:
-        """What was gathered, the columns that multiplied it, what they made, and how it is gathered again; None for nothing."""
+        """What was gathered, the columns that multiplied it, what they made, and how it is gathered again.
+
+        Returns:
+            None unless all columns could multiply it, and it is as it was gathered.
+        """
         whole, again = self._whole, self._again
-        if whole is None or again is None:
+        made = [(column, column.__dict__.get(_MADE)) for column in self._all]
+        if whole is None or again is None or not made or any(one is None for _, one in made):
             return None
-        made = [(column, column.__dict__.pop(_MADE)[3]) for column in self._columns if _MADE in column.__dict__]
-        return whole, [column for column, _ in made], [out for _, out in made], functools.partial(gather_again, *again)
+        if grad_hooks(whole) is not None or whole._version != made[0][1].version:
+            return None
+        for column, _ in made:
+            del column.__dict__[_MADE]
+        return whole, [*self._all], [one.out for _, one in made], functools.partial(gather_again, *again)
 
     def close(self, name: str, *, aborted: bool) -> None:
         """The module ``name`` returned, or raised: what no column has taken is let go of.
@@ -111,27 +147,29 @@ NO_COLUMNS = ColumnGroup()
 
 def hand_out(columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor], hooks: Hooks) -> None:
     """Give columns what was made for them, for their next call with ``whole``."""
-    version = whole._version
+    version, state = whole._version, _state(whole.device.type, hooks)
     for column, out in zip(columns, made, strict=True):
-        column.__dict__[_MADE] = whole, version, hooks, out
+        column.__dict__[_MADE] = _Made(whole, version, state, _weight(column), out)
 
 
 def take_made(column: Any, x: Tensor) -> Tensor | None:
     """What was made for a column where ``x``, which it is called with, was gathered; None if it has to multiply by itself."""
-    made = column.__dict__.get(_MADE)
-    if made is None or made[0] is not x or x._version != made[1]:
+    made: _Made | None = column.__dict__.get(_MADE)
+    if made is None or made.whole is not x or x._version != made.version:
         return None
     # A hook of x sees the gradient of those that read it, and of a leaf that x was made it is kept. An activation checkpoint that
     # began since would run the column again, and not what made this.
     if (
         grad_hooks(x) is not None
         or (x.requires_grad and x.grad_fn is None and type(x) is Tensor)
-        or made[2] != saved_tensor_hooks()
+        or made.state != _state(x.device.type, saved_tensor_hooks())
     ):
         return None
+    weight, version, memory = _weight(column)
+    if made.weight[0] is not weight or made.weight[1:] != (version, memory):
+        return None
     del column.__dict__[_MADE]
-    out: Tensor = made[3]
-    return out
+    return made.out
 
 
 class WholeActivations:

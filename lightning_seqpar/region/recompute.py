@@ -202,8 +202,9 @@ class _Kept:
 
     def restore(self, kept: Tensor) -> Tensor:
         """The argument, made of what was kept of it."""
-        if self._norm is not None:
-            kept = self._norm.run(kept).requires_grad_(self._requires_grad)
+        # Without history: a hook that the module registers on it must not reach the graph of the forward.
+        kept = kept.detach() if self._norm is None else self._norm.run(kept)
+        kept.requires_grad_(self._requires_grad)
         return kept if self._place is None else SeqPart.wrap(kept, self._place)
 
 

@@ -283,23 +283,57 @@ def given_up(model: Decoder, batch: Tensor, at: int) -> None:
     loss_of(model, batch).backward()
 
 
+def column_otherwise(model: Decoder, batch: Tensor, at: int) -> None:
+    """A column is called twice, without gradients, on values in place, or with a weight that was changed in front of it."""
+
+    def made(mlp: Any, x: Tensor) -> Tensor:
+        if at == 0:
+            return nn.functional.silu(mlp.gate(x)) * mlp.up(x) + mlp.gate(x).sin()
+        if at == 1:
+            with torch.no_grad():
+                gate = mlp.gate(x)
+            return gate * mlp.up(x)
+        if at == 2:
+            return nn.functional.silu(mlp.gate(x), inplace=True) * mlp.up(x).relu_() * x.mT.mT.mean(-1, keepdim=True)
+        mlp.up.weight.data = mlp.up.weight.data * 2
+        return mlp.gate(x) * mlp.up(x)
+
+    mlp = model.layers[0].mlp
+    mlp.made = functools.partial(made, mlp)
+    loss_of(model, batch).backward()
+    del mlp.made
+    if at == 3:
+        mlp.up.weight.data = mlp.up.weight.data / 2
+
+
+def watched_columns(model: Decoder, batch: Tensor, at: int) -> list[Any]:
+    """Hooks of columns: one in front that changes nothing, and one on the gradient of what a column made."""
+    mlp = model.layers[at % 2].mlp
+    hooks = [
+        mlp.up.register_forward_pre_hook(lambda module, args: None),
+        mlp.gate.register_forward_hook(lambda module, args, out: out.register_hook(lambda grad: grad / 2) and None),
+    ]
+    loss_of(model, batch).backward()
+    return hooks
+
+
 USES = {
     use.__name__: use
     for use in (
         plain, micro_batches, detached_inside, no_grad_below, other_orders, recomputed,
         recomputed_inside, recomputed_twice, watched, retained, two_forwards, some_then_all, hooked,
         backward_in_a_hook, hooked_inside, flattened, column_beside, cut_behind_columns, cut_behind_a_part, read_beside,
-        given_up,
+        given_up, column_otherwise, watched_columns,
     )
 }  # fmt: skip
 
 
-def make(tp: int, sp: bool, regather: bool = True) -> tuple[Decoder, Any, ParallelGroups]:
+def make(tp: int, sp: bool, regather: bool = True, recompute: Any = "none") -> tuple[Decoder, Any, ParallelGroups]:
     groups = ParallelGroups(ProcessTopology(["dp", "tp"], [dist.get_world_size() // tp, tp]), dist.get_rank())
     torch.manual_seed(0)
     model = Decoder(3).double()
     plans = resolve_plans("auto", model, lambda: infer_plan(model, (torch.zeros(4, 8, dtype=torch.long),), tp).plan)
-    record = parallelize(model, plans, groups, sp=sp, regather=regather)
+    record = parallelize(model, plans, groups, sp=sp, regather=regather, recompute=recompute)
     return model, record, groups
 
 
@@ -307,14 +341,16 @@ SHORT = ("watched", "flattened", "cut_behind_columns", "cut_behind_a_part")
 FEW = ("plain", "micro_batches", "detached_inside", "other_orders", "recomputed", "two_forwards")
 
 
-def check_uses(tp: int, sp: bool, names: Sequence[str], regather: bool = True) -> None:
+def check_uses(
+    tp: int, sp: bool, names: Sequence[str], regather: bool = True, recompute: str = "none", rounds: int = ROUNDS
+) -> None:
     for name in names:
         use = USES[name]
-        model, record, groups = make(tp, sp, regather)
+        model, record, groups = make(tp, sp, regather, recompute)
         torch.manual_seed(0)
         reference = Decoder(3).double()
         sync = GradSync(record.layout, groups)
-        for at in range(ROUNDS):
+        for at in range(rounds):
             round_of(use, at, model, record, sync, reference)
 
 
@@ -381,6 +417,11 @@ def test_gradients_are_those_of_one_process_whatever_is_done():
 @pytest.mark.parametrize(("world", "tp", "sp"), [(4, 2, True), (4, 4, True), (2, 2, False)])
 def test_they_are_on_other_ranks_and_without_shards(world, tp, sp):
     run_distributed(check_uses, world, tp, sp, FEW if sp else list(USES))
+
+
+@pytest.mark.more
+def test_they_are_where_activations_are_made_again():
+    run_distributed(check_uses, 2, 2, True, list(USES), True, "activations", 2, timeout=200.0)
 
 
 @sees(

@@ -115,8 +115,8 @@ def check_costs_and_refusals() -> None:
 @sees(
     "a gathered input that was changed taken for the gathered one",
     "column_inputs:take_made",
-    "made[0] is not x or x._version != made[1]:",
-    "made[0] is not x:",
+    "made.whole is not x or x._version != made.version:",
+    "made.whole is not x:",
 )
 def test_costs_and_refusals():
     run_distributed(check_costs_and_refusals, 2)
