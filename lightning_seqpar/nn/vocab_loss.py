@@ -156,7 +156,8 @@ class _LogitChunks:
             room = self.x.new_empty(size, self.count, dtype=self.wide)
         for some in self.chunks:
             z, stats = self.logits(some), out[:, some]
-            least = torch.tensor(torch.finfo(z.dtype).min, dtype=z.dtype)  # finite, where all of a token is masked out
+            # Finite, where all of a token is masked out. On the CPU: kernels take such a number by its value.
+            least = torch.full((), torch.finfo(z.dtype).min, dtype=z.dtype, device="cpu")
             torch.maximum(z.amax(-1), least, out=stats[0])
             stats[1] = z.gather(-1, at[some].unsqueeze(-1)).squeeze(-1)
             for rows, of_rows in zip(z.split(size), stats.split(size, 1), strict=True):
