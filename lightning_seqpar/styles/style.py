@@ -377,6 +377,10 @@ class PlannedModel:
         return ParamLayout(parameter, tuple(self.model.get_parameter(parameter).shape), shard, over, reason, free)
 
 
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
 def _without_undone(matches: Sequence[Match]) -> list[Match]:
     """The rules that no later one undoes."""
     kept: list[Match] = []
@@ -437,7 +441,11 @@ class Application:
             entries = plan.named("gather", "copy")
             inner = [n for n in plan.linears if plan.linears[n].rule.style == "column" and inside(n, name)]
             nearest = [n for n in inner if next(around for around in outwards(n) if around in entries) == name]
-            self.columns[name] = ColumnGroup(plan.modules[n] for n in nearest)
+            # Of a list of experts each reads some of the tokens.
+            alone = [
+                n for n in nearest if not any(_is_list(plan.modules[one]) for one in outwards(n) if inside(one, name))
+            ]
+            self.columns[name] = ColumnGroup(plan.modules[n] for n in alone)
         return self.columns[name]
 
     def is_lowered(self, name: str) -> bool:
