@@ -9,20 +9,36 @@ from typing import Any
 
 import host_time
 import pytest
+from counting import Counts
 from host_time import DENSE, MINIMAL, ONE_FUNCTION, OURS
 
 from lightning_seqpar import ParallelConfig
+from lightning_seqpar.testing import run_distributed
 
 PINS = {"ByteGPT": (291, 72, 162), "llama-like": (334, 78, 221)}
 """Python calls forward and backward, and operations."""
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, dict[str, Any]]]:
-    """What the command prints, by model and way."""
+def measured() -> tuple[dict[str, dict[str, dict[str, Any]]], list[list[Counts]]]:
+    """What the command prints, by model and way; and counts at two depths."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         host_time.main(["--json", "--rounds", "1", "--steps", "1"])
-    return json.loads(printed.getvalue())["models"]
+    size = host_time.Size(64, 16, 2)
+    depths = [
+        [host_time.count_block(kind, OURS, size, blocks) for blocks in (2, 3)] for kind in host_time.KINDS.values()
+    ]
+    return json.loads(printed.getvalue())["models"], depths
+
+
+@pytest.fixture(scope="module")
+def both() -> Any:
+    """In a process of its own: what other tests leave in this one may call Python functions, too."""
+    return run_distributed(measured, 1, timeout=200.0)[0]
+
+
+@pytest.fixture(scope="module")
+def found(both) -> dict[str, dict[str, dict[str, Any]]]:
+    return both[0]
 
 
 def test_every_choice_of_what_is_kept_is_a_row(found):
@@ -35,10 +51,9 @@ def test_every_choice_of_what_is_kept_is_a_row(found):
         assert rows[MINIMAL]["of_minimal"] == [1, 1]
 
 
-def test_a_block_is_counted_alike_at_any_depth():
-    for kind in host_time.KINDS.values():
-        counts = [host_time.count_block(kind, OURS, host_time.Size(64, 16, 2), blocks) for blocks in (2, 3)]
-        assert counts[0] == counts[1]
+def test_a_block_is_counted_alike_at_any_depth(both):
+    for less, more in both[1]:
+        assert less == more
 
 
 @pytest.mark.parametrize("name", host_time.KINDS)
