@@ -206,6 +206,15 @@ def memory_of(x: Tensor) -> int | None:
     return None if x.layout is not torch.strided else x.untyped_storage()._cdata
 
 
+def identities(tensors: Iterable[Tensor | None]) -> tuple[int, ...]:
+    """What tells some tensors from others, and from themselves as they were: the objects, their versions and memory."""
+    found: list[int] = []
+    for one in tensors:
+        if one is not None:
+            found += id(one), one._version, one.untyped_storage()._cdata
+    return tuple(found)
+
+
 class GivenAway:
     """A tensor that was given away as a copy where torch gives a view: a change of it in place must not be lost."""
 

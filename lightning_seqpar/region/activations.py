@@ -94,9 +94,8 @@ class RecomputedNorm:
             self._is_repeatable = _is_repeatable(self.module, forward, x)
         if not self._is_repeatable:
             return forward(x)
-        if (
-            type(self.module).forward is nn.LayerNorm.forward
-        ):  # torch's own keeps its input, and two numbers of each position
+        # Torch's own keeps its input, and two numbers of each position.
+        if type(self.module).forward is nn.LayerNorm.forward:
             out = forward(x)
         else:
             out = checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
@@ -176,7 +175,9 @@ class RecomputedSpan:
         call = RecomputedCall(
             run, (tuple(made), *args), kwargs, self.region, ModelAttributes(self.module, tensors=True)
         )
-        return checkpoint(call, *call.take_kept(), use_reentrant=False)
+        out = checkpoint(call, *call.take_kept(), use_reentrant=False)
+        self._is_plain, self._has_run = run.changes, True
+        return out
 
 
 class _Whole(NamedTuple):

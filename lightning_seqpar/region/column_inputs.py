@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_seqpar.distributed.autograd import grad_hooks, input_node, memory_of, node_classes, saved_tensor_hooks
+from lightning_seqpar.distributed.autograd import grad_hooks, identities, input_node, node_classes, saved_tensor_hooks
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.products import Kept, Products, Tokens, gather_again
 
@@ -32,25 +32,20 @@ class _Made(NamedTuple):
         whole: the activation.
         version: its version.
         state: the state of autograd and autocast (:func:`_state`).
-        weight: the column's, with its version and its memory.
+        parameters: what tells the column's parameters from others.
         out: the column's output.
     """
 
     whole: Tensor
     version: int
     state: tuple[Any, ...]
-    weight: tuple[Tensor, int, int | None]
+    parameters: tuple[Any, ...]
     out: Tensor
 
 
 def _state(device: str, hooks: Hooks) -> tuple[Any, ...]:
     """What decides how a product is made, and what is kept of it."""
     return hooks, torch.is_grad_enabled(), torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-
-
-def _weight(column: Any) -> tuple[Tensor, int, int | None]:
-    weight = column._parameters.get("weight")
-    return weight, weight._version, memory_of(weight)
 
 
 class ColumnGroup:
@@ -66,6 +61,7 @@ class ColumnGroup:
         self.left: set[Any] = set()
         self._whole: Tensor | None = None
         self._again: tuple[Tokens, Kept] | None = None
+        self._joined = 0  # how many columns multiplied it
 
     def gather(self, tokens: Tokens, x: Tensor, hooks: Hooks = None, *, regather: bool = True) -> Tensor:
         """A shard on its way to the columns, whole: ``[b, s/tp, h]`` → ``[b, s, h]``.
@@ -81,7 +77,8 @@ class ColumnGroup:
         for column in self._columns:
             own = column._parameters
             weight = own.get("weight")
-            if not (type(weight) is Parameter or isinstance(weight, Parameter)) or column._forward_pre_hooks:
+            is_own = (type(weight) is Parameter or isinstance(weight, Parameter)) and "bias" in own
+            if not is_own or column._forward_pre_hooks:
                 continue  # hooks in front of it may change its weight, or its input
             if weight.shape[0 if column.transposed else 1] == x.shape[-1] and (casts or weight.dtype == x.dtype):
                 joined.append(column)
@@ -91,7 +88,7 @@ class ColumnGroup:
         kept = Kept.of(x) if regather else None
         whole, *made = Products.apply((tokens, kept, transposed), x, *parameters)  # type: ignore[no-untyped-call]
         hand_out(joined, whole, made, hooks)
-        self._whole = whole if joined else None
+        self._whole, self._joined = whole if joined else None, len(joined)
         self._again = None if kept is None else (tokens, kept)
         return whole
 
@@ -99,17 +96,19 @@ class ColumnGroup:
         """What was gathered, the columns that multiplied it, what they made, and how it is gathered again.
 
         Returns:
-            None unless all columns could multiply it, and it is as it was gathered.
+            None unless all columns would make the same of it now.
         """
         whole, again = self._whole, self._again
-        made = [(column, column.__dict__.get(_MADE)) for column in self._all]
-        if whole is None or again is None or not made or any(one is None for _, one in made):
+        if whole is None or again is None or not self._all:
             return None
-        if grad_hooks(whole) is not None or whole._version != made[0][1].version:
-            return None
-        for column, _ in made:
+        made = []
+        for column in self._all:
+            if (one := _made_for(column, whole)) is None:
+                return None
+            made.append(one.out)
+        for column in self._all:
             del column.__dict__[_MADE]
-        return whole, [*self._all], [one.out for _, one in made], functools.partial(gather_again, *again)
+        return whole, [*self._all], made, functools.partial(gather_again, *again)
 
     def close(self, name: str, *, aborted: bool) -> None:
         """The module ``name`` returned, or raised: what no column has taken is let go of.
@@ -124,7 +123,7 @@ class ColumnGroup:
                 left.append(column)
         if aborted or whole is None:
             return
-        if grad_hooks(whole) is not None and len(left) < len(self._columns):
+        if grad_hooks(whole) is not None and len(left) < self._joined:
             raise RuntimeError(
                 f"{name}: a hook was registered on the gradient of its input when linears in it had read it, and would not see "
                 "what they add to it; register it before (in a forward pre-hook of the module)"
@@ -149,11 +148,11 @@ def hand_out(columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor], hook
     """Give columns what was made for them, for their next call with ``whole``."""
     version, state = whole._version, _state(whole.device.type, hooks)
     for column, out in zip(columns, made, strict=True):
-        column.__dict__[_MADE] = _Made(whole, version, state, _weight(column), out)
+        column.__dict__[_MADE] = _Made(whole, version, state, identities(column._parameters.values()), out)
 
 
-def take_made(column: Any, x: Tensor) -> Tensor | None:
-    """What was made for a column where ``x``, which it is called with, was gathered; None if it has to multiply by itself."""
+def _made_for(column: Any, x: Tensor) -> _Made | None:
+    """What was made for a column, if it would make the same of ``x`` now."""
     made: _Made | None = column.__dict__.get(_MADE)
     if made is None or made.whole is not x or x._version != made.version:
         return None
@@ -163,10 +162,16 @@ def take_made(column: Any, x: Tensor) -> Tensor | None:
         grad_hooks(x) is not None
         or (x.requires_grad and x.grad_fn is None and type(x) is Tensor)
         or made.state != _state(x.device.type, saved_tensor_hooks())
+        or made.parameters != identities(column._parameters.values())
     ):
         return None
-    weight, version, memory = _weight(column)
-    if made.weight[0] is not weight or made.weight[1:] != (version, memory):
+    return made
+
+
+def take_made(column: Any, x: Tensor) -> Tensor | None:
+    """What was made for a column where ``x``, which it is called with, was gathered; None if it has to multiply by itself."""
+    made = _made_for(column, x)
+    if made is None:
         return None
     del column.__dict__[_MADE]
     return made.out

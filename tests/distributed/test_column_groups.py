@@ -317,13 +317,38 @@ def watched_columns(model: Decoder, batch: Tensor, at: int) -> list[Any]:
     return hooks
 
 
+def bias_set(model: Decoder, batch: Tensor, at: int) -> list[Any]:
+    """In front of the column that adds it, and behind the gather."""
+
+    def shift(module: Any, args: Any) -> None:
+        module.fc1.bias.data = module.fc1.bias.data + 1
+
+    mlp = model.layers[-1].mlp
+    before = mlp.fc1.bias.data.clone()
+    hook = mlp.register_forward_pre_hook(shift)
+    loss_of(model, batch).backward()
+    mlp.fc1.bias.data = before
+    return [hook]
+
+
+def hooked_early(model: Decoder, batch: Tensor, at: int) -> list[Any]:
+    """On the gradient of what was gathered, where one column of two joins."""
+    mlp = model.layers[1].mlp
+    hooks = [
+        mlp.register_forward_pre_hook(lambda module, args: args[0].register_hook(lambda grad: grad / 2) and None),
+        mlp.up.register_forward_pre_hook(lambda module, args: None),
+    ]
+    loss_of(model, batch).backward()
+    return hooks
+
+
 USES = {
     use.__name__: use
     for use in (
         plain, micro_batches, detached_inside, no_grad_below, other_orders, recomputed,
         recomputed_inside, recomputed_twice, watched, retained, two_forwards, some_then_all, hooked,
         backward_in_a_hook, hooked_inside, flattened, column_beside, cut_behind_columns, cut_behind_a_part, read_beside,
-        given_up, column_otherwise, watched_columns,
+        given_up, column_otherwise, watched_columns, bias_set, hooked_early,
     )
 }  # fmt: skip
 
@@ -403,8 +428,20 @@ def compare(what: str, found: dict[str, Tensor | None], reference: nn.Module) ->
     "",
 )
 @sees(
+    "what was made with another bias is taken",
+    "_made_for",
+    "or made.parameters != identities(column._parameters.values())",
+    "",
+)
+@sees(
+    "a column that did not join counts as one that read",
+    "ColumnGroup.close",
+    "len(left) < self._joined:",
+    "len(left) < len(self._columns):",
+)
+@sees(
     "what was made of a tensor is taken though its gradient is changed",
-    "column_inputs:take_made",
+    "_made_for",
     "grad_hooks(x) is not None",
     "False",
 )
@@ -556,15 +593,39 @@ def hooked_late() -> str:
 @sees(
     "a hook that would see a part of the gradient is let through",
     "ColumnGroup.close",
-    "if grad_hooks(whole) is not None and len(left) < len(self._columns):",
+    "if grad_hooks(whole) is not None and len(left) < self._joined:",
     "if False:",
 )
 def test_a_hook_that_would_not_see_the_columns_gradients_is_refused(found):
     assert "layers.2.mlp: a hook was registered on the gradient of its input" in found["hooked_late"]
 
 
+def in_place() -> list[int]:
+    """How often an MLP's column runs in a forward and a backward, in two steps, where its activation is made in place."""
+    model, _, _ = make(2, True, True, "activations")
+    mlp, runs = model.layers[0].mlp, []
+    mlp.made = lambda x: nn.functional.silu(mlp.gate(x), inplace=True) * mlp.up(x)
+    mlp.gate.register_forward_hook(lambda *_: runs.append(1) and None)
+    counts = []
+    for _ in range(2):
+        loss_of(model, torch.randint(0, 64, (4, 8))).backward()
+        counts.append(len(runs))
+        runs.clear()
+    return counts
+
+
+@sees(
+    "activations made in place run again for ever",
+    "RecomputedSpan.__call__",
+    "self._is_plain, self._has_run = run.changes, True",
+    "self._has_run = True",
+)
+def test_an_activation_that_is_made_in_place_runs_once_from_its_second_call_on(found):
+    assert found["in_place"] == [2, 1]
+
+
 def run_alone() -> dict[str, Any]:
-    return {one.__name__: one() for one in (order, forgotten, hooked_late)}
+    return {one.__name__: one() for one in (order, forgotten, hooked_late, in_place)}
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def check_costs_and_refusals() -> None:
 
 @sees(
     "a gathered input that was changed taken for the gathered one",
-    "column_inputs:take_made",
+    "_made_for",
     "made.whole is not x or x._version != made.version:",
     "made.whole is not x:",
 )
