@@ -38,7 +38,7 @@ def run(module: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
     "RecomputedNorm.__call__",
     "out = checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)",
     "out = forward(x)",
-    case="RMSNorm-dtype1",
+    case="RMSNorm0-dtype1",
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [RMSNorm, nn.LayerNorm, nn.RMSNorm])
@@ -50,6 +50,38 @@ def test_a_norm_that_runs_again_is_the_norm(kind, dtype):
     assert all(map(torch.equal, wanted, found))
     if kind is RMSNorm:
         assert less < kept
+
+
+class Drawing(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+class Counting(RMSNorm):
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x) * self.count
+
+
+@sees(
+    "a norm that draws or counts runs again",
+    "_is_repeatable",
+    "return type(first) is Tensor and not (drew or noted) and",
+    "return type(first) is Tensor or",
+)
+@pytest.mark.parametrize("kind", [Drawing, Counting])
+def test_a_norm_that_draws_or_counts_runs_once(kind):
+    plain, x = kind(16), torch.randn(2, 8, 16)
+    other, found = again(plain), []
+    for norm in (plain, other):
+        torch.manual_seed(1)
+        for _ in range(2):
+            results, _ = run(norm, x)
+        found.append([*results, torch.rand(1)])
+    assert all(map(torch.equal, *found))
+    assert Kept.of(other(x.requires_grad_())).norm is None
 
 
 class ProductNorm(RMSNorm):
