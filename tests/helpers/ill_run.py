@@ -35,7 +35,9 @@ class Bad(Callback):
         self.done = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
     def __getattribute__(self, name: str) -> Any:
-        return partial(self.come_by, name) if name in PLACES else super().__getattribute__(name)
+        # It has the one hook in which it strikes: another might be refused (on_after_backward with pp).
+        has_it = name in PLACES and name == self.place
+        return partial(self.come_by, name) if has_it else super().__getattribute__(name)
 
     def come_by(self, place: str, trainer: Any, *args: Any, **kwargs: Any) -> None:
         is_due = place in EARLY or trainer.fit_loop.epoch_loop.batch_idx >= self.at
