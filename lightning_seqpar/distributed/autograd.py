@@ -25,6 +25,18 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode
 
+
+class Function(torch.autograd.Function):
+    """torch's own, whose ``apply`` goes straight to the engine: torch's walks over the arguments for functorch, at each call."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """The outputs of ``forward``."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
 NO_BACKWARD = -1
 """What :func:`current_backward` answers when no backward runs."""
 

@@ -14,7 +14,7 @@ from lightning_seqpar.distributed.collectives import reduce_from_tensor_parallel
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import RowParallelLinear, shrink
 from lightning_seqpar.region.column_inputs import ColumnGroup, Hooks
-from lightning_seqpar.region.products import Kept, Products, Tokens
+from lightning_seqpar.region.products import Products, Tokens, autocast_dtype, kept_of
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
@@ -28,9 +28,9 @@ class _Projections(ColumnGroup):
     def gather(self, tokens: Tokens, x: Tensor, hooks: Hooks = None, *, regather: bool = True) -> Tensor:
         """``[b, s/tp, h]`` → ``[b, s, h]``."""
         whole: Tensor
-        how = tokens, Kept.of(x) if regather else None, (False,) * len(self._pairs)
+        how = tokens, kept_of(x) if regather else None, (False,) * len(self._pairs), autocast_dtype(x)
         parameters = [one for pair in self._pairs for one in pair]
-        whole, *self._made = Products.apply(how, x, *parameters)  # type: ignore[no-untyped-call]
+        whole, *self._made = Products.apply(how, x, *parameters)
         return whole
 
     def of(self, whole: Tensor) -> list[Tensor]:

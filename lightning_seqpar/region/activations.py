@@ -24,7 +24,7 @@ from lightning_seqpar.layout.attributes import ModelAttributes
 from lightning_seqpar.layout.stand_in import later
 from lightning_seqpar.region.column_inputs import ColumnGroup, hand_out
 from lightning_seqpar.region.frames import Frame
-from lightning_seqpar.region.products import Hold, NormCall
+from lightning_seqpar.region.products import Hold, NormCall, autocast_dtype
 from lightning_seqpar.region.recompute import RecomputedCall
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
@@ -112,7 +112,7 @@ def hold(x: Tensor, frame: Frame) -> tuple[Tensor, Any]:
     if frame.span is None or not x.requires_grad:
         return x, None
     (behind_row, count), frame.span = frame.span, None
-    x = Hold.apply(x)  # type: ignore[no-untyped-call]
+    x = Hold.apply(x)
 
     def keep(tensor: Tensor) -> tuple[Tensor, int]:
         if count is not None:
@@ -234,7 +234,7 @@ class _Span:
                 return value
             return whole if value.place is None else SeqPart.wrap(whole, value.place)
 
-        hand_out(self._columns, whole, made, saved_tensor_hooks())
+        hand_out(self._columns, whole, made, saved_tensor_hooks(), autocast_dtype(whole))
         frame = self._region.frames.current
         with ExitStack() as behind_row:
             outer, frame.span = frame.span, (behind_row, self.count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from lightning_seqpar.distributed.autograd import grad_hooks, identities, input_node, node_classes, saved_tensor_hooks
 from lightning_seqpar.region.frames import FrameStack
-from lightning_seqpar.region.products import Kept, Products, Tokens, gather_again
+from lightning_seqpar.region.products import Kept, Products, Tokens, autocast_dtype, gather_again, kept_of
 
 _PASSING = node_classes("ToCopy", "View", "UnsafeView", "Alias")
 """Nodes whose result is all of their input: casts and views."""
@@ -22,30 +22,8 @@ Hooks: TypeAlias = tuple[Any, Any] | None
 """Hooks on saved tensors, or none."""
 
 _MADE = "_seqpar_made"
-"""Attribute of a column with what was made for it (:class:`_Made`)."""
-
-
-class _Made(NamedTuple):
-    """What was made for a column where an activation was gathered, and what it was made with: the column may be called otherwise.
-
-    Attributes:
-        whole: the activation.
-        version: its version.
-        state: the state of autograd and autocast (:func:`_state`).
-        parameters: what tells the column's parameters from others.
-        out: the column's output.
-    """
-
-    whole: Tensor
-    version: int
-    state: tuple[Any, ...]
-    parameters: tuple[Any, ...]
-    out: Tensor
-
-
-def _state(device: str, hooks: Hooks) -> tuple[Any, ...]:
-    """What decides how a product is made, and what is kept of it."""
-    return hooks, torch.is_grad_enabled(), torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+"""Attribute of a column with what was made for it where an activation was gathered: the activation and its version, the state of
+autograd and autocast, what tells the column's parameters from others, and the output. The column may be called otherwise."""
 
 
 class ColumnGroup:
@@ -73,21 +51,24 @@ class ColumnGroup:
         joined: list[Any] = []
         transposed: list[bool] = []
         parameters: list[Tensor | None] = []
-        casts = torch.is_autocast_enabled(x.device.type)
+        dtype = autocast_dtype(x)
         for column in self._columns:
             own = column._parameters
             weight = own.get("weight")
             is_own = (type(weight) is Parameter or isinstance(weight, Parameter)) and "bias" in own
             if not is_own or column._forward_pre_hooks:
                 continue  # hooks in front of it may change its weight, or its input
-            if weight.shape[0 if column.transposed else 1] == x.shape[-1] and (casts or weight.dtype == x.dtype):
+            if weight.shape[0 if column.transposed else 1] == x.shape[-1] and (
+                dtype is not None or weight.dtype == x.dtype
+            ):
                 joined.append(column)
                 transposed.append(column.transposed)
                 parameters += weight, own["bias"]
         whole: Tensor
-        kept = Kept.of(x) if regather else None
-        whole, *made = Products.apply((tokens, kept, transposed), x, *parameters)  # type: ignore[no-untyped-call]
-        hand_out(joined, whole, made, hooks)
+        kept = kept_of(x) if regather else None
+        whole, *made = Products.apply((tokens, kept, transposed, dtype), x, *parameters)
+        if joined:
+            hand_out(joined, whole, made, hooks, dtype)
         self._whole, self._joined = whole if joined else None, len(joined)
         self._again = None if kept is None else (tokens, kept)
         return whole
@@ -105,7 +86,7 @@ class ColumnGroup:
         for column in self._all:
             if (one := _made_for(column, whole)) is None:
                 return None
-            made.append(one.out)
+            made.append(one)
         for column in self._all:
             del column.__dict__[_MADE]
         return whole, [*self._all], made, functools.partial(gather_again, *again)
@@ -144,37 +125,41 @@ NO_COLUMNS = ColumnGroup()
 """For what is gathered, and read by none that could join."""
 
 
-def hand_out(columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor], hooks: Hooks) -> None:
-    """Give columns what was made for them, for their next call with ``whole``."""
-    version, state = whole._version, _state(whole.device.type, hooks)
+def hand_out(
+    columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor], hooks: Hooks, dtype: torch.dtype | None
+) -> None:
+    """Give columns what was made for them, for their next call with ``whole``; ``dtype`` is autocast's."""
+    version, state = whole._version, (hooks, torch.is_grad_enabled(), dtype)
     for column, out in zip(columns, made, strict=True):
-        column.__dict__[_MADE] = _Made(whole, version, state, identities(column._parameters.values()), out)
+        column.__dict__[_MADE] = whole, version, state, identities(column._parameters.values()), out
 
 
-def _made_for(column: Any, x: Tensor) -> _Made | None:
+def _made_for(column: Any, x: Tensor) -> Tensor | None:
     """What was made for a column, if it would make the same of ``x`` now."""
-    made: _Made | None = column.__dict__.get(_MADE)
-    if made is None or made.whole is not x or x._version != made.version:
+    noted = column.__dict__.get(_MADE)
+    if noted is None:
+        return None
+    whole, version, state, parameters, out = noted
+    if whole is not x or x._version != version:
         return None
     # A hook of x sees the gradient of those that read it, and of a leaf that x was made it is kept. An activation checkpoint that
     # began since would run the column again, and not what made this.
     if (
         grad_hooks(x) is not None
         or (x.requires_grad and x.grad_fn is None and type(x) is Tensor)
-        or made.state != _state(x.device.type, saved_tensor_hooks())
-        or made.parameters != identities(column._parameters.values())
+        or state != (saved_tensor_hooks(), torch.is_grad_enabled(), autocast_dtype(x))
+        or parameters != identities(column._parameters.values())
     ):
         return None
-    return made
+    return out  # type: ignore[no-any-return]
 
 
 def take_made(column: Any, x: Tensor) -> Tensor | None:
     """What was made for a column where ``x``, which it is called with, was gathered; None if it has to multiply by itself."""
-    made = _made_for(column, x)
-    if made is None:
-        return None
-    del column.__dict__[_MADE]
-    return made.out
+    out = _made_for(column, x)
+    if out is not None:
+        del column.__dict__[_MADE]
+    return out
 
 
 class WholeActivations:

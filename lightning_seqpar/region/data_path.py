@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -21,7 +23,7 @@ from lightning_seqpar.distributed.collectives import (
     scatter_to_sequence_parallel_region,
 )
 from lightning_seqpar.distributed.padding import pad, shard_length
-from lightning_seqpar.region.column_inputs import NO_COLUMNS, ColumnGroup, WholeActivations
+from lightning_seqpar.region.column_inputs import NO_COLUMNS, ColumnGroup, Hooks, WholeActivations
 from lightning_seqpar.region.frames import Frame, FrameStack
 from lightning_seqpar.region.observers import Observers
 from lightning_seqpar.region.products import Tokens
@@ -75,7 +77,7 @@ class DataPath:
         self._frames, self._rng, self._wholes = frames, rng, wholes
         self._observers, self._placement = observers, observers.placement
         self._context = context
-        self._known: dict[int, Chunks] = {}
+        self._known: dict[int, tuple[Chunks, Place, int, int]] = {}
         self._whole = Tokens(group, dim, sp=False)
 
     # ---- in and out ------------------------------------------------------------------------------------------
@@ -86,9 +88,9 @@ class DataPath:
             return x if self._context is None else self._context.part(x, self.dim)
         frames = self._frames
         if isinstance(x, SeqPart) and (found := self._shard_in(x)) is not None:
-            shard, length, chunks = found
-            shape, place = tuple(shard.shape), x.place
-            if not place.is_plain:  # flattened tokens
+            shard, length, chunks, place = found
+            shape: Sequence[int] = shard.shape
+            if place is not None:  # flattened tokens
                 part = shard_length(length, self.size)
                 shape = (place.before, part, *shape[1:]) if self.dim else (part, place.behind, *shape[1:])
             frames.begin(length, shape, chunks)
@@ -107,8 +109,8 @@ class DataPath:
             return whole_of(x), None
         return self._context.enter(over_tp(x) if isinstance(x, SeqPart) else x, self.dim)
 
-    def _shard_in(self, x: SeqPart) -> tuple[Tensor, int, Chunks | None] | None:
-        """The shard that blocks compute on: with its padding, the length, and how that is dealt out over cp.
+    def _shard_in(self, x: SeqPart) -> tuple[Tensor, int, Chunks | None, Place | None] | None:
+        """The shard that blocks compute on: with its padding, the length, how that is dealt out over cp, and where tokens lie.
 
         Returns:
             None if the sequence lies otherwise in it, or is dealt out otherwise.
@@ -116,22 +118,31 @@ class DataPath:
         inner, chunks = x.settled(), None
         if isinstance(x.local, SeqPart):
             inner, chunks = x.local.settled(), x.place.chunks
-        place, length = inner.place, inner.place.chunks.length
-        in_place = place.is_plain and place.dim == self.dim
+        place = inner.place
+        length, shard = place.chunks.length, inner.local
+        own, plain, part, held = self._dealt(length)
+        if place is plain:  # as a block has left it
+            return shard if part == held else _resized(shard, place, held, part), length, chunks, None
+        in_place = is_plain = place.is_plain and place.dim == self.dim
         if not in_place and x.ndim == 2:  # [b·s, h], or [s·b, h]
             in_place = place.dim == 0 and (place.behind if self.dim else place.before) == 1
-        if not in_place or place.chunks.axis != "tp" or not place.chunks.same(self._chunks(length)):
+        if not in_place or place.chunks.axis != "tp" or not place.chunks.same(own):
             return None
-        part = shard_length(length, self.size)
-        return _resized(inner.local, place, place.chunks.local_length, part), length, chunks
+        return _resized(shard, place, held, part), length, chunks, None if is_plain else place
 
-    def _chunks(self, length: int) -> Chunks:
-        """How a sequence of that length is dealt out over the tensor-parallel ranks; the same object for the same length."""
+    def _dealt(self, length: int) -> tuple[Chunks, Place, int, int]:
+        """How a sequence of that length is dealt out over the tensor-parallel ranks, the same objects for the same length.
+
+        Returns:
+            The runs, their place in an activation, and the positions of a shard with its padding and without.
+        """
         found = self._known.get(length)
         if found is None:
             if len(self._known) >= _MANY:
                 del self._known[next(iter(self._known))]
-            found = self._known[length] = Chunks(self.group, length, padded(length, self.size), axis="tp")
+            chunks = Chunks(self.group, length, padded(length, self.size), axis="tp")
+            part = shard_length(length, self.size)
+            found = self._known[length] = chunks, Place(chunks, self.dim), part, chunks.local_length
         return found
 
     def wrap(self, x: Any) -> Any:
@@ -139,14 +150,12 @@ class DataPath:
         frame = self._frames.current
         if not isinstance(x, Tensor) or isinstance(x, SeqPart) or frame.length is None:
             return x
-        chunks, part = self._chunks(frame.length), self._frames.shard_length
-        if x.ndim == frame.ndim and x.shape[self.dim] == part:
-            place = Place(chunks, self.dim)
-        elif x.ndim == 2 and frame.ndim == 3 and part > 1 and x.shape[0] == frame.batch * part:
+        chunks, place, part, held = self._dealt(frame.length)
+        if x.ndim == 2 and frame.ndim == 3 and part > 1 and x.shape[0] == frame.batch * part:
             place = Place(chunks, 0, frame.batch, 1) if self.dim else Place(chunks, 0, 1, frame.batch)
-        else:
+        elif x.ndim != frame.ndim or x.shape[self.dim] != part:
             return x
-        wrapped = SeqPart.wrap(_resized(x, place, part, chunks.local_length), place)
+        wrapped = SeqPart.wrap(x if part == held else _resized(x, place, part, held), place)
         if frame.chunks is not None:
             wrapped = SeqPart.wrap(wrapped, replace(place, chunks=frame.chunks))
         return wrapped
@@ -206,7 +215,7 @@ class DataPath:
             place, x = x.place, x.local
         tokens, frame, hooks = self._whole, self._frames.current, saved_tensor_hooks()
         if self.sp:
-            tokens = self._shard_tokens(x, frame, module)
+            tokens = self._shard_tokens(x, frame, module, hooks)
         # An activation checkpoint makes all of it again by itself, where x may have no history.
         regather = (self.regather or not self.sp) and (hooks is None or not is_of_checkpoint(hooks))
         whole = columns.gather(tokens, x, hooks, regather=regather)
@@ -215,10 +224,11 @@ class DataPath:
             return SeqPart.wrap(whole, place)
         return whole if frame.chunks is None else as_part(whole, self.dim, frame.chunks, tokens.batch)
 
-    def _shard_tokens(self, x: Tensor, frame: Frame, module: str) -> Tokens:
+    def _shard_tokens(self, x: Tensor, frame: Frame, module: str, hooks: Hooks) -> Tokens:
         """How the positions of a shard, or of flattened tokens of one, lie on the ranks."""
         shape = x.shape
-        self._frames.remember((module, shape))
+        if hooks is not None or not torch.is_grad_enabled():  # a checkpoint may run it again by itself
+            self._frames.remember((module, shape))
         if len(shape) == frame.ndim and frame.length is not None and shape[self.dim] == frame.part:
             return frame.tokens or self._tokens_of(frame)
         length = self.length_for(x, module)
@@ -253,7 +263,8 @@ class DataPath:
         key = module, shape
         known = frames.remembered(key) if current_backward() != NO_BACKWARD else None
         if known is None:
-            frames.remember(key)
+            if saved_tensor_hooks() is not None or not torch.is_grad_enabled():
+                frames.remember(key)
             if len(shape) == frame.ndim and shape[self.dim] == frame.length:
                 return frame.tokens or self._tokens_of(frame)
             if not frames.folds(shape, frame.length, frame):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.async_ops import PendingAllReduce, PendingGather, PendingReduceScatter
-from lightning_seqpar.distributed.autograd import once_differentiable
+from lightning_seqpar.distributed.autograd import Function, once_differentiable
 
-Pending: TypeAlias = PendingAllReduce | PendingGather | PendingReduceScatter
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Tensor:
+        """Wait for it, and return what it made."""
+
+
+class _Whole(NamedTuple):
+    """What every rank has already."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        return self.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +61,19 @@ class Tokens:
     length: int = 0
     batch: int = 0
 
-    def start_gather(self, shard: Tensor, *, async_op: bool = True) -> Pending | Tensor:
-        """Start to put the shards together; :meth:`finish` waits."""
+    def start_gather(self, shard: Tensor, *, async_op: bool = True) -> Pending:
+        """Start to put the shards together. As given, so returned: flattened tokens flattened."""
         if not self.sp:
-            return shard
-        shard = self.folded(shard) if self.batch else shard
-        return PendingGather(shard, self.dim, self.group, self.length, async_op)
+            return _Whole(shard)
+        flat = self.batch > 0
+        return PendingGather(self.folded(shard) if flat else shard, self.dim, self.group, self.length, async_op, flat)
 
     def start_sum(self, addend: Tensor, *, async_op: bool = True) -> Pending:
-        """Start to sum one addend of each rank."""
+        """Start to sum one addend of each rank, likewise."""
         if not self.sp:
             return PendingAllReduce(addend, self.group, async_op)
-        addend = self.folded(addend) if self.batch else addend
-        return PendingReduceScatter(addend, self.dim, self.group, async_op)
-
-    def gather(self, shard: Tensor) -> Tensor:
-        """The shards of all ranks, put together."""
-        if self.sp and not self.batch:
-            return PendingGather(shard, self.dim, self.group, self.length, False).wait()
-        return self.finish(self.start_gather(shard, async_op=False))
-
-    def finish(self, pending: Pending | Tensor) -> Tensor:
-        """Wait for what was started, and return it as the activation was given: flattened tokens flattened."""
-        if isinstance(pending, Tensor):
-            return pending
-        out = pending.wait()
-        return out.flatten(0, 1) if self.batch else out
+        flat = self.batch > 0
+        return PendingReduceScatter(self.folded(addend) if flat else addend, self.dim, self.group, async_op, flat)
 
     def folded(self, x: Tensor) -> Tensor:
         """Flattened tokens as an activation: ``[b·s, h]`` → ``[b, s, h]``, or ``[s, b, h]`` where the sequence is dim 0."""
@@ -101,27 +102,25 @@ class NormCall:
             return self.forward(x)
 
 
-class Kept(NamedTuple):
-    """What columns keep of the shard that they gather: itself, or what the norm read that made it."""
+Kept: TypeAlias = tuple[Tensor, NormCall | None]
+"""What columns keep of the shard that they gather: itself, or what the norm read that made it."""
 
-    tensor: Tensor
-    norm: NormCall | None
 
-    @classmethod
-    def of(cls, x: Tensor) -> Kept:
-        """That of a shard."""
-        noted = x.__dict__.get(_NORM)
-        if noted is None:
-            return cls(x, None)
-        call, version = noted
-        if version != x._version or call.x._version != call.version:
-            return cls(x, None)
-        return cls(call.x, call)
+def kept_of(x: Tensor) -> Kept:
+    """What columns keep of a shard."""
+    noted = x.__dict__.get(_NORM)
+    if noted is None:
+        return x, None
+    call, version = noted
+    if version != x._version or call.x._version != call.version:
+        return x, None
+    return call.x, call
 
 
 def gather_again(tokens: Tokens, kept: Kept) -> Tensor:
     """What was gathered, made again."""
-    return tokens.gather(kept.tensor if kept.norm is None else kept.norm.run(kept.tensor))
+    tensor, norm = kept
+    return tokens.start_gather(tensor if norm is None else norm.run(tensor), async_op=False).wait()
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -130,8 +129,10 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-_owned = torch.ops.aten._unsafe_view.default
-"""A view as none: one that is made inside a function of autograd may not be changed in place by who gets it."""
+def _owned(x: Tensor) -> Tensor:
+    """``x``, and if it is a view, as none: one that is made inside a function of autograd may not be changed in place."""
+    out: Tensor = torch.unsafe_chunk(x, 1)[0] if x._is_view() else x
+    return out
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype | None) -> Tensor:
@@ -142,7 +143,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, d
     else:
         with torch.autocast(x.device.type, enabled=False):
             out = F.linear(x.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype))
-    return _owned(out, out.shape) if out._is_view() else out
+    return _owned(out)
 
 
 def _input_grad(
@@ -165,7 +166,7 @@ def _weight_grad(rows: Tensor, x: Tensor, weight: Tensor, transposed: bool) -> T
     return made.to(weight.dtype)
 
 
-class Products(torch.autograd.Function):
+class Products(Function):
     """The column linears that read one activation, which is gathered for them.
 
     ============  ====================  ======================  ==========================================
@@ -182,22 +183,23 @@ class Products(torch.autograd.Function):
     other readers of ``x_full``: ``dx = dx_full + Σ dy W`` is one term of a sum over tp, which is reduce-scattered;
     ``dW = dyᵀ x_full`` with ``x_full`` gathered again; ``db = Σ dy``. What is frozen, or has no gradient, costs no product.
 
-    With ``tokens`` None nothing is gathered, ``x`` is whole and kept, and ``dx`` is left as this rank's term.
+    The last of ``how`` is the type in which autocast has products computed. With ``tokens`` None nothing is gathered,
+    ``x`` is whole and kept, and ``dx`` is left as this rank's term.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        how: tuple[Tokens | None, Kept | None, Sequence[bool]],
+        how: tuple[Tokens | None, Kept | None, Sequence[bool], torch.dtype | None],
         x: Tensor,
         *parameters: Tensor | None,
     ) -> Any:
-        tokens, kept, transposed = how
+        tokens, kept, transposed, dtype = how
         ctx.set_materialize_grads(False)
-        dtype, whole = autocast_dtype(x), x
+        whole = x
         if tokens is not None:
-            whole = tokens.gather(x)
-            whole = x.view_as(x) if whole is x else _owned(whole, whole.shape) if whole._is_view() else whole
+            whole = tokens.start_gather(x, async_op=False).wait()
+            whole = x.view_as(x) if whole is x else _owned(whole)
             if not ctx.needs_input_grad[1]:
                 ctx.mark_non_differentiable(whole)
         made: list[Tensor] = [] if tokens is None else [whole]
@@ -224,10 +226,10 @@ class Products(torch.autograd.Function):
         out: list[Tensor | None] = [None] * len(needs)
         if not read:  # what is kept for products that nobody read may have been changed since
             if total is not None and needs[1]:
-                out[1] = tokens.finish(tokens.start_sum(total))
+                out[1] = tokens.start_sum(total).wait()
             return tuple(out)
         kept, *weights = ctx.saved_tensors
-        again = kept
+        again: Any = kept
         if kept is not None and ctx.gathers_again:
             again = tokens.start_gather(kept if ctx.norm is None else ctx.norm.run(kept))
         pending: Any = None
@@ -241,7 +243,7 @@ class Products(torch.autograd.Function):
         if needs[1]:
             pending = total.view(ctx.shape)
             pending = pending if tokens is None else tokens.start_sum(pending)
-        whole = again if again is kept else tokens.finish(again)
+        whole = again if again is kept else again.wait()
         for at in read:
             grad = outer[at]
             if needs[2 + 2 * at]:
@@ -249,11 +251,11 @@ class Products(torch.autograd.Function):
             if needs[3 + 2 * at]:
                 out[3 + 2 * at] = grad.sum(0).to(weights[at].dtype)
         if pending is not None:
-            out[1] = pending if tokens is None else tokens.finish(pending)
+            out[1] = pending if tokens is None else pending.wait()
         return tuple(out)
 
 
-class Row(torch.autograd.Function):
+class Row(Function):
     """A row linear: this rank's features multiplied, and the ranks' products summed.
 
     ============  ====================  ======================  ==================
@@ -277,8 +279,7 @@ class Row(torch.autograd.Function):
         ctx.held = held
         ctx.save_for_backward(x if needs_weight and held is None else None, weight if needs_x or needs_weight else None)
         partial = _product(x, weight, None, transposed, autocast_dtype(x))
-        out = tokens.finish(tokens.start_sum(partial, async_op=False))
-        return _owned(out, out.shape) if out._is_view() else out
+        return _owned(tokens.start_sum(partial, async_op=False).wait())
 
     @staticmethod
     @once_differentiable
@@ -288,7 +289,7 @@ class Row(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.held is not None:
             (x,) = ctx.held.saved_tensors
-        whole = ctx.tokens.gather(grad)
+        whole = ctx.tokens.start_gather(grad, async_op=False).wait()
         rows, dx, dw = whole.flatten(0, -2), None, None
         if ctx.needs_input_grad[1]:
             dx = _input_grad(None, rows, weight, ctx.transposed, False, ctx.dtype)
@@ -298,7 +299,7 @@ class Row(torch.autograd.Function):
         return None, dx, dw
 
 
-class Hold(torch.autograd.Function):
+class Hold(Function):
     """What a row reads, kept in front of it: where a forward runs again up to here, the row itself does not.
 
     Forward and backward: identity, ``[b, s, f/tp]``.
