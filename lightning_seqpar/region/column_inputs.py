@@ -168,17 +168,6 @@ class WholeActivations:
     def __init__(self, frames: FrameStack) -> None:
         self._frames = frames
 
-    def open(self) -> None:
-        """A module with gathered inputs begins."""
-        self._frames.current.gather_scopes.append([])
-
-    def close(self) -> None:
-        """It ended, or raised."""
-        frame = self._frames.current
-        del frame.gather_scopes[-1:]
-        if not frame.gather_scopes:
-            frame.wholes = []
-
     def add(self, whole: Tensor) -> None:
         """An activation that is the same on all ranks, for the innermost module that is running."""
         frame, node = self._frames.current, whole.grad_fn

@@ -125,13 +125,13 @@ def gather_again(tokens: Tokens, kept: Kept) -> Tensor:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The type in which autocast would compute a product on the device of ``x``; None if it is off."""
-    device = x.device.type
+    device = "cpu" if x.is_cpu else x.device.type  # which makes a string
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _owned(x: Tensor) -> Tensor:
-    """``x``, and if it is a view, as none: one that is made inside a function of autograd may not be changed in place."""
-    out: Tensor = torch.unsafe_chunk(x, 1)[0] if x._is_view() else x
+def _owned(view: Tensor) -> Tensor:
+    """A view as none: one that is made inside a function of autograd may not be changed in place by who gets it."""
+    out: Tensor = torch.unsafe_chunk(view, 1)[0]
     return out
 
 
@@ -143,7 +143,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, d
     else:
         with torch.autocast(x.device.type, enabled=False):
             out = F.linear(x.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype))
-    return _owned(out)
+    return _owned(out) if out._is_view() else out
 
 
 def _input_grad(
@@ -199,7 +199,7 @@ class Products(Function):
         whole = x
         if tokens is not None:
             whole = tokens.start_gather(x, async_op=False).wait()
-            whole = x.view_as(x) if whole is x else _owned(whole)
+            whole = x.view_as(x) if whole is x else _owned(whole) if whole._is_view() else whole
             if not ctx.needs_input_grad[1]:
                 ctx.mark_non_differentiable(whole)
         made: list[Tensor] = [] if tokens is None else [whole]
@@ -279,7 +279,8 @@ class Row(Function):
         ctx.held = held
         ctx.save_for_backward(x if needs_weight and held is None else None, weight if needs_x or needs_weight else None)
         partial = _product(x, weight, None, transposed, autocast_dtype(x))
-        return _owned(tokens.start_sum(partial, async_op=False).wait())
+        out = tokens.start_sum(partial, async_op=False).wait()
+        return _owned(out) if out._is_view() else out
 
     @staticmethod
     @once_differentiable

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from lightning_seqpar.context.axis import ContextAxis
 from lightning_seqpar.context.seq_part import SeqPart, local_of
+from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward
 from lightning_seqpar.distributed.rng import RankStreams
 from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.region.column_inputs import WholeActivations
@@ -115,15 +116,18 @@ class SequenceRegion:
 
     def open_gather(self, x: Tensor, module: str) -> None:
         """A module whose arguments are gathered begins; ``x`` is the first of them."""
-        if self.sp:
+        if self.sp and current_backward() != NO_BACKWARD:
             self.frames.open_recompute(x, module)
         self.rng.begin_whole()
-        self.wholes.open()
+        self.frames.current.gather_scopes.append([])
 
     def close_gather(self) -> None:
         """It returned, or raised."""
         self.rng.end_whole()
-        self.wholes.close()
+        frame = self.frames.current
+        del frame.gather_scopes[-1:]
+        if not frame.gather_scopes:
+            frame.wholes = []
 
     # ---- modules that return a sum over ranks ----------------------------------------------------------------
 
