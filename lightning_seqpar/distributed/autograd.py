@@ -86,6 +86,10 @@ def sequence_nr(node: Any) -> int:
     return number
 
 
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Whether a graph is made from here on; torch's contexts of the same take six calls."""
+
+
 next_sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """The sequence number that a node would get if it were made now."""
 

@@ -49,7 +49,7 @@ class HostDraws:
 
     def end(self) -> None:
         """The part ended: if it drew nothing there is nothing to draw again."""
-        if host_state() == host_state(self._began):
+        if self._began is not None and not _host_moved(self._began):
             self._began = None
 
     @contextmanager
@@ -252,6 +252,10 @@ class SavedStreams:
     def __init__(self) -> None:
         self._torch, self._python, self._numpy = _states(), random.getstate(), np.random.get_state()
 
+    def have_moved(self) -> bool:
+        """Whether anything was drawn since."""
+        return _differ(self._torch, _states()) or _host_moved((self._python, self._numpy))
+
     def restore(self) -> None:
         """Go on from there."""
         _restore(self._torch)
@@ -314,6 +318,12 @@ class StageStreams:
         digest = hashlib.blake2b(self._host_before, digest_size=16).digest()
         random.seed(digest)
         np.random.seed(list(np.frombuffer(digest, dtype=np.uint32)))
+
+
+def _host_moved(since: tuple[Any, Any]) -> bool:
+    """Whether Python's or numpy's generator has another state than ``since``."""
+    (_, keys, *rest), (_, now, *others) = since[1], np.random.get_state()
+    return random.getstate() != since[0] or rest != others or not np.array_equal(keys, now)
 
 
 def host_state(states: tuple[Any, Any] | None = None) -> bytes:

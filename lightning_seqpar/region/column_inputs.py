@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_seqpar.distributed.autograd import grad_hooks, identities, input_node, node_classes, saved_tensor_hooks
+from lightning_seqpar.layout.stand_in import Later
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.products import Kept, Products, Tokens, autocast_dtype, gather_again, kept_of
 
@@ -140,14 +141,16 @@ def _made_for(column: Any, x: Tensor) -> Tensor | None:
     if noted is None:
         return None
     whole, version, state, parameters, out = noted
-    if whole is not x or x._version != version:
+    if whole is not x:
         return None
-    # A hook of x sees the gradient of those that read it, and of a leaf that x was made it is kept. An activation checkpoint that
-    # began since would run the column again, and not what made this.
+    if type(x) is Later:
+        is_other = x.made is not None and x.made._version > 0
+    else:  # a hook of x sees the gradient of those that read it, and of a leaf that x was made it is kept
+        is_other = x._version != version or grad_hooks(x) is not None or (x.requires_grad and x.grad_fn is None)
+    # An activation checkpoint that began since would run the column again, and not what made this.
     if (
-        grad_hooks(x) is not None
-        or (x.requires_grad and x.grad_fn is None and type(x) is Tensor)
-        or state != (saved_tensor_hooks(), torch.is_grad_enabled(), autocast_dtype(x))
+        is_other
+        or state != (saved_tensor_hooks(), torch.is_grad_enabled(), autocast_dtype(out))
         or parameters != identities(column._parameters.values())
     ):
         return None

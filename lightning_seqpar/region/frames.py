@@ -177,8 +177,22 @@ class FrameStack:
 
         Unlike :meth:`open_recompute` it needs no shape to find the call by, so calls of several lengths are told apart.
         """
-        with self._within(Frame(self.current.module, known, task=current_backward(), repeats=True)):
+        outer = self.begin_repeat(known)
+        try:
             yield
+        finally:
+            self.end_repeat(outer)
+
+    def begin_repeat(self, known: InputRecord) -> tuple[Frame, int]:
+        """Enter that context; returns what :meth:`end_repeat` takes."""
+        outer = self.current, len(self._outer)
+        self._push(Frame(self.current.module, known, task=current_backward(), repeats=True))
+        return outer
+
+    def end_repeat(self, outer: tuple[Frame, int]) -> None:
+        """Leave it; torch ends a recompute with an exception, as soon as all is there that it needs."""
+        self.current, count = outer
+        del self._outer[count:]
 
     @contextmanager
     def alone(self, shape: tuple[int, ...], *, is_shard: bool) -> Iterator[None]:
@@ -192,19 +206,12 @@ class FrameStack:
         length = shape[dim] * self._size if is_shard else None
         batch = shape[1 - dim] if len(shape) == 3 else 1
         known = InputRecord(length, 3, batch)
-        with self._within(Frame(self.current.module, known, task=task, repeats=task != NO_BACKWARD)):
-            yield
-
-    @contextmanager
-    def _within(self, frame: Frame) -> Iterator[None]:
-        """A context with a frame of its own; torch ends a recompute with an exception, as soon as all is there that it needs."""
-        outer, count = self.current, len(self._outer)
-        self._push(frame)
+        outer = self.current, len(self._outer)
+        self._push(Frame(self.current.module, known, task=task, repeats=task != NO_BACKWARD))
         try:
             yield
         finally:
-            del self._outer[count:]
-            self.current = outer
+            self.end_repeat(outer)
 
     def lengths(self) -> InputRecord:
         """The lengths of the current call, for :meth:`repeating`."""

@@ -8,6 +8,7 @@ products. A row is one function, too: product and reduce-scatter.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.async_ops import PendingAllReduce, PendingGather, PendingReduceScatter
-from lightning_seqpar.distributed.autograd import Function, once_differentiable
+from lightning_seqpar.distributed.autograd import Function, once_differentiable, set_grad_enabled
 
 
 class Pending(Protocol):
@@ -96,10 +97,17 @@ class NormCall:
         """Let ``out``, which it made, tell of it."""
         setattr(out, _NORM, (self, out._version))
 
-    def run(self, x: Tensor) -> Tensor:
-        """The output for its input, without a graph."""
-        with torch.no_grad(), torch.autocast(x.device.type, self._casts, enabled=self._casts is not None):
-            return self.forward(x)
+    def run(self, x: Tensor, *, graph: bool = False) -> Tensor:
+        """The output for its input, without a graph or with one."""
+        enabled = torch.is_grad_enabled()
+        set_grad_enabled(graph)
+        try:
+            if self._casts is None and autocast_dtype(x) is None:
+                return self.forward(x)
+            with as_autocast(x.device.type, self._casts):
+                return self.forward(x)
+        finally:
+            set_grad_enabled(enabled)
 
 
 Kept: TypeAlias = tuple[Tensor, NormCall | None]
@@ -127,6 +135,13 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The type in which autocast would compute a product on the device of ``x``; None if it is off."""
     device = "cpu" if x.is_cpu else x.device.type  # which makes a string
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def as_autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """A context in which autocast computes in ``dtype``, or is off."""
+    if dtype is None and not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, dtype, enabled=dtype is not None)
 
 
 def _owned(view: Tensor) -> Tensor:

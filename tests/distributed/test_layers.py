@@ -115,8 +115,8 @@ def check_costs_and_refusals() -> None:
 @sees(
     "a gathered input that was changed taken for the gathered one",
     "_made_for",
-    "whole is not x or x._version != version:",
-    "whole is not x:",
+    "is_other = x._version != version or",
+    "is_other =",
 )
 def test_costs_and_refusals():
     run_distributed(check_costs_and_refusals, 2)
