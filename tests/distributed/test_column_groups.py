@@ -630,7 +630,7 @@ def in_place() -> list[int]:
 @sees(
     "activations made in place run again for ever",
     "RecomputedSpan.__call__",
-    "self._is_plain, self._has_run = run.changes, True",
+    "self._is_plain, self._has_run = changes, True",
     "self._has_run = True",
 )
 def test_an_activation_that_is_made_in_place_runs_once_from_its_second_call_on(found):

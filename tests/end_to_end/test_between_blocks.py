@@ -110,7 +110,7 @@ TOPOLOGIES = {
 @sees(
     "between blocks: a shorter sequence taken for the call's",
     "DataPath._shard_in",
-    "or not place.chunks.same(self._chunks(length))",
+    "or not place.chunks.same(own)",
     "",
     case="tp2",
 )
