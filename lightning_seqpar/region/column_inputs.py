@@ -85,11 +85,12 @@ class ColumnGroup:
                 transposed.append(column.transposed)
                 parameters += weight, own["bias"]
         whole: Tensor
-        kept = Kept.of(x) if regather else None
+        kept = None if not regather else Kept(x, None) if tokens.traced else Kept.of(x)
         whole, *made = Products.apply((tokens, kept, transposed), x, *parameters)  # type: ignore[no-untyped-call]
         hand_out(joined, whole, made, hooks)
-        self._whole, self._joined = whole if joined else None, len(joined)
-        self._again = None if kept is None else (tokens, kept)
+        if not tokens.traced:
+            self._whole, self._joined = whole if joined else None, len(joined)
+            self._again = (tokens, kept) if joined and kept is not None else None
         return whole
 
     def take_all(self) -> tuple[Tensor, list[Any], list[Tensor], Callable[[], Tensor]] | None:
@@ -116,12 +117,14 @@ class ColumnGroup:
         Raises:
             RuntimeError: if a hook was registered on what was gathered when columns had read it.
         """
-        whole, self._whole, self._again = self._whole, None, None
         left = []
         for column in self._columns:
             if column.__dict__.pop(_MADE, None) is not None:
                 left.append(column)
-        if aborted or whole is None:
+        if self._whole is None:
+            return
+        whole, self._whole, self._again = self._whole, None, None
+        if aborted:
             return
         if grad_hooks(whole) is not None and len(left) < self._joined:
             raise RuntimeError(
@@ -151,6 +154,14 @@ def hand_out(columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor], hook
         column.__dict__[_MADE] = _Made(whole, version, state, identities(column._parameters.values()), out)
 
 
+@torch.compiler.substitute_in_graph(hand_out)
+def _hand_out_in_graph(columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor], hooks: Hooks) -> None:
+    """The same in a graph, where nothing but the block's own code runs before the columns do, and is seen by who traces it."""
+    state = _state(whole.device.type, None)
+    for column, out in zip(columns, made, strict=True):
+        column.__dict__[_MADE] = _Made(whole, 0, state, tuple(column._parameters.values()), out)
+
+
 def _made_for(column: Any, x: Tensor) -> _Made | None:
     """What was made for a column, if it would make the same of ``x`` now."""
     made: _Made | None = column.__dict__.get(_MADE)
@@ -177,6 +188,19 @@ def take_made(column: Any, x: Tensor) -> Tensor | None:
     return made.out
 
 
+@torch.compiler.substitute_in_graph(take_made)
+def _take_made_in_graph(column: Any, x: Tensor) -> Tensor | None:
+    """The same in a graph. A change of ``x`` in place is refused when the graph is made."""
+    made: _Made | None = column.__dict__.get(_MADE)
+    if made is None or made.whole is not x or made.state != _state(x.device.type, None):
+        return None
+    for before, now in zip(made.parameters, column._parameters.values(), strict=True):
+        if before is not now:
+            return None
+    del column.__dict__[_MADE]
+    return made.out
+
+
 class WholeActivations:
     """What was gathered or copied for the modules that are running."""
 
@@ -185,17 +209,22 @@ class WholeActivations:
 
     def open(self) -> None:
         """A module with gathered inputs begins."""
-        self._frames.current.gather_scopes.append([])
+        if not self._frames.traced:
+            self._frames.current.gather_scopes.append([])
 
     def close(self) -> None:
         """It ended, or raised."""
         frame = self._frames.current
+        if self._frames.traced:
+            return
         del frame.gather_scopes[-1:]
         if not frame.gather_scopes:
             frame.wholes = []
 
     def add(self, whole: Tensor) -> None:
         """An activation that is the same on all ranks, for the innermost module that is running."""
+        if self._frames.traced:
+            return
         frame, node = self._frames.current, whole.grad_fn
         frame.wholes.append(weakref.ref(whole))
         if frame.gather_scopes and node is not None:

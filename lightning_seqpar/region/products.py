@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.async_ops import PendingAllReduce, PendingGather, PendingReduceScatter
 from lightning_seqpar.distributed.autograd import once_differentiable
+from lightning_seqpar.distributed.functional import GraphAllReduce, GraphGather, GraphReduceScatter
 
 Pending: TypeAlias = PendingAllReduce | PendingGather | PendingReduceScatter
 
@@ -39,7 +40,10 @@ class Tokens:
         sp: whether each rank holds a shard.
         length: positions of the whole sequence.
         batch: of flattened tokens ``[b·s, h]`` the size of the batch; 0 for an activation.
+        traced: whether the collectives are operations of a graph.
     """
+
+    traced: ClassVar[bool] = False
 
     group: ProcessGroup
     dim: int
@@ -78,6 +82,41 @@ class Tokens:
         """Flattened tokens as an activation: ``[b·s, h]`` → ``[b, s, h]``, or ``[s, b, h]`` where the sequence is dim 0."""
         sizes = (self.batch, -1) if self.dim == 1 else (-1, self.batch)
         return x.reshape(*sizes, *x.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class GraphTokens(Tokens):
+    """The same in a compiled block, whose graph has the collectives as operations of its own, and no flattened tokens.
+
+    Attributes:
+        padding: by how many positions the shards of all ranks are longer together; the length is not read, so that one graph
+            serves all sequences with as much padding.
+    """
+
+    traced: ClassVar[bool] = True
+    padding: int = 0
+
+    def start_gather(self, shard: Tensor, *, async_op: bool = True) -> Any:
+        """Start to put the shards together; :meth:`finish` waits."""
+        return GraphGather(shard, self.dim, self.group, self.whole_length(shard)) if self.sp else shard
+
+    def start_sum(self, addend: Tensor, *, async_op: bool = True) -> Any:
+        """Start to sum one addend of each rank."""
+        if not self.sp:
+            return GraphAllReduce(addend, self.group)
+        return GraphReduceScatter(addend, self.dim, self.group, self.padding)
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """The shards of all ranks, put together."""
+        return self.finish(self.start_gather(shard))
+
+    def finish(self, pending: Any) -> Tensor:
+        """Wait for what was started."""
+        return pending if isinstance(pending, Tensor) else pending.wait()
+
+    def whole_length(self, shard: Tensor) -> int:
+        """Positions of the whole sequence of a shard."""
+        return shard.shape[self.dim] * self.group.size() - self.padding
 
 
 _NORM = "_seqpar_norm"
@@ -145,6 +184,16 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, d
     return _owned(out, out.shape) if out._is_view() else out
 
 
+@torch.compiler.substitute_in_graph(_product)
+def _graph_product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype | None) -> Tensor:
+    """The same in a graph, where views are no matter."""
+    matrix = weight.t() if transposed else weight
+    if dtype is None:
+        return F.linear(x, matrix, bias)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype))
+
+
 def _input_grad(
     total: Tensor | None, rows: Tensor, weight: Tensor, transposed: bool, own: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -197,7 +246,10 @@ class Products(torch.autograd.Function):
         dtype, whole = autocast_dtype(x), x
         if tokens is not None:
             whole = tokens.gather(x)
-            whole = x.view_as(x) if whole is x else _owned(whole, whole.shape) if whole._is_view() else whole
+            if whole is x:
+                whole = x.view_as(x)
+            elif not tokens.traced and whole._is_view():
+                whole = _owned(whole, whole.shape)
             if not ctx.needs_input_grad[1]:
                 ctx.mark_non_differentiable(whole)
         made: list[Tensor] = [] if tokens is None else [whole]
@@ -278,7 +330,7 @@ class Row(torch.autograd.Function):
         ctx.save_for_backward(x if needs_weight and held is None else None, weight if needs_x or needs_weight else None)
         partial = _product(x, weight, None, transposed, autocast_dtype(x))
         out = tokens.finish(tokens.start_sum(partial, async_op=False))
-        return _owned(out, out.shape) if out._is_view() else out
+        return _owned(out, out.shape) if not tokens.traced and out._is_view() else out
 
     @staticmethod
     @once_differentiable
