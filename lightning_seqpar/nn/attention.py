@@ -28,7 +28,7 @@ class _Projections(ColumnGroup):
     def gather(self, tokens: Tokens, x: Tensor, hooks: Hooks = None, *, regather: bool = True) -> Tensor:
         """``[b, s/tp, h]`` → ``[b, s, h]``."""
         whole: Tensor
-        how = tokens, Kept.of(x) if regather else None, (False,) * len(self._pairs)
+        how = tokens, Kept.of(x, traced=tokens.traced) if regather else None, (False,) * len(self._pairs)
         parameters = [one for pair in self._pairs for one in pair]
         whole, *self._made = Products.apply(how, x, *parameters)  # type: ignore[no-untyped-call]
         return whole

@@ -85,7 +85,7 @@ class ColumnGroup:
                 transposed.append(column.transposed)
                 parameters += weight, own["bias"]
         whole: Tensor
-        kept = None if not regather else Kept(x, None) if tokens.traced else Kept.of(x)
+        kept = Kept.of(x, traced=tokens.traced) if regather else None
         whole, *made = Products.apply((tokens, kept, transposed), x, *parameters)  # type: ignore[no-untyped-call]
         hand_out(joined, whole, made, hooks)
         if not tokens.traced:

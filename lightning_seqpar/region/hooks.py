@@ -49,13 +49,18 @@ def put_argument(
     return args, {**kwargs, where: value}
 
 
-def _with_first(out: Any, change: Callable[[Tensor], Any], refusal: str) -> Any:
-    """Changes the activation in what a module returns: a tensor, or the first of several; ``refusal`` names other types."""
+def _with_first(out: Any, change: Callable[[Tensor, str], Any], name: str, refusal: str) -> Any:
+    """Changes the activation in what the module ``name`` returns: a tensor, or the first of several.
+
+    Args:
+        change: is given the activation and the name, which it must not have in a closure: a graph would be of one module alone.
+        refusal: what is said of another type, whose name takes the place of the braces.
+    """
     if isinstance(out, Tensor):
-        return change(out)
+        return change(out, name)
     if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
-        raise ValueError(refusal.format(type(out).__name__))
-    values = [change(out[0]), *out[1:]]
+        raise ValueError(f"{name}: {refusal.format(type(out).__name__)}")
+    values = [change(out[0], name), *out[1:]]
     return type(out)(*values) if hasattr(out, "_fields") else type(out)(values)
 
 
@@ -400,8 +405,9 @@ def reduce_output(
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         return _with_first(
             out,
-            lambda x: region.reduce_sum(x, name, read(rows), read(once)),
-            f"{name}: a {{}} can't be reduced; 'reduce' takes a module that returns a tensor",
+            lambda x, name: region.reduce_sum(x, name, read(rows), read(once)),
+            name,
+            "a {} can't be reduced; 'reduce' takes a module that returns a tensor",
         )
 
     return hook
@@ -434,8 +440,8 @@ def make_shards(region: SequenceRegion, name: str) -> Callable[..., Any]:
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if out is not None:
-            refusal = f"{name}: a {{}} can't be sliced; 'whole' takes a module that returns a tensor"
-            out = _with_first(out, lambda x: region.path.resume(x, name), refusal)
+            refusal = "a {} can't be sliced; 'whole' takes a module that returns a tensor"
+            out = _with_first(out, region.path.resume, name, refusal)
         region.frames.finish(name)
         return out
 

@@ -147,9 +147,9 @@ class Kept(NamedTuple):
     norm: NormCall | None
 
     @classmethod
-    def of(cls, x: Tensor) -> Kept:
-        """That of a shard."""
-        noted = x.__dict__.get(_NORM)
+    def of(cls, x: Tensor, *, traced: bool = False) -> Kept:
+        """That of a shard; in a graph (``traced``) no norm is run again."""
+        noted = None if traced else x.__dict__.get(_NORM)
         if noted is None:
             return cls(x, None)
         call, version = noted
