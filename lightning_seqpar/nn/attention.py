@@ -28,7 +28,8 @@ class _Projections(ColumnGroup):
     def gather(self, tokens: Tokens, x: Tensor, hooks: Hooks = None, *, regather: bool = True) -> Tensor:
         """``[b, s/tp, h]`` → ``[b, s, h]``."""
         whole: Tensor
-        how = tokens, kept_of(x) if regather else None, (False,) * len(self._pairs), autocast_dtype(x)
+        kept = kept_of(x, traced=tokens.traced) if regather else None
+        how = tokens, kept, (False,) * len(self._pairs), autocast_dtype(x)
         parameters = [one for pair in self._pairs for one in pair]
         whole, *self._made = Products.apply(how, x, *parameters)
         return whole

@@ -15,10 +15,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_seqpar.distributed.padding import shard_length
 from lightning_seqpar.layout.param_layout import ModelLayout
 from lightning_seqpar.parallel.compiled_blocks import GraphRefusedError
-from lightning_seqpar.region.lowered import LoweredRegion
+from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
 class _Draws(TorchDispatchMode):
@@ -73,7 +72,7 @@ _SUMS = ("reduce_scatter", "all_reduce")
 """Parts of names of collectives behind which a value is no term of a sum any more."""
 
 
-def check_draws(graph: fx.GraphModule, inputs: Sequence[Any], layout: ModelLayout, lowered: LoweredRegion) -> None:
+def check_draws(graph: fx.GraphModule, inputs: Sequence[Any], layout: ModelLayout, region: SequenceRegion) -> None:
     """Raise GraphRefusedError for the first draw of a graph that its block's stream is wrong for."""
     # The mode that the examples were made in; while a backend runs, another one is current.
     examples = (value for node in graph.graph.nodes if isinstance(value := _value(node), FakeTensor))
@@ -81,14 +80,14 @@ def check_draws(graph: fx.GraphModule, inputs: Sequence[Any], layout: ModelLayou
     if first is not None:
         known = [layout.of(value) if isinstance(value, Tensor) else None for value in inputs]
         given = ["cut" if one is not None and one.is_sharded else "" for one in known]
-        _Follower(lowered, first.fake_mode).follow(graph, given)
+        _Follower(region, first.fake_mode).follow(graph, given)
 
 
 class _Follower:
     """Follows through a graph which values are whole, and which are this rank's features."""
 
-    def __init__(self, lowered: LoweredRegion, mode: Any) -> None:
-        self._lowered, self._mode = lowered, mode
+    def __init__(self, region: SequenceRegion, mode: Any) -> None:
+        self._region, self._mode = region, mode
 
     def follow(self, graph: fx.GraphModule, given: Sequence[str]) -> str:
         """The state of what a graph returns, given those of its inputs."""
@@ -115,7 +114,7 @@ class _Follower:
                 return behind
             first = _collectives(forward)
             gathers = first == ["all_gather"] or (not first and used == ["all_reduce"])
-            return "whole" if self._lowered.sp and gathers else ""
+            return "whole" if self._region.sp and gathers else ""
         if "all_gather" in str(node.target):
             return "whole"
         if any(text in str(node.target) for text in _SUMS):
@@ -126,7 +125,7 @@ class _Follower:
 
     def _check_draw(self, node: fx.Node, state: str) -> None:
         what = getattr(node.target, "__name__", str(node.target))
-        if not self._lowered.sp:
+        if not self._region.sp:
             if state == "features":
                 raise GraphRefusedError(
                     f"{what} draws for this rank's features, but without sequence parallelism a compiled block draws alike on "
@@ -150,9 +149,9 @@ class _Follower:
 
     def _is_shard(self, node: fx.Node) -> bool:
         """Whether a node gives an activation's shard, in which every position is one of this rank alone."""
-        value, lowered = _value(node), self._lowered
-        if not isinstance(value, Tensor) or value.ndim != lowered.ndim:
+        value, frame = _value(node), self._region.frames.current  # the block's that is traced
+        if not isinstance(value, Tensor) or value.ndim != frame.ndim:
             return False
-        length = value.shape[lowered.dim]
+        length = value.shape[self._region.dim]
         length = length if isinstance(length, int) else length.node.hint  # asking a symbol would bind the graph to it
-        return bool(length == shard_length(lowered.length, lowered.size))
+        return bool(length == frame.part)

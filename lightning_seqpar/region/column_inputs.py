@@ -66,12 +66,13 @@ class ColumnGroup:
                 transposed.append(column.transposed)
                 parameters += weight, own["bias"]
         whole: Tensor
-        kept = kept_of(x) if regather else None
+        kept = kept_of(x, traced=tokens.traced) if regather else None
         whole, *made = Products.apply((tokens, kept, transposed, dtype), x, *parameters)
         if joined:
             hand_out(joined, whole, made, hooks, dtype)
-        self._whole, self._joined = whole if joined else None, len(joined)
-        self._again = None if kept is None else (tokens, kept)
+        if not tokens.traced:
+            self._whole, self._joined = whole if joined else None, len(joined)
+            self._again = (tokens, kept) if joined and kept is not None else None
         return whole
 
     def take_all(self) -> tuple[Tensor, list[Any], list[Tensor], Callable[[], Tensor]] | None:
@@ -98,12 +99,14 @@ class ColumnGroup:
         Raises:
             RuntimeError: if a hook was registered on what was gathered when columns had read it.
         """
-        whole, self._whole, self._again = self._whole, None, None
         left = []
         for column in self._columns:
             if column.__dict__.pop(_MADE, None) is not None:
                 left.append(column)
-        if aborted or whole is None:
+        if self._whole is None:
+            return
+        whole, self._whole, self._again = self._whole, None, None
+        if aborted:
             return
         if grad_hooks(whole) is not None and len(left) < self._joined:
             raise RuntimeError(
@@ -133,6 +136,16 @@ def hand_out(
     version, state = whole._version, (hooks, torch.is_grad_enabled(), dtype)
     for column, out in zip(columns, made, strict=True):
         column.__dict__[_MADE] = whole, version, state, identities(column._parameters.values()), out
+
+
+@torch.compiler.substitute_in_graph(hand_out)
+def _hand_out_in_graph(
+    columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor], hooks: Hooks, dtype: torch.dtype | None
+) -> None:
+    """The same in a graph, where nothing but the block's own code runs before the columns do, and is seen by who traces it."""
+    state = torch.is_grad_enabled(), dtype
+    for column, out in zip(columns, made, strict=True):
+        column.__dict__[_MADE] = whole, 0, state, tuple(column._parameters.values()), out
 
 
 def _made_for(column: Any, x: Tensor) -> Tensor | None:
@@ -165,6 +178,22 @@ def take_made(column: Any, x: Tensor) -> Tensor | None:
     return out
 
 
+@torch.compiler.substitute_in_graph(take_made)
+def _take_made_in_graph(column: Any, x: Tensor) -> Tensor | None:
+    """The same in a graph. A change of ``x`` in place is refused when the graph is made."""
+    noted = column.__dict__.get(_MADE)
+    if noted is None:
+        return None
+    whole, _, state, parameters, out = noted
+    if whole is not x or state != (torch.is_grad_enabled(), autocast_dtype(x)):
+        return None
+    for before, now in zip(parameters, column._parameters.values(), strict=True):
+        if before is not now:
+            return None
+    del column.__dict__[_MADE]
+    return out  # type: ignore[no-any-return]
+
+
 class WholeActivations:
     """What was gathered or copied for the modules that are running."""
 
@@ -173,6 +202,8 @@ class WholeActivations:
 
     def add(self, whole: Tensor) -> None:
         """An activation that is the same on all ranks, for the innermost module that is running."""
+        if self._frames.traced:
+            return
         frame, node = self._frames.current, whole.grad_fn
         frame.wholes.append(weakref.ref(whole))
         if frame.gather_scopes and node is not None:

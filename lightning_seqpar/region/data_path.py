@@ -26,7 +26,7 @@ from lightning_seqpar.distributed.padding import pad, shard_length
 from lightning_seqpar.region.column_inputs import NO_COLUMNS, ColumnGroup, Hooks, WholeActivations
 from lightning_seqpar.region.frames import Frame, FrameStack
 from lightning_seqpar.region.observers import Observers
-from lightning_seqpar.region.products import Tokens
+from lightning_seqpar.region.products import GraphTokens, Tokens
 from lightning_seqpar.region.rng_scope import RngScope
 
 _MANY = 256
@@ -78,7 +78,7 @@ class DataPath:
         self._observers, self._placement = observers, observers.placement
         self._context = context
         self._known: dict[int, tuple[Chunks, Place, int, int]] = {}
-        self._whole = Tokens(group, dim, sp=False)
+        self._whole = (GraphTokens if frames.traced else Tokens)(group, dim, sp=False)
 
     # ---- in and out ------------------------------------------------------------------------------------------
 
@@ -99,6 +99,8 @@ class DataPath:
             self._placement.check_layout(x, block)
             frames.begin(x.shape[self.dim], tuple(x.shape), chunks)
             shard = scatter_to_sequence_parallel_region(x, self.dim, self.group)
+        if frames.traced:
+            self._tokens_of(frames.current)
         self._observers.region_begins()
         self._observers.shard_made(shard, block)
         return shard
@@ -198,7 +200,10 @@ class DataPath:
             return x if self._context is None else self._context.part(x, self.dim)
         if self._context is not None:
             x, _ = self._context.enter(x, self.dim)
-        self._placement.check_whole_output(x, module)
+        if self._frames.traced:
+            self._graph_tokens(x.ndim)
+        else:
+            self._placement.check_whole_output(x, module)
         self._rng.end_whole()
         return scatter_to_sequence_parallel_region(x, self.dim, self.group)
 
@@ -213,7 +218,8 @@ class DataPath:
         place = None
         if isinstance(x, SeqPart):
             place, x = x.place, x.local
-        tokens, frame, hooks = self._whole, self._frames.current, saved_tensor_hooks()
+        tokens, frame = self._whole, self._frames.current
+        hooks = None if self._frames.traced else saved_tensor_hooks()
         if self.sp:
             tokens = self._shard_tokens(x, frame, module, hooks)
         # An activation checkpoint makes all of it again by itself, where x may have no history.
@@ -227,6 +233,8 @@ class DataPath:
     def _shard_tokens(self, x: Tensor, frame: Frame, module: str, hooks: Hooks) -> Tokens:
         """How the positions of a shard, or of flattened tokens of one, lie on the ranks."""
         shape = x.shape
+        if self._frames.traced:
+            return self._graph_tokens(x.ndim)
         if hooks is not None or not torch.is_grad_enabled():  # a checkpoint may run it again by itself
             self._frames.remember((module, shape))
         if len(shape) == frame.ndim and frame.length is not None and shape[self.dim] == frame.part:
@@ -235,11 +243,29 @@ class DataPath:
         return Tokens(self.group, self.dim, True, length, frame.batch)
 
     def _tokens_of(self, frame: Frame) -> Tokens:
-        frame.tokens = Tokens(self.group, self.dim, True, frame.length or 0)
+        length = frame.length or 0
+        if self._frames.traced:
+            frame.tokens = GraphTokens(self.group, self.dim, True, padding=-length % self.size)
+        else:
+            frame.tokens = Tokens(self.group, self.dim, True, length)
         return frame.tokens
+
+    def _graph_tokens(self, ndim: int) -> GraphTokens:
+        """How the positions of an activation of ``ndim`` dims lie on the ranks, in a graph."""
+        frame = self._frames.current
+        if ndim != frame.ndim:
+            raise ValueError(
+                f"a tensor of {ndim} dims is gathered or reduced in a compiled block, where activations have {frame.ndim}: "
+                "flattened tokens have no compiled form; use compile=False"
+            )
+        tokens = frame.tokens
+        assert isinstance(tokens, GraphTokens)
+        return tokens
 
     def length_for(self, x: Tensor, module: str) -> int:
         """The length of the whole sequence that ``x``, a module's input, is required to be a shard of."""
+        if self._frames.traced:
+            return self._graph_tokens(x.ndim).whole_length(x)
         self._placement.check_shard(x, module)
         self._frames.remember((module, tuple(x.shape)))
         return self._frames.length
@@ -247,8 +273,10 @@ class DataPath:
     def copy(self, x: Tensor, module: str, columns: ColumnGroup = NO_COLUMNS) -> Tensor:
         """An activation that is whole already (an encoder's states) on its way to column linears."""
         place, x = x.place if isinstance(x, SeqPart) else None, local_of(x)
-        hooks = saved_tensor_hooks()
+        hooks = None if self._frames.traced else saved_tensor_hooks()
         copied = columns.gather(self._whole, x, hooks, regather=not is_of_checkpoint(hooks))
+        if self._frames.traced:
+            return copied
         self._frames.current.copied.append(x.shape[self.dim])
         if self._frames.active:
             self._frames.remember((module, tuple(x.shape)))
@@ -260,6 +288,8 @@ class DataPath:
         if not self.sp:
             return self._whole
         frames, frame = self._frames, self._frames.current
+        if frames.traced:
+            return self._graph_tokens(len(shape))
         key = module, shape
         known = frames.remembered(key) if current_backward() != NO_BACKWARD else None
         if known is None:

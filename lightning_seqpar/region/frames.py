@@ -117,10 +117,12 @@ class FrameStack:
 
     Attributes:
         current: the frame of the innermost call; outside of any call a frame that no call opened.
+        traced: whether blocks are compiled. Of what happens in one, nothing is noted then, and no code reads names: the graph would
+            be that of one block alone.
     """
 
-    def __init__(self, size: int, dim: int, region: str) -> None:
-        self._size, self._dim, self._region = size, dim, region
+    def __init__(self, size: int, dim: int, region: str, *, traced: bool = False) -> None:
+        self._size, self._dim, self._region, self.traced = size, dim, region, traced
         self.reset()
 
     def reset(self) -> None:
@@ -155,6 +157,8 @@ class FrameStack:
         Raises:
             RuntimeError: if forwards of different lengths had inputs of this shape.
         """
+        if self.traced:
+            return
         task = current_backward()
         if task == NO_BACKWARD or self.current.task == task:
             return
@@ -168,7 +172,7 @@ class FrameStack:
 
     def finish(self, module: str) -> None:
         """A block or a module with gathered inputs ended: close the frame that :meth:`open_recompute` opened for it, if any."""
-        if self.current.resumed_by == module:
+        if not self.traced and self.current.resumed_by == module:
             self.current = self._outer.pop()
 
     @contextmanager

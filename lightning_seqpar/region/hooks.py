@@ -49,13 +49,18 @@ def put_argument(
     return args, {**kwargs, where: value}
 
 
-def _with_first(out: Any, change: Callable[[Tensor], Any], refusal: str) -> Any:
-    """Changes the activation in what a module returns: a tensor, or the first of several; ``refusal`` names other types."""
+def _with_first(out: Any, change: Callable[[Tensor, str], Any], name: str, refusal: str) -> Any:
+    """Changes the activation in what the module ``name`` returns: a tensor, or the first of several.
+
+    Args:
+        change: is given the activation and the name, which it must not have in a closure: a graph would be of one module alone.
+        refusal: what is said of another type, whose name takes the place of the braces.
+    """
     if isinstance(out, Tensor):
-        return change(out)
+        return change(out, name)
     if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
-        raise ValueError(refusal.format(type(out).__name__))
-    values = [change(out[0]), *out[1:]]
+        raise ValueError(f"{name}: {refusal.format(type(out).__name__)}")
+    values = [change(out[0], name), *out[1:]]
     return type(out)(*values) if hasattr(out, "_fields") else type(out)(values)
 
 
@@ -239,14 +244,16 @@ def gather_arguments(
     is_simple = tuple(gathered) == (0,) and not (copied or local_width or deals_out)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if region.sp and region.frames.current.length is None and any(map(lies_over_tp, (*args, *kwargs.values()))):
+        frames = region.frames
+        is_outside = region.sp and not frames.traced and frames.current.length is None
+        if is_outside and any(map(lies_over_tp, (*args, *kwargs.values()))):
             args, kwargs = _begin(
                 region, name, gathered[0] if gathered else 0, args, kwargs
             )  # called between the blocks
         if is_simple and args and isinstance(args[0], Tensor):
             region.open_gather(args[0], name)
             return (region.path.gather(args[0], name, columns), *args[1:]), kwargs
-        done: dict[int, Tensor] = {}  # one gather serves an argument that is passed twice
+        done: list[tuple[Tensor, Tensor]] = []  # one gather serves an argument that is passed twice
         values = [find_argument(name, arg, args, kwargs)[1] for arg in (*gathered, *copied)]
         widest = _widest(values)
         parts = [x for x in values[: len(gathered)] if isinstance(x, SeqPart) and deals_out and not region.sp]
@@ -259,7 +266,11 @@ def gather_arguments(
                 raise ValueError(f"{name}: argument {arg!r} is a {type(x).__name__}; {style!r} takes tensors")
             if not done:
                 region.open_gather(x, name)
-            if id(x) not in done:
+            for before, made in done:
+                if before is x:
+                    args, kwargs = put_argument(where, made, args, kwargs)
+                    break
+            else:
                 given = x.to(widest) if widest is not None and x.is_floating_point() else x
                 if parts and arg in gathered:
                     given = _own_tokens(given, parts[0])
@@ -272,8 +283,9 @@ def gather_arguments(
                 if deals_out and isinstance(whole, SeqPart):
                     region.frames.current.dealt_out = region.frames.current.dealt_out or whole.place
                     whole = whole.local
-                done[id(x)] = _narrow(whole, region.size) if local_width and arg in gathered else whole
-            args, kwargs = put_argument(where, done[id(x)], args, kwargs)
+                made = _narrow(whole, region.size) if local_width and arg in gathered else whole
+                done.append((x, made))
+                args, kwargs = put_argument(where, made, args, kwargs)
         return args, kwargs
 
     return hook
@@ -320,6 +332,8 @@ def close_gather(
                 if isinstance(item, Tensor):
                     region.observers.heads_made(item, name, heads)
         frames = region.frames
+        if frames.traced:
+            return None
         if frames.current.resumed_by is not None:
             frames.finish(name)
         if not (is_block or is_exit) and frames.current.module == name and frames.current.is_call:
@@ -391,8 +405,9 @@ def reduce_output(
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         return _with_first(
             out,
-            lambda x: region.reduce_sum(x, name, read(rows), read(once)),
-            f"{name}: a {{}} can't be reduced; 'reduce' takes a module that returns a tensor",
+            lambda x, name: region.reduce_sum(x, name, read(rows), read(once)),
+            name,
+            "a {} can't be reduced; 'reduce' takes a module that returns a tensor",
         )
 
     return hook
@@ -402,14 +417,19 @@ def make_whole(region: SequenceRegion, name: str, wanted: Sequence[Argument]) ->
     """A pre-hook of a module that every rank computes whole: its arguments ``wanted`` become whole for it."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        done: dict[int, Tensor] = {}
+        done: list[tuple[Tensor, Tensor]] = []
         for arg in wanted:
             where, x = find_argument(name, arg, args, kwargs)
             if not isinstance(x, Tensor):
                 raise ValueError(f"{name}: argument {arg!r} is a {type(x).__name__}; 'whole' takes tensors")
-            if id(x) not in done:
-                done[id(x)] = region.path.suspend(x, name)
-            args, kwargs = put_argument(where, done[id(x)], args, kwargs)
+            for before, made in done:
+                if before is x:
+                    args, kwargs = put_argument(where, made, args, kwargs)
+                    break
+            else:
+                whole = region.path.suspend(x, name)
+                done.append((x, whole))
+                args, kwargs = put_argument(where, whole, args, kwargs)
         return args, kwargs
 
     return hook
@@ -420,8 +440,8 @@ def make_shards(region: SequenceRegion, name: str) -> Callable[..., Any]:
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if out is not None:
-            refusal = f"{name}: a {{}} can't be sliced; 'whole' takes a module that returns a tensor"
-            out = _with_first(out, lambda x: region.path.resume(x, name), refusal)
+            refusal = "a {} can't be sliced; 'whole' takes a module that returns a tensor"
+            out = _with_first(out, region.path.resume, name, refusal)
         region.frames.finish(name)
         return out
 
@@ -436,7 +456,7 @@ def slice_arguments(
     An argument of one head stands for all heads and is left as it is.
 
     Args:
-        take: the method ``slice`` of the region's data path, eager or lowered.
+        take: the method ``slice`` of the region's data path.
         dim: the tensor dim of the heads.
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.async_ops import PendingAllReduce, PendingGather, PendingReduceScatter
 from lightning_seqpar.distributed.autograd import Function, once_differentiable, set_grad_enabled
+from lightning_seqpar.distributed.functional import GraphAllReduce, GraphGather, GraphReduceScatter
 
 
 class Pending(Protocol):
@@ -28,13 +29,14 @@ class Pending(Protocol):
         """Wait for it, and return what it made."""
 
 
-class _Whole(NamedTuple):
+class _Whole:
     """What every rank has already."""
 
-    tensor: Tensor
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
 
     def wait(self) -> Tensor:
-        return self.tensor
+        return self._tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,10 @@ class Tokens:
         sp: whether each rank holds a shard.
         length: positions of the whole sequence.
         batch: of flattened tokens ``[b·s, h]`` the size of the batch; 0 for an activation.
+        traced: whether the collectives are operations of a graph.
     """
+
+    traced: ClassVar[bool] = False
 
     group: ProcessGroup
     dim: int
@@ -80,6 +85,33 @@ class Tokens:
         """Flattened tokens as an activation: ``[b·s, h]`` → ``[b, s, h]``, or ``[s, b, h]`` where the sequence is dim 0."""
         sizes = (self.batch, -1) if self.dim == 1 else (-1, self.batch)
         return x.reshape(*sizes, *x.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class GraphTokens(Tokens):
+    """The same in a compiled block, whose graph has the collectives as operations of its own, and no flattened tokens.
+
+    Attributes:
+        padding: by how many positions the shards of all ranks are longer together; the length is not read, so that one graph
+            serves all sequences with as much padding.
+    """
+
+    traced: ClassVar[bool] = True
+    padding: int = 0
+
+    def start_gather(self, shard: Tensor, *, async_op: bool = True) -> Any:
+        """Start to put the shards together."""
+        return GraphGather(shard, self.dim, self.group, self.whole_length(shard)) if self.sp else _Whole(shard)
+
+    def start_sum(self, addend: Tensor, *, async_op: bool = True) -> Any:
+        """Start to sum one addend of each rank."""
+        if not self.sp:
+            return GraphAllReduce(addend, self.group)
+        return GraphReduceScatter(addend, self.dim, self.group, self.padding)
+
+    def whole_length(self, shard: Tensor) -> int:
+        """Positions of the whole sequence of a shard."""
+        return shard.shape[self.dim] * self.group.size() - self.padding
 
 
 _NORM = "_seqpar_norm"
@@ -114,9 +146,9 @@ Kept: TypeAlias = tuple[Tensor, NormCall | None]
 """What columns keep of the shard that they gather: itself, or what the norm read that made it."""
 
 
-def kept_of(x: Tensor) -> Kept:
-    """What columns keep of a shard."""
-    noted = x.__dict__.get(_NORM)
+def kept_of(x: Tensor, *, traced: bool = False) -> Kept:
+    """What columns keep of a shard; in a graph (``traced``) no norm is run again."""
+    noted = None if traced else x.__dict__.get(_NORM)
     if noted is None:
         return x, None
     call, version = noted
@@ -159,6 +191,18 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, d
         with torch.autocast(x.device.type, enabled=False):
             out = F.linear(x.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype))
     return _owned(out) if out._is_view() else out
+
+
+@torch.compiler.substitute_in_graph(_product)
+def _graph_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype | None
+) -> Tensor:
+    """The same in a graph, where views are no matter."""
+    matrix = weight.t() if transposed else weight
+    if dtype is None:
+        return F.linear(x, matrix, bias)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def _input_grad(
@@ -214,7 +258,10 @@ class Products(Function):
         whole = x
         if tokens is not None:
             whole = tokens.start_gather(x, async_op=False).wait()
-            whole = x.view_as(x) if whole is x else _owned(whole) if whole._is_view() else whole
+            if whole is x:
+                whole = x.view_as(x)
+            elif not tokens.traced and whole._is_view():
+                whole = _owned(whole)
             if not ctx.needs_input_grad[1]:
                 ctx.mark_non_differentiable(whole)
         made: list[Tensor] = [] if tokens is None else [whole]
@@ -295,7 +342,7 @@ class Row(Function):
         ctx.save_for_backward(x if needs_weight and held is None else None, weight if needs_x or needs_weight else None)
         partial = _product(x, weight, None, transposed, autocast_dtype(x))
         out = tokens.start_sum(partial, async_op=False).wait()
-        return _owned(out) if out._is_view() else out
+        return _owned(out) if not tokens.traced and out._is_view() else out
 
     @staticmethod
     @once_differentiable

@@ -53,3 +53,19 @@ class RngScope:
     def leave_partial(self) -> None:
         """Switches to the replicated stream behind a row whose partial sums a module around it reduces."""
         self.streams.end()
+
+
+class OneStream(RngScope):
+    """The same where blocks are compiled: a graph switches no streams, and draws from the one that its block began with."""
+
+    def begin_whole(self) -> None:
+        """Nothing."""
+
+    def end_whole(self) -> None:
+        """Nothing."""
+
+    def begin_features(self) -> None:
+        """Nothing."""
+
+    def end_features(self) -> None:
+        """Nothing."""

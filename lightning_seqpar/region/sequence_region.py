@@ -19,7 +19,7 @@ from lightning_seqpar.region.column_inputs import WholeActivations
 from lightning_seqpar.region.data_path import DataPath
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.observers import Observers
-from lightning_seqpar.region.rng_scope import RngScope
+from lightning_seqpar.region.rng_scope import OneStream, RngScope
 
 
 class SequenceRegion:
@@ -31,6 +31,7 @@ class SequenceRegion:
             conjugate pair f and f̄.
         regather: whether column inputs are gathered again in the backward, instead of being kept whole.
         context: the context-parallel axis, over which the sequence is dealt out first; None where it has one rank.
+        traced: whether the blocks are compiled.
 
     Attributes:
         path: moves activations between whole and sharded.
@@ -51,14 +52,15 @@ class SequenceRegion:
         name: str = "",
         regather: bool = True,
         context: ContextAxis | None = None,
+        traced: bool = False,
     ) -> None:
         self.group, self.dim, self.sp, self.context = group, dim, sp, context
         self.name = name or "the model"
         self.size, self.rank = group.size(), group.rank()
-        self.frames = FrameStack(self.size, dim, self.name)
+        self.frames = FrameStack(self.size, dim, self.name, traced=traced)
         # Ranks of one tp rank at several places of cp draw apart for their shards.
         place = self.rank if context is None else self.rank + self.size * context.rank
-        self.rng = RngScope(place, sp, self.frames)
+        self.rng = (OneStream if traced else RngScope)(place, sp, self.frames)
         self.wholes = WholeActivations(self.frames)
         self.observers = Observers(self.name, group, dim, sp, self.frames)
         self.path = DataPath(group, dim, sp, regather, self.frames, self.rng, self.wholes, self.observers, context)
@@ -67,7 +69,12 @@ class SequenceRegion:
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(
-            self.group, self.dim, sp=self.sp, name=self.name, regather=self.path.regather, context=self.context
+            *(self.group, self.dim),
+            sp=self.sp,
+            name=self.name,
+            regather=self.path.regather,
+            context=self.context,
+            traced=self.frames.traced,
         )
         memo[id(self)] = copied
         copied.observers.placement.is_copy = True
@@ -116,6 +123,8 @@ class SequenceRegion:
 
     def open_gather(self, x: Tensor, module: str) -> None:
         """A module whose arguments are gathered begins; ``x`` is the first of them."""
+        if self.frames.traced:
+            return
         if self.sp and current_backward() != NO_BACKWARD:
             self.frames.open_recompute(x, module)
         self.rng.begin_whole()
@@ -123,6 +132,8 @@ class SequenceRegion:
 
     def close_gather(self) -> None:
         """It returned, or raised."""
+        if self.frames.traced:
+            return
         self.rng.end_whole()
         frame = self.frames.current
         del frame.gather_scopes[-1:]

@@ -6,7 +6,7 @@ The products of a row are parts of a sum. Either style also takes a parameter th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import field_validator
 from torch import nn
@@ -17,7 +17,6 @@ from lightning_seqpar.layout.linear_kind import LinearKind
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear, shrink
-from lightning_seqpar.nn.lowered_layers import LoweredColumnLinear, LoweredRowLinear
 from lightning_seqpar.region.hooks import draw_alike
 from lightning_seqpar.styles.reduce import ReduceRule
 from lightning_seqpar.styles.style import IMPLIED, LINEAR, Application, Match, PlannedModel, Rule, Target
@@ -44,8 +43,6 @@ class _LinearRule(Rule):
     slot: ClassVar[str] = LINEAR
     cuts_out: ClassVar[bool]
     """Whether the out-features are cut, and not the in-features."""
-    lowered_class: ClassVar[type[nn.Linear]]
-    """The linear's class in a compiled block."""
 
     @field_validator("segments")
     @classmethod
@@ -115,7 +112,7 @@ class _LinearRule(Rule):
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """What an adapter around it drops out of its input: beside a column the same on all ranks, beside a row each its own."""
         dropout = _adapter_dropout(name, application.plan)
-        if dropout is None or application.is_lowered(name):
+        if dropout is None or application.is_compiled(name):
             return
         region = application.region_of(name)
         if not self.cuts_out and region.sp:
@@ -125,8 +122,8 @@ class _LinearRule(Rule):
             yield module.register_forward_pre_hook(before)
             yield module.register_forward_hook(behind)
 
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """A linear has a lowered form; a parameter that its module multiplies itself has none, and an active adapter dropout."""
+    def unfit_to_trace(self, name: str, plan: PlannedModel) -> str | None:
+        """A linear can be; a parameter that its module multiplies itself can't, nor an active adapter dropout."""
         if name not in plan.modules:
             return f"the style {self.style!r} on a parameter that its module multiplies itself has no compiled form"
         dropout = _adapter_dropout(name, plan)
@@ -136,12 +133,6 @@ class _LinearRule(Rule):
             )
         return None
 
-    def lower(self, name: str, application: Application) -> None:
-        """Its forward becomes a product and the plan's collectives alone."""
-        if name in application.plan.modules:
-            layer: Any = application.module(name)
-            layer.__class__, layer.lowered = self.lowered_class, application.lowered_at(name)
-
 
 class ColumnRule(_LinearRule):
     """Out-features sharded, of a linear or of a parameter that its module multiplies itself (einsum, stacked experts)."""
@@ -150,7 +141,6 @@ class ColumnRule(_LinearRule):
 
     adapter_half: ClassVar[str | None] = UP
     cuts_out: ClassVar[bool] = True
-    lowered_class: ClassVar[type[nn.Linear]] = LoweredColumnLinear
 
     def check(self, name: str, plan: PlannedModel) -> None:
         """The features divide into whole units for every rank; of a parameter, a row leads out of its module."""
@@ -197,7 +187,6 @@ class RowRule(_LinearRule):
 
     adapter_half: ClassVar[str | None] = DOWN
     cuts_out: ClassVar[bool] = False
-    lowered_class: ClassVar[type[nn.Linear]] = LoweredRowLinear
 
     def place(self, name: str, plan: PlannedModel) -> None:
         """A module that multiplies a row parameter itself returns a partial sum."""
@@ -232,11 +221,11 @@ class RowRule(_LinearRule):
         row = RowParallelLinear.adopt(application.module(name), shard, region, name, self._kind(name, plan))
         row.leaves_partial = plan.reduced_at(name) is not None
 
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """As for a column; what leaves partial sums for another module to reduce has no lowered form either."""
+    def unfit_to_trace(self, name: str, plan: PlannedModel) -> str | None:
+        """As for a column; what leaves partial sums for another module to reduce can't be traced either."""
         if name in plan.modules and (owner := plan.reduced_at(name)) is not None:
             return f"its partial sums are reduced in {owner}, by the style 'reduce', which has no compiled form"
-        return super().unfit_to_lower(name, plan)
+        return super().unfit_to_trace(name, plan)
 
 
 def _adapter_dropout(name: str, plan: PlannedModel) -> nn.Module | None:

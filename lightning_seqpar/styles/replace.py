@@ -9,7 +9,6 @@ from torch import nn
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
-from lightning_seqpar.nn.lowered_layers import LoweredMultiheadAttention
 from lightning_seqpar.styles.style import LINEAR, Application, PlannedModel, Rule
 
 
@@ -64,7 +63,3 @@ class ReplaceRule(Rule):
         else:
             assert isinstance(module, nn.MultiheadAttention)
             ParallelMultiheadAttention.adopt(module, application.region_of(name), name)
-
-    def lower(self, name: str, application: Application) -> None:
-        """The attention's forward becomes products, the attention and the plan's collectives alone."""
-        LoweredMultiheadAttention.lower(application.module(name), application.lowered_at(name))

@@ -27,7 +27,7 @@ from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.lazy_copy import deep_copy
 from lightning_seqpar.inference.model_copy import change_attribute_tensors, left_out_of_copies
 from lightning_seqpar.inference.pipeline_cut import HowToCut, check_stacks, leaves_blocks, trace_cut
-from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_unlowered
+from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_untraceable
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.fsdp_units import ReplicaSplit
 from lightning_seqpar.parallel.grad_sync import step_traffic
@@ -258,14 +258,13 @@ def _describe(
             refuse_compiled(model, (match.name for plan in plans for match in plan.match(planned)))
             silent = ParallelGroups.silent(topology)
             if config.compile:
-                refuse_unlowered(ResolvedPlan(planned, plans, config.tp, config.sp, config.loss_chunk))
+                refuse_untraceable(ResolvedPlan(planned, plans, config.tp, config.sp, config.loss_chunk))
             record = parallelize(
                 planned,
                 plans,
                 silent,
                 sp=config.sp,
-                # Compiled blocks keep what eager ones keep that gather and make nothing again.
-                regather=False if config.compile else config.regather,
+                regather=config.regather,
                 loss_chunk=config.loss_chunk,
                 recompute=config.recompute,
                 tiles=None if config.tile_mlp is None else MLPTiles(config.tile_mlp),
