@@ -36,7 +36,6 @@ from lightning_seqpar.parallel.sharded_model import (
 )
 from lightning_seqpar.pipeline.held_parameters import from_holder
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
-from lightning_seqpar.region.activations import is_norm
 from lightning_seqpar.region.hooks import begin_on_shards, draw_alike, end_on_shards, return_whole
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.styles.blocks import close_stack, hook_stack
@@ -190,8 +189,6 @@ class _Swap:
             stack = self.plan.stack_reaching(name)
             if stack is not None and name not in ends and not self._application.is_compiled(name):
                 module, region = self.plan.modules[name], self._application.region_at(stack)
-                if is_norm(module) and stack.covers(name):
-                    continue  # it reads what its block reads, and nobody returns what it makes beside the block
                 yield module.register_forward_pre_hook(
                     begin_on_shards(region, name, is_exit=False), with_kwargs=True, prepend=True
                 )

@@ -341,7 +341,9 @@ class _SpanCall:
             attributes.set(self._values)
             set_grad_enabled(True)
             with as_autocast(whole.device.type, self._dtype), torch.autograd.graph.saved_tensors_hooks(keep, _refuse):
-                made = [_without_history(one.clone() if self._copies else one) for one in self._made]
+                made = [_without_history(one) for one in self._made]
+                if self._copies:
+                    made = [one.clone() for one in made]
                 args = tuple(map(given, self._args))
                 self._run(whole, made, args, {key: given(one) for key, one in self._kwargs.items()})
         except _Enough:
