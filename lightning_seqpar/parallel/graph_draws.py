@@ -6,6 +6,7 @@ parallelism from the replicated one. What would need the other is refused when t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_seqpar.layout.param_layout import ModelLayout
 from lightning_seqpar.parallel.compiled_blocks import GraphRefusedError
@@ -89,9 +91,9 @@ class _Follower:
     def __init__(self, region: SequenceRegion, mode: Any) -> None:
         self._region, self._mode = region, mode
 
-    def follow(self, graph: fx.GraphModule, given: Sequence[str]) -> str:
-        """The state of what a graph returns, given those of its inputs."""
-        state: dict[fx.Node, str] = {}
+    def follow(self, graph: fx.GraphModule, given: Sequence[Any]) -> Any:
+        """The states of what a graph returns, as it returns it, given those of its inputs."""
+        state: dict[fx.Node, Any] = {}
         inputs = iter(given)
         for node in graph.graph.nodes:
             state[node] = next(inputs, "") if node.op == "placeholder" else self._state(node, state, graph)
@@ -99,22 +101,33 @@ class _Follower:
                 continue
             if not any(text in str(node.target) for text in _QUIET) and _draws(node, self._mode):
                 self._check_draw(node, state[node])
-        return next((state[node] for node in graph.graph.nodes if node.op == "output"), "")
+        (output,) = graph.graph.find_nodes(op="output")
+        return fx.node.map_arg(output.args[0], state.__getitem__)
 
-    def _state(self, node: fx.Node, state: Mapping[fx.Node, str], graph: fx.GraphModule) -> str:
-        """``features`` of this rank, ``whole`` on a way to columns, ``cut`` for a parameter of which this is a part, or neither."""
-        inputs = [state[one] for one in node.all_input_nodes]
+    def _state(self, node: fx.Node, state: Mapping[fx.Node, Any], graph: fx.GraphModule) -> Any:
+        """``features`` of this rank, ``whole`` on a way to columns, ``cut`` for a parameter of which this is a part, or neither.
+
+        Of a node that gives several values a tuple of such.
+        """
+        if node.target is operator.getitem and isinstance(several := state[node.all_input_nodes[0]], tuple | list):
+            at: Any = node.args[1]
+            return several[at]
+        inputs = tree_leaves([state[one] for one in node.all_input_nodes])
         if parts := _parts(node, graph):
             inner = [state[one] for one in node.all_input_nodes if one.op != "get_attr"]
             # Of a function with its own backward the first graph is the forward, which may be given its context first.
             forward, used = parts[0], [text for part in parts for text in _collectives(part)]
             given = sum(one.op == "placeholder" for one in forward.graph.nodes)
             behind = self.follow(forward, [""] * (given - len(inner)) + inner)
-            if not used or "autograd_function_apply" not in str(node.target):
+            if "autograd_function_apply" not in str(node.target):
+                return behind
+            behind = behind[0]  # and what it keeps for its backward
+            if not used:
                 return behind
             first = _collectives(forward)
-            gathers = first == ["all_gather"] or (not first and used == ["all_reduce"])
-            return "whole" if self._region.sp and gathers else ""
+            gathers = "all_gather" in first or (not first and "all_reduce" in used)
+            moved = "whole" if self._region.sp and gathers else ""
+            return tree_map(lambda one: one if one == "features" else moved, behind)
         if "all_gather" in str(node.target):
             return "whole"
         if any(text in str(node.target) for text in _SUMS):
