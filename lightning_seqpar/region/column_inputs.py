@@ -84,10 +84,12 @@ class ColumnGroup:
         whole, again = self._whole, self._again
         if whole is None or again is None or not self._all:
             return None
-        made = []
+        made: list[Tensor] = []
         for column in self._all:
-            if (one := _made_for(column, whole)) is None:
+            noted = column.__dict__.get(_MADE)
+            if (one := take_made(column, whole)) is None:
                 return None
+            column.__dict__[_MADE] = noted
             made.append(one)
         for column in self._all:
             del column.__dict__[_MADE]
@@ -148,8 +150,8 @@ def _hand_out_in_graph(
         column.__dict__[_MADE] = whole, 0, state, tuple(column._parameters.values()), out
 
 
-def _made_for(column: Any, x: Tensor) -> Tensor | None:
-    """What was made for a column, if it would make the same of ``x`` now."""
+def take_made(column: Any, x: Tensor) -> Tensor | None:
+    """What was made for a column where ``x``, which it is called with, was gathered; None if it has to multiply by itself."""
     noted = column.__dict__.get(_MADE)
     if noted is None:
         return None
@@ -167,15 +169,8 @@ def _made_for(column: Any, x: Tensor) -> Tensor | None:
         or parameters != identities(column._parameters.values())
     ):
         return None
+    del column.__dict__[_MADE]
     return out  # type: ignore[no-any-return]
-
-
-def take_made(column: Any, x: Tensor) -> Tensor | None:
-    """What was made for a column where ``x``, which it is called with, was gathered; None if it has to multiply by itself."""
-    out = _made_for(column, x)
-    if out is not None:
-        del column.__dict__[_MADE]
-    return out
 
 
 @torch.compiler.substitute_in_graph(take_made)

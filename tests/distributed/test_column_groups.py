@@ -424,7 +424,7 @@ def compare(what: str, found: dict[str, Tensor | None], reference: nn.Module) ->
 )
 @sees(
     "what was made with another bias is taken",
-    "_made_for",
+    "take_made",
     "or parameters != identities(column._parameters.values())",
     "",
 )
@@ -436,7 +436,7 @@ def compare(what: str, found: dict[str, Tensor | None], reference: nn.Module) ->
 )
 @sees(
     "what was made of a tensor is taken though its gradient is changed",
-    "_made_for",
+    "take_made",
     "grad_hooks(x) is not None",
     "False",
 )

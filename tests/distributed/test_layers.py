@@ -114,7 +114,7 @@ def check_costs_and_refusals() -> None:
 
 @sees(
     "a gathered input that was changed taken for the gathered one",
-    "_made_for",
+    "take_made",
     "is_other = x._version != version or",
     "is_other =",
 )
