@@ -185,7 +185,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, d
 
 
 @torch.compiler.substitute_in_graph(_product)
-def _graph_product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype | None) -> Tensor:
+def _graph_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype | None
+) -> Tensor:
     """The same in a graph, where views are no matter."""
     matrix = weight.t() if transposed else weight
     if dtype is None:

@@ -6,7 +6,7 @@ The products of a row are parts of a sum. Either style also takes a parameter th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import field_validator
 from torch import nn
