@@ -73,7 +73,7 @@ def _draws(node: fx.Node, mode: Any) -> bool:
     return draws.drew
 
 
-_QUIET = ("c10d_functional", "wait_tensor", "getitem", "getattr", "setitem")
+_QUIET = ("c10d_functional", "lightning_seqpar", "wait_tensor", "getitem", "getattr", "setitem")
 """Parts of names of operations that draw nothing and better not run: collectives, and what reads parts."""
 _SUMS = ("reduce_scatter", "all_reduce")
 """Parts of names of collectives behind which a value is no term of a sum any more."""
