@@ -76,7 +76,8 @@ class _Swap:
             *(self._groups["tp"], stack.dim),
             sp=stack.sp,
             name=stack.shown,
-            regather=regather,
+            # In a compiled block that runs again in the backward all that was gathered is there again.
+            regather=regather and (self._compiler is None or self._recompute != "full"),
             context=self._context,
             traced=self._compiler is not None,
         )
