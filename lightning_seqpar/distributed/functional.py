@@ -16,6 +16,21 @@ from lightning_seqpar.distributed.padding import pad
 _OPS = torch.ops._c10d_functional
 
 
+@torch.library.custom_op("lightning_seqpar::behind", mutates_args=(), schema="(Tensor x, Tensor grad) -> Tensor")
+def behind(x: Tensor, grad: Tensor) -> Tensor:
+    """``x`` in a new tensor, which is there no sooner than ``grad`` is.
+
+    What is made of it is made in the backward. Else a compiler finds that a gather in the backward gives what one in the forward has
+    given, and keeps that.
+    """
+    return x.clone()
+
+
+@behind.register_fake
+def _(x: Tensor, grad: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 class GraphAllReduce:
     """A sum of tensors of any shape over the group, which the graph waits for where :meth:`wait` is called."""
 

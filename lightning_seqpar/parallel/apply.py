@@ -21,7 +21,7 @@ from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, is_compiled
 from lightning_seqpar.parallel.context import hook_embeddings
-from lightning_seqpar.parallel.graph_draws import check_draws
+from lightning_seqpar.parallel.graph_draws import check_graph
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, recomputed, remake_activations
 from lightning_seqpar.parallel.resolve import ResolvedPlan
@@ -76,7 +76,8 @@ class _Swap:
             *(self._groups["tp"], stack.dim),
             sp=stack.sp,
             name=stack.shown,
-            regather=regather,
+            # In a compiled block that runs again in the backward all that was gathered is there again.
+            regather=regather and (self._compiler is None or self._recompute != "full"),
             context=self._context,
             traced=self._compiler is not None,
         )
@@ -127,9 +128,8 @@ class _Swap:
     def _compile_blocks(self, compiler: BlockGraphs, layouts: ModelLayout) -> None:
         count = sum(len(stack.blocks) for stack in self.plan.stacks)
         for stack in self.plan.stacks:
-            region = self._application.region_at(stack)
+            check = functools.partial(check_graph, layout=layouts, region=self._application.region_at(stack))
             for name in stack.blocks:
-                check = functools.partial(check_draws, layout=layouts, region=region)
                 compiler.compile(self.plan.modules[name], name, count, check)
 
     # ---- hooks -------------------------------------------------------------------------------------------------

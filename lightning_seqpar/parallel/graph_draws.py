@@ -1,4 +1,4 @@
-"""Random draws of a traced block: whether all of them may come from the one stream that the block runs on.
+"""What is looked for in the graph of a traced block: draws from the wrong stream, and changes of what was gathered.
 
 Eagerly a region switches between two streams. A compiled block draws from the rank's own throughout, or without sequence
 parallelism from the replicated one. What would need the other is refused when the graph is made, and so is what may need it.
@@ -55,6 +55,11 @@ def _value(node: Any) -> Any:
     return node.meta.get("example_value")
 
 
+def _sizes(shape: Sequence[Any]) -> list[int | str]:
+    """A shape as messages show it, in which sizes may be symbols."""
+    return [size if isinstance(size, int) else str(size) for size in shape]
+
+
 def _draws(node: fx.Node, mode: Any) -> bool:
     """Whether what a node computes draws random numbers: its operation is run on examples that hold no numbers."""
     args: Any = fx.node.map_arg(node.args, _value)
@@ -68,10 +73,16 @@ def _draws(node: fx.Node, mode: Any) -> bool:
     return draws.drew
 
 
-_QUIET = ("c10d_functional", "wait_tensor", "getitem", "getattr", "setitem")
+_QUIET = ("c10d_functional", "lightning_seqpar", "wait_tensor", "getitem", "getattr", "setitem")
 """Parts of names of operations that draw nothing and better not run: collectives, and what reads parts."""
 _SUMS = ("reduce_scatter", "all_reduce")
 """Parts of names of collectives behind which a value is no term of a sum any more."""
+
+
+def check_graph(graph: fx.GraphModule, inputs: Sequence[Any], layout: ModelLayout, region: SequenceRegion) -> None:
+    """Raise GraphRefusedError for a graph that would not compute what its block does."""
+    check_gathered(graph)
+    check_draws(graph, inputs, layout, region)
 
 
 def check_draws(graph: fx.GraphModule, inputs: Sequence[Any], layout: ModelLayout, region: SequenceRegion) -> None:
@@ -83,6 +94,23 @@ def check_draws(graph: fx.GraphModule, inputs: Sequence[Any], layout: ModelLayou
         known = [layout.of(value) if isinstance(value, Tensor) else None for value in inputs]
         given = ["cut" if one is not None and one.is_sharded else "" for one in known]
         _Follower(region, first.fake_mode).follow(graph, given)
+
+
+def check_gathered(graph: fx.GraphModule) -> None:
+    """Raise GraphRefusedError where a block changes in place what was gathered for columns, which have multiplied it before.
+
+    Eagerly a column that is called with what was changed multiplies it again.
+    """
+    for node in graph.graph.nodes:
+        if "autograd_function_apply" not in str(node.target):
+            continue
+        read = {one.args[1]: one for one in node.users if one.target is operator.getitem}
+        whole = _value(read[0]) if len(read) > 1 and 0 in read else None
+        if isinstance(whole, Tensor) and whole._version:
+            raise GraphRefusedError(
+                f"a gathered activation of shape {_sizes(whole.shape)} is changed in place, in front of linears that have "
+                "multiplied it where it was gathered: write the change as a new tensor"
+            )
 
 
 class _Follower:
@@ -156,7 +184,7 @@ class _Follower:
         if node.target in (F.dropout, torch.dropout) and (state == "features" or self._is_shard(node)):
             return  # single elements too
         raise GraphRefusedError(
-            f"{what} draws a tensor of shape {[int(n) if isinstance(n, int) else str(n) for n in shape]}, which is not dropout of "
+            f"{what} draws a tensor of shape {_sizes(shape)}, which is not dropout of "
             "each element of an activation: for all positions alike (stochastic depth) the ranks would have to draw alike"
         )
 

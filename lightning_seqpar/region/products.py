@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.async_ops import PendingAllReduce, PendingGather, PendingReduceScatter
 from lightning_seqpar.distributed.autograd import Function, once_differentiable, set_grad_enabled
-from lightning_seqpar.distributed.functional import GraphAllReduce, GraphGather, GraphReduceScatter
+from lightning_seqpar.distributed.functional import GraphAllReduce, GraphGather, GraphReduceScatter, behind
 
 
 class Pending(Protocol):
@@ -293,7 +293,10 @@ class Products(Function):
         kept, *weights = ctx.saved_tensors
         again: Any = kept
         if kept is not None and ctx.gathers_again:
-            again = tokens.start_gather(kept if ctx.norm is None else ctx.norm.run(kept))
+            again = kept if ctx.norm is None else ctx.norm.run(kept)
+            if tokens.traced and tokens.sp:
+                again = behind(again, outer[read[0]])
+            again = tokens.start_gather(again)
         pending: Any = None
         own = False  # the gradient of other readers is not changed in place
         total = None if total is None else total.flatten(0, -2)

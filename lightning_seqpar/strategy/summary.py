@@ -68,8 +68,6 @@ def _memory(config: ParallelConfig, tp: int) -> str:
     kept = (
         "what columns read is gathered again in the backward" if config.regather else "what columns read is kept whole"
     )
-    if config.compile:
-        kept = f"{kept}, outside of the compiled blocks"
     recompute = {
         "none": "",
         "activations": "recompute activations: norms and what follows the columns of MLPs run again in the backward",
@@ -83,12 +81,9 @@ def _memory(config: ParallelConfig, tp: int) -> str:
 
 
 def describe_compiled(record: ShardedModel) -> str:
-    """A line on compiled blocks: how many, and what compiling gives up."""
+    """A line on compiled blocks: how many."""
     blocks = {name for region in record.regions for name in region.blocks}
-    return (
-        f"compile: {len(blocks)} blocks, one graph for each kind. In them regather and the overlap of weight-gradient products "
-        "with collectives are off: gathered inputs are kept"
-    )
+    return f"compile: {len(blocks)} blocks, one graph for each kind"
 
 
 def describe_stages(record: ShardedModel) -> list[str]:

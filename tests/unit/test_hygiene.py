@@ -214,9 +214,9 @@ def test_a_mutant_that_fits_no_more_says_why():
     for definition, old, says in (
         ("GradSync.rush", "x", "there is no definition GradSync.rush"),
         (
-            "gather_arguments",
+            "all_gather",
             "x",
-            "is several definitions; name one of hooks:gather_arguments, lowered:gather_arguments",
+            "is several definitions; name one of async_ops:all_gather, functional:all_gather",
         ),
         ("GradSync.flush", "no such text", "its text stands 0 times in GradSync.flush"),
     ):
