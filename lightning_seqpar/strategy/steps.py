@@ -213,7 +213,7 @@ class Steps:
         if self.split is not None and loop != "training":
             self.split.settle()
         if draws is not None:
-            schedule.note_draws(drawn=draws.end())
+            schedule.note_draws(draws.end())
             out = _with_whole_extras(out)
         else:
             if any(isinstance(tensor, ShardedLogits | SeqPart) for tensor in tensors_in(out)):
