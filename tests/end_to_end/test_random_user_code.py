@@ -20,7 +20,6 @@ from tests.helpers.fit import quiet_trainer
 from tests.helpers.slices import rest
 
 WAYS = (
-    "",
     "full",
     "selective",
     *(f"{part}{kind}" for part in ("block", "attn", "columns", "between", "mlp") for kind in ("", ", reentrant")),
@@ -44,26 +43,31 @@ PLAN = {
 }
 
 
-class Drawing(nn.Module):
-    """Scales activations by numbers that it draws, and keeps those of forwards by where they were drawn.
+class Notes:
+    """What a run draws in each step, by where it does, and where its code seeds torch's generators in this step."""
 
-    Args:
-        drawn: the numbers.
-        way: one of :data:`WAYS`.
-        seeds: where the code seeds torch's generators, in front of its draw.
-    """
+    def __init__(self) -> None:
+        self.drawn: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
+        self.step, self.seeds = 0, ""
 
-    def __init__(self, drawn: dict[str, list[Tensor]], way: str, seeds: str) -> None:
-        super().__init__()
-        self.drawn, self.way, self.seeds = drawn, way, seeds
-
-    def scaled(self, x: Tensor, where: str) -> Tensor:
+    def draw(self, where: str, shape: tuple[int, ...]) -> Tensor:
         if self.seeds == where:
             torch.manual_seed(9)
-        numbers = torch.rand(x.shape, dtype=x.dtype)
+        numbers = torch.rand(shape, dtype=torch.float64)
         if not in_backward():
-            self.drawn[where].append(numbers)
-        return x * (0.5 + numbers)
+            self.drawn[self.step, where].append(numbers)
+        return numbers
+
+
+class Drawing(nn.Module):
+    """Scales activations by numbers that it draws; ``way`` is one of :data:`WAYS`."""
+
+    def __init__(self, notes: Notes, way: str) -> None:
+        super().__init__()
+        self.notes, self.way = notes, way
+
+    def scaled(self, x: Tensor, where: str) -> Tensor:
+        return x * (0.5 + self.notes.draw(where, tuple(x.shape)))
 
     def again(self, part: str, call: Any, *args: Tensor) -> Any:
         if self.way.split(",")[0] != part:
@@ -108,92 +112,87 @@ class DrawingBlock(Drawing):
         return self.down(self.scaled(F.gelu(self.up(x)), "features"))
 
 
+CASES = [
+    ("", (1, 0)),
+    ("between forwards", (1, 0)),
+    *((where, (0, 1)) for where in ("whole", "shards", "columns", "heads", "behind the rows")),
+]
+"""Of each step where its code seeds, and which forward's backward runs first."""
+
+
 class DrawingModel(L.LightningModule):
-    """Runs several forwards and then their backwards, in another order.
+    """Runs two forwards in a step, and their backwards in the order of :data:`CASES`."""
 
-    Args:
-        order: the forwards whose backwards run, in order.
-    """
-
-    def __init__(self, way: str, seeds: str, order: tuple[int, ...]) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.automatic_optimization = False
-        self.drawn: dict[str, list[Tensor]] = defaultdict(list)
         self.embed, self.norm, self.out = nn.Embedding(31, 16), nn.LayerNorm(16), nn.Linear(16, 31)
-        self.blocks = nn.ModuleList(DrawingBlock(self.drawn, way, seeds) for _ in range(2))
-        self.seeds, self.order, self.grads = seeds, order, []
+        self.notes, self.grads = Notes(), []
+        self.blocks = nn.ModuleList(DrawingBlock(self.notes, way) for _ in range(2))
 
     def one(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            if self.draw("between the blocks") > -1:
+            if float(self.notes.draw("between the blocks", (2,))[0]) > -1:
                 x = block.again("block", block, x)
         return F.cross_entropy(self.out(self.norm(x)).flatten(0, 1), ids.flatten())
 
-    def draw(self, where: str) -> float:
-        self.drawn[where].append(torch.rand(2))
-        return float(self.drawn[where][-1][0])
-
     def training_step(self, batch: Any, batch_idx: int) -> None:
         (ids,) = batch
-        self.draw("in front")
+        self.notes.step = batch_idx
+        self.notes.seeds, order = CASES[batch_idx]
+        self.notes.draw("in front", (2,))
         losses = [self.one(ids)]
-        if self.seeds == "step":
-            torch.manual_seed(batch_idx)
-        self.draw("between forwards")
+        self.notes.draw("between forwards", (2,))
         losses.append(self.one(ids.flip(1)))
-        self.draw("behind")
-        for at in self.order:
+        for at in order:
+            self.notes.draw("beside backwards", (2,))
             self.manual_backward(losses[at])
-            self.draw("between backwards")
-        self.grads.append({name: p.grad.clone() for name, p in self.named_parameters()})
+        self.notes.draw("beside backwards", (2,))
+        self.grads.append([p.grad.clone() for p in self.parameters()])
+        self.zero_grad()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-CASES = [
-    ("", (1, 0)),
-    ("step", (1, 0)),
-    *((where, (0, 1)) for where in ("whole", "shards", "columns", "heads", "behind the rows")),
-]
-"""Where the user's code seeds, and the order of backwards."""
-ALIKE = {"whole", "between the blocks", "in front", "between forwards", "behind", "between backwards"}
-Run = tuple[dict[str, list[Tensor]], list[dict[str, Tensor]]]
-
-
-def run_all(tp: int, sp: bool) -> list[list[Run]]:
-    return [[run_one(tp, sp, way, seeds, order) for way in WAYS] for seeds, order in CASES]
-
-
-def run_one(tp: int, sp: bool, way: str, seeds: str, order: tuple[int, ...]) -> Run:
+def run(way: str, tp: int, sp: bool) -> DrawingModel:
     L.seed_everything(5, verbose=False)
-    data = DataLoader(TensorDataset(torch.randint(31, (8, 11))), batch_size=4)
+    data = DataLoader(TensorDataset(torch.randint(31, (2 * len(CASES), 11))), batch_size=2)
     recompute = way if way in ("full", "selective") else "none"
     strategy = SeqParallelStrategy(tp=tp, sp=sp, plan=PLAN, self_check=False, recompute=recompute)
-    module = DrawingModel(way, seeds, order)
+    module = DrawingModel(way)
     quiet_trainer(devices=tp, strategy=strategy, max_epochs=1).fit(module, data)
-    return dict(module.drawn), module.grads
+    return module
+
+
+def run_all(tp: int, sp: bool) -> tuple[dict[tuple[int, str], list[Tensor]], list[tuple[str, int]]]:
+    """What a rank draws where nothing runs again, and the ways and steps in which another way draws or computes another thing."""
+    plain, wrong = run("", tp, sp), []
+    for way in WAYS:
+        again = run(way, tp, sp)
+        for step, (grads, kept) in enumerate(zip(again.grads, plain.grads, strict=True)):
+            alike = [one.allclose(other, rtol=1e-9, atol=1e-12) for one, other in zip(grads, kept, strict=True)]
+            for where, numbers in plain.notes.drawn.items():
+                alike += map(torch.equal, again.notes.drawn[where], numbers) if where[0] == step else []
+            wrong += [] if all(alike) else [(way, step)]
+    return dict(plain.notes.drawn), wrong
 
 
 @pytest.mark.parametrize(("tp", "sp"), [(2, True), rest(2, False), rest(4, True), rest(4, False)])
 def test_what_user_code_draws_is_alike_or_apart_and_drawn_again_in_a_backward(tp, sp):
-    ranks = run_distributed(run_all, tp, tp, sp, timeout=600.0)
-    alike = ALIKE if sp else {*ALIKE, "shards", "behind the rows"}
-    for number, (seeds, _) in enumerate(CASES):
-        plain = [rank[number][0] for rank in ranks]
-        for where, first in plain[0][0].items():
-            for drawn, _ in plain[1:]:
-                if where in alike:
-                    assert all(map(torch.equal, drawn[where], first)), (seeds, where)
-        if seeds in ("", "step"):  # else all draw alike behind the seed, until they come to the next switch
-            runs = [(drawn, drawn.keys() if drawn is plain[0][0] else drawn.keys() - alike) for drawn, _ in plain]
-            numbers = torch.cat([one.flatten() for drawn, names in runs for name in names for one in drawn[name]])
-            assert len(numbers.unique()) == len(numbers), seeds  # nothing is drawn twice
-        for at, way in enumerate(WAYS):
-            for (drawn, grads), (expected, kept) in zip((rank[number][at] for rank in ranks), plain, strict=True):
-                assert all(all(map(torch.equal, drawn[where], expected[where])) for where in expected), (seeds, way)
-                for one, other in zip(grads, kept, strict=True):
-                    for name in one:
-                        assert one[name].allclose(other[name], rtol=1e-9, atol=1e-12), (seeds, way, name)
+    ranks = run_distributed(run_all, tp, tp, sp)
+    assert [wrong for _, wrong in ranks] == [[]] * tp
+    alike = {"whole", "between the blocks", "in front", "between forwards", "beside backwards"}
+    alike |= set() if sp else {"shards", "behind the rows"}
+    first, numbers = ranks[0][0], []
+    assert len(first) == 11 * len(CASES)
+    for (step, where), expected in first.items():
+        others = [drawn[step, where] for drawn, _ in ranks[1:]]
+        if where in alike:
+            assert all(all(map(torch.equal, drawn, expected)) for drawn in others), (step, where)
+        if step < 2:  # else all draw alike behind the seed, until they come to the next switch
+            numbers += [one.flatten() for drawn in (expected, *([] if where in alike else others)) for one in drawn]
+    everything = torch.cat(numbers)
+    assert len(everything.unique()) == len(everything)  # nothing is drawn twice, by one rank or several
