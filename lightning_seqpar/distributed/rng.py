@@ -139,37 +139,28 @@ def _advance(generator: torch.Generator) -> None:
         torch.rand(1, dtype=torch.float32, generator=generator)
 
 
-def _states() -> list[Tensor]:
+def torch_states() -> list[Tensor]:
     """The states of torch's own generators now."""
     return [one.get_state() for one in generators()]
 
 
-def _restore(states: list[Tensor]) -> None:
-    """Set torch's own generators to states that :func:`_states` returned."""
+def drawn_since(states: Sequence[Tensor]) -> frozenset[str]:
+    """Types of the devices from whose generators was drawn since :func:`torch_states` returned ``states``."""
+    pairs = zip(generators(), states, strict=False)
+    return frozenset(one.device.type for one, before in pairs if _key(one.get_state()) != _key(before))
+
+
+def _restore(states: Sequence[Tensor]) -> None:
     for one, state in zip(generators(), states, strict=False):
         one.set_state(state)
 
 
-def _reseed(states: list[Tensor], place: int) -> None:
-    """Seed torch's own generators from states that :func:`_states` returned, and a place."""
+def _reseed(states: Sequence[Tensor], place: int) -> None:
     for one, state in zip(generators(), states, strict=False):
         one.manual_seed(_derived_seed(state, place))
 
 
-class StepDraws:
-    """Tells from which of torch's generators a step has drawn, made where the step begins."""
-
-    def __init__(self) -> None:
-        self._before = _states()
-
-    def end(self) -> frozenset[str]:
-        """The types of their devices. Ranks that did not expect it have drawn alike, and equally much."""
-        pairs = zip(generators(), self._before, strict=False)
-        return frozenset(one.device.type for one, before in pairs if _key(one.get_state()) != _key(before))
-
-
 def _host_states() -> tuple[Any, Any]:
-    """The states of Python's and numpy's generators now."""
     return random.getstate(), np.random.get_state()
 
 
@@ -216,7 +207,7 @@ class SavedStreams:
     """The states of torch's, Python's and numpy's generators at one moment."""
 
     def __init__(self) -> None:
-        self._torch, self._host = _states(), _host_states()
+        self._torch, self._host = torch_states(), _host_states()
 
     def restore(self) -> None:
         """Go on from there."""
@@ -269,19 +260,17 @@ def seed_streams() -> None:
 @contextmanager
 def drawn_apart(place: int) -> Iterator[None]:
     """A context in which ranks draw apart, each by its ``place``, such as its context-parallel rank; then alike again."""
-    before = _states()
-    _reseed(before, _APART + place)
-    for one in generators():
-        one.manual_seed(one.initial_seed() & ~_MARK | _APART_MARK)
-    draws = StepDraws()
+    before = torch_states()
+    for one, state in zip(generators(), before, strict=True):
+        one.manual_seed(_derived_seed(state, _APART + place) & ~_MARK | _APART_MARK)
+    apart = torch_states()
     try:
         yield
     finally:
-        drawn = draws.end()
+        drawn = drawn_since(apart)
         _restore(before)
-        if drawn:  # else the streams are left as on one process
-            for one in generators():
-                _advance(one)
+        for one in generators() if drawn else ():  # else the streams are left as on one process
+            _advance(one)
 
 
 def draws_apart() -> bool:
@@ -302,7 +291,7 @@ class StageStreams:
 
     def begin(self) -> None:
         """The forward begins."""
-        self._before = _states()
+        self._before = torch_states()
         self._host_before = self._host_at_blocks = host_state()
 
     def enter_blocks(self) -> None:
@@ -333,7 +322,7 @@ class StageStreams:
 
     def has_drawn(self) -> bool:
         """Whether anything was drawn since :meth:`begin`."""
-        return any(_key(one) != _key(now) for one, now in zip(self._before, _states(), strict=False))
+        return bool(drawn_since(self._before))
 
     def has_drawn_on_host(self) -> bool:
         """Whether anything was drawn from Python's or numpy's generators since :meth:`enter_blocks`."""

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_seqpar.context.seq_part import Place, SeqPart, local_of
 from lightning_seqpar.distributed.autograd import in_backward, saved_tensor_hooks, saved_tensor_hooks_allowed
 from lightning_seqpar.distributed.counters import saved_counter
-from lightning_seqpar.distributed.rng import StepDraws, kept_streams
+from lightning_seqpar.distributed.rng import drawn_since, kept_streams, torch_states
 from lightning_seqpar.layout.attributes import ModelAttributes
 from lightning_seqpar.layout.stand_in import later
 from lightning_seqpar.region.column_inputs import ColumnGroup, hand_out
@@ -64,9 +64,9 @@ def _is_repeatable(module: nn.Module, forward: Callable[[Tensor], Any], x: Tenso
         return True
     before = dict(vars(module))
     with kept_streams(), torch.no_grad():
-        draws = StepDraws()
+        states = torch_states()
         first, second = forward(x), forward(x)
-        drew = draws.end()
+        drew = drawn_since(states)
     noted = vars(module).keys() != before.keys() or any(
         vars(module)[name] is not value for name, value in before.items()
     )

@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_seqpar.distributed.rng import DrawWatch, RankStreams, drawn_apart, generators
+from lightning_seqpar.distributed.rng import (
+    DEVICES,
+    DrawWatch,
+    RankStreams,
+    drawn_apart,
+    drawn_since,
+    generators,
+    torch_states,
+)
+from lightning_seqpar.region.schedule import WatchSchedule
 from tests.mutants import sees
 
 
@@ -119,7 +128,12 @@ def test_where_no_draws_are_expected_nothing_is_switched():
     assert streams.begin()
 
 
-@sees("streams of parts of a sequence come from a few seeds", "rng:_MARK", "_MARK = 0xFFFFF << 40", "_MARK = 0xFFFFF")
+@sees(
+    "streams of parts of a sequence come from a few seeds",
+    "drawn_apart",
+    "& ~_MARK | _APART_MARK",
+    "& ~0xFFFFFFFF | _APART_MARK",
+)
 def test_no_two_draws_of_parts_are_alike():
     torch.manual_seed(3)
     seen = set()
@@ -127,3 +141,90 @@ def test_no_two_draws_of_parts_are_alike():
         with drawn_apart(count % 2):
             seen.add(tuple(torch.rand(4).tolist()))
     assert len(seen) == 600
+
+
+@sees("a number in store is no part of a key", "_key", " + held[5016:].tobytes()", "")
+@sees("a key tells positions, and not among which numbers", "_key", "held[:56]", "held[:24]")
+@pytest.mark.parametrize("draw", [lambda: torch.randn(1), lambda: torch.rand(624), lambda: torch.randn(1).double()])
+def test_a_draw_is_seen_wherever_it_leaves_the_generator(draw):
+    """Also where 624 numbers, which a CPU's generator makes at once, were drawn, or one in store was taken."""
+    torch.manual_seed(4)
+    before = [torch_states() for _ in range(20) if draw() is not None]
+    assert not drawn_since(before.pop())
+    assert all(drawn_since(states) == {"cpu"} for states in before)
+    own = set()
+    for states in before:
+        torch.set_rng_state(states[0])
+        RankStreams(1).begin()
+        own.add(torch.initial_seed())
+    assert len(own) == len(before)
+
+
+class Philox:
+    """Stands in for a CUDA device's generator, whose state is a seed and an offset."""
+
+    device = torch.device("cuda")
+
+    def __init__(self) -> None:
+        self.at = [7, 0]
+
+    def get_state(self) -> Tensor:
+        return torch.tensor(self.at).view(torch.uint8)
+
+    def set_state(self, state: Tensor) -> None:
+        self.at = state.view(torch.int64).tolist()
+
+    def manual_seed(self, seed: int) -> None:
+        self.at = [seed, 0]
+
+    def initial_seed(self) -> int:
+        return self.at[0]
+
+    def get_offset(self) -> int:
+        return self.at[1]
+
+    def set_offset(self, offset: int) -> None:
+        self.at[1] = offset
+
+    def draw(self) -> tuple[int, ...]:
+        self.at[1] += 4
+        return tuple(self.at)
+
+
+def test_a_devices_generator_alone_is_switched():
+    streams, host, device = RankStreams(1), torch.get_rng_state(), Philox()
+    streams.draws = [device]
+    assert streams.begin()
+    assert streams.end()
+    assert device.at == [7, 0]  # nothing was drawn
+    seen, starts = [], []
+    for _ in range(3):
+        streams.begin()
+        starts.append(device.get_state())
+        seen.append((device.draw(), device.draw()))
+        streams.end()
+        seen.append((device.draw(),))
+    assert device.at == [7, 4 * 6]
+    assert len({one for drawn in seen for one in drawn}) == 9
+    for start, *expected in reversed([*zip(starts, seen[::2], seen[1::2], strict=True)]):
+        device.set_state(start)
+        assert streams.own
+        assert (device.draw(), device.draw()) == expected[0]
+        streams.end()
+        assert (device.draw(),) == expected[1]
+    assert torch.equal(torch.get_rng_state(), host)
+
+
+@sees(
+    "streams of every device are switched once one draws",
+    "WatchSchedule.expects_draws",
+    "else self._drawn",
+    "else self._drawn and DEVICES",
+)
+def test_draws_are_expected_where_a_step_drew():
+    schedule = WatchSchedule()
+    for step in range(1, 20):
+        schedule.begin_step("training")
+        assert schedule.expects_draws("training") == (DEVICES if step <= 16 else {"cuda"})
+        schedule.note_draws(frozenset(["cuda"]))
+    assert schedule.expects_draws("validation") == DEVICES
