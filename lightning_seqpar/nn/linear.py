@@ -150,7 +150,8 @@ class ColumnParallelLinear(_ParallelLinear):
         finally:
             region.close_gather()
             region.frames.finish(self.full_name)
-            region.streams.begin()
+            if region.streams.draws:
+                region.streams.begin()
 
     def _multiplied(self, x: Tensor) -> Tensor:
         out: Tensor = Products.apply((None, None, (self.transposed,)), x, self.weight, self.bias)  # type: ignore[no-untyped-call]

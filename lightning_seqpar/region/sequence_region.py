@@ -107,7 +107,8 @@ class SequenceRegion:
 
     def begin_shards(self) -> None:
         """Each rank draws for itself from here on, for its shards; between blocks (layerdrop) all draw alike."""
-        self.frames.current.switched_streams = self.sp and self.streams.begin()
+        if self.sp and self.streams.draws:
+            self.frames.current.switched_streams = self.streams.begin()
 
     def end_shards(self, *, aborted: bool) -> None:
         """All draw alike again; in a call that raised, a column may have no row."""
