@@ -135,7 +135,7 @@ class Runner:
     def _begin(self) -> None:
         """What the strategy does in front of a step, and not for each block."""
         if self._record is not None:
-            self._record.reset_calls(draws=False)
+            self._record.reset_calls(draws=())
 
     def time(self, steps: int) -> tuple[float, float]:
         """Seconds of a forward and of a backward, each the median of so many steps."""

@@ -7,15 +7,12 @@ import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.data.sampler import PLACE
-from lightning_seqpar.distributed.rng import get_streams, kept_streams, set_streams
-
-_CPU = torch.device("cpu")
+from lightning_seqpar.distributed.rng import SavedStreams, kept_streams
 
 
 class _End:
@@ -52,16 +49,16 @@ class BroadcastLoader:
             if reader is not None:
                 try:
                     batch = next(reader, _End)
-                    message = [("end" if batch is _End else "batch", pickle.dumps(batch), get_streams(_CPU))]
+                    message = [("end" if batch is _End else "batch", pickle.dumps(batch), SavedStreams())]
                 except Exception as error:  # sent to the other ranks first, and raised here afterwards
                     failed = error
-                    message = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]
+                    message = [("failed", f"{type(error).__name__}: {error}", SavedStreams())]
             dist.broadcast_object_list(message, src=self._source, group=self._group)
             event, value, streams = message[0]
             if failed is not None:
                 raise failed
             if not reads:
-                set_streams(streams, _CPU)
+                streams.restore()
             if event == "failed":
                 raise RuntimeError(f"rank {self._source}, which reads the batches of this replica, raised {value}")
             if event == "end":
@@ -70,7 +67,7 @@ class BroadcastLoader:
 
     def _read(self) -> Iterator[Any]:
         """Iterate the user's loader: a generator, so that an error on making its iterator comes with the first batch."""
-        with kept_streams(_CPU) if self._resumes else contextlib.nullcontext():
+        with kept_streams() if self._resumes else contextlib.nullcontext():
             iterator = iter(self.loader)  # of an epoch that goes on it drew its seed before the checkpoint
         self._resumes = False
         yield from iterator

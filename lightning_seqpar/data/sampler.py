@@ -118,7 +118,7 @@ class ReplicaSampler(Sampler[Any]):
         # One replica, whose order follows from states of torch's generators that its ranks share.
         if self.num_replicas == 1 and (type(self.order) in _DRAWN_FROM_TORCH or not isinstance(self.order, Sized)):
             source = self.groups.source(self.groups.replica_axes)
-            share_streams(self.groups[self.groups.replica_axes], source, torch.device("cpu"))
+            share_streams(self.groups[self.groups.replica_axes], source)
             self._share_generator(source)
             return
         if epoch == self._epoch:  # Lightning says so once more behind the start of an iteration
@@ -127,7 +127,7 @@ class ReplicaSampler(Sampler[Any]):
         if (generator := self._generator()) is not None:
             self._began["own"] = generator.get_state()
         number = self.seed.of_epoch(epoch, self.place)
-        with kept_streams(torch.device("cpu")):
+        with kept_streams():
             random.seed(number)
             np.random.seed(number)
             torch.default_generator.manual_seed(number)
@@ -155,7 +155,7 @@ class ReplicaSampler(Sampler[Any]):
         place, self._resumed = self._resumed or {}, None
         rest = self._iterate(place)
         if place:
-            with kept_streams(torch.device("cpu")):
+            with kept_streams():
                 if "torch" in place:
                     torch.set_rng_state(place["torch"])
                 for _ in islice(rest, place["items"]):  # torch's samplers draw all that they draw for the first one

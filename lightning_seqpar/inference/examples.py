@@ -213,7 +213,7 @@ def _of_loop(
     iterating = {one for one in steps if is_param_in_hook_signature(steps[one], "dataloader_iter", explicit=True)}
     cpu = torch.device("cpu")
     # The user's hooks may draw (augment), and count.
-    with kept_streams(cpu), _state_kept([module, getattr(trainer, "datamodule", None)], levels=1):
+    with kept_streams(), _state_kept([module, getattr(trainer, "datamodule", None)], levels=1):
         batch, several = _peek(loop._data_source.dataloader(), name, in_turn=loop is not trainer.fit_loop)
         read = small(batch)
         if iterating != set(steps):
@@ -239,7 +239,7 @@ def peek_batch(make_loaders: Callable[[], Any], what: str, *, in_turn: bool = Fa
     ``make_loaders`` gives the user's loader, or a container of loaders, which with ``in_turn`` are read one after the other, as in
     evaluation; else each gives a part of a batch. Raises NoExampleError for an empty loader, or a stream to be read once only.
     """
-    with kept_streams(torch.device("cpu")):
+    with kept_streams():
         return _peek(make_loaders(), what, in_turn=in_turn)[0]
 
 

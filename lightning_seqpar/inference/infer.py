@@ -101,7 +101,7 @@ def example_copy(
     cpu = torch.device("cpu")
     if dtype is torch.float64 and is_large(model):
         dtype = torch.float32
-    with kept_streams(cpu), default_dtype(dtype):
+    with kept_streams(), default_dtype(dtype):
         detached = detached_copy(model, cpu, dtype, example.reduction, frozen=example.frozen)
         copied = without_checkpoints(detached if adapted else without_adapters(detached))
         prepare(copied)

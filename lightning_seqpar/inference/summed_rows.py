@@ -158,7 +158,7 @@ class _Candidate:
         ):
             drawn.clear()
             try:
-                with kept_streams(x.device), self._mode(True), part, torch.no_grad(), DrawWatch(drawn.append):
+                with kept_streams(), self._mode(True), part, torch.no_grad(), DrawWatch(drawn.append):
                     seed_streams()
                     self._module(x)
             except Exception:  # the user's own code, whose draws were constant until now

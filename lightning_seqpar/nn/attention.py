@@ -166,7 +166,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
             for inputs in ((key,), (value,)) if key is not value else ((key, value),):
                 made = _Projections(pairs[len(packed) : len(packed) + len(inputs)])
                 packed += made.of(path.copy(inputs[0], self.full_name, made))
-        self.region.rng.begin_features()
+        self.region.inner_streams.begin()
         return [self._split(part) for part in packed]
 
     def _split(self, x: Tensor) -> Tensor:

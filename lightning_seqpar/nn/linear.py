@@ -131,7 +131,8 @@ class ColumnParallelLinear(_ParallelLinear):
             if region.sp and place is None:
                 return as_part(out, region.dim, region.frames.current.chunks)
         else:
-            region.rng.begin_features()
+            if region.inner_streams.draws:
+                region.inner_streams.begin()
             made = take_made(self, x)
             if made is None:
                 region.observers.column_begins(x, self.full_name)
@@ -149,7 +150,8 @@ class ColumnParallelLinear(_ParallelLinear):
         finally:
             region.close_gather()
             region.frames.finish(self.full_name)
-            region.rng.begin_features()
+            if region.inner_streams.draws:
+                region.inner_streams.begin()
 
     def _multiplied(self, x: Tensor) -> Tensor:
         out: Tensor = Products.apply((None, None, (self.transposed,), autocast_dtype(x)), x, self.weight, self.bias)
@@ -203,10 +205,12 @@ class RowParallelLinear(_ParallelLinear):
                     x, held = hold(x, frame)
                 out: Tensor = Row.apply((tokens, self.transposed, held), x, self.weight if weight is None else weight)
         except BaseException:  # also what stops an activation checkpoint's recomputation, once it has all tensors
-            region.rng.end_features()
+            if not region.sp:
+                region.inner_streams.end()
             raise
         if not self.leaves_partial:
-            region.rng.end_features()
+            if not region.sp:
+                region.inner_streams.end()
             bias = self._parameters.get("bias")
             bias = self.bias if bias is None else bias
             return out if bias is None else out + bias.to(out.dtype)

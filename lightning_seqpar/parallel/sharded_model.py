@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lightning_seqpar.distributed.rng import DEVICES, generators
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
@@ -149,11 +150,16 @@ class ShardedModel:
             and buffer.numel()
         ]
 
-    def reset_calls(self, *, draws: bool = True, forget: bool = True) -> None:
-        """A new step begins: forget what aborted calls left, and, with ``forget``, the random streams of steps before it."""
+    def reset_calls(self, *, draws: Collection[str] = DEVICES, forget: bool = True) -> None:
+        """A new step begins: forget what aborted calls left, and, with ``forget``, the random streams of steps before it.
+
+        Args:
+            draws: types of the devices on which draws are expected in it.
+        """
+        expected = generators(draws)
         for region in self.regions:
             region.reset()
-            region.streams.draws = draws
+            region.streams.draws = expected
         if forget:
             self.forget_streams()
 

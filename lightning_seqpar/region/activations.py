@@ -27,7 +27,7 @@ from lightning_seqpar.distributed.autograd import (
     set_grad_enabled,
 )
 from lightning_seqpar.distributed.counters import saved_counter
-from lightning_seqpar.distributed.rng import SavedStreams, get_streams, kept_streams
+from lightning_seqpar.distributed.rng import SavedStreams, drawn_since, kept_streams, torch_states
 from lightning_seqpar.layout.attributes import ModelAttributes
 from lightning_seqpar.layout.stand_in import later
 from lightning_seqpar.region.column_inputs import ColumnGroup, hand_out
@@ -70,12 +70,10 @@ def _is_repeatable(module: nn.Module, forward: Callable[[Tensor], Any], x: Tenso
     if type(module).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward) or isinstance(x, FakeTensor) or x.is_meta:
         return True
     before = dict(vars(module))
-    with kept_streams(x.device), torch.no_grad():
-        states = get_streams(x.device)[2:]
+    with kept_streams(), torch.no_grad():
+        states = torch_states()
         first, second = forward(x), forward(x)
-        drew = any(
-            a is not None and not torch.equal(a, b) for a, b in zip(states, get_streams(x.device)[2:], strict=True)
-        )
+        drew = drawn_since(states)
     noted = vars(module).keys() != before.keys() or any(
         vars(module)[name] is not value for name, value in before.items()
     )

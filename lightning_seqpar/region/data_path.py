@@ -23,11 +23,11 @@ from lightning_seqpar.distributed.collectives import (
     scatter_to_sequence_parallel_region,
 )
 from lightning_seqpar.distributed.padding import pad, shard_length
+from lightning_seqpar.distributed.rng import RankStreams
 from lightning_seqpar.region.column_inputs import NO_COLUMNS, ColumnGroup, Hooks, WholeActivations
 from lightning_seqpar.region.frames import Frame, FrameStack
 from lightning_seqpar.region.observers import Observers
 from lightning_seqpar.region.products import GraphTokens, Tokens
-from lightning_seqpar.region.rng_scope import RngScope
 
 _MANY = 256
 """Lengths whose chunks are remembered; with variable lengths the oldest are forgotten."""
@@ -67,14 +67,14 @@ class DataPath:
         sp: bool,
         regather: bool,
         frames: FrameStack,
-        rng: RngScope,
+        streams: RankStreams,
         wholes: WholeActivations,
         observers: Observers,
         context: ContextAxis | None = None,
     ) -> None:
         self.group, self.dim, self.sp, self.regather = group, dim, sp, regather
         self.size = group.size()
-        self._frames, self._rng, self._wholes = frames, rng, wholes
+        self._frames, self._streams, self._wholes = frames, streams, wholes
         self._observers, self._placement = observers, observers.placement
         self._context = context
         self._known: dict[int, tuple[Chunks, Place, int, int]] = {}
@@ -189,7 +189,7 @@ class DataPath:
         if not self.sp:
             return x
         self._frames.open_recompute(x, module)
-        self._rng.begin_whole()
+        self._streams.end()
         length = self.length_for(x, module)
         whole = gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)
         return as_part(whole, self.dim, self._frames.current.chunks)
@@ -204,7 +204,7 @@ class DataPath:
             self._graph_tokens(x.ndim)
         else:
             self._placement.check_whole_output(x, module)
-        self._rng.end_whole()
+            self._streams.begin()
         return scatter_to_sequence_parallel_region(x, self.dim, self.group)
 
     # ---- columns and rows ------------------------------------------------------------------------------------
@@ -305,8 +305,8 @@ class DataPath:
 
     def reduce(self, x: Tensor, module: str) -> Tensor:
         """The partial sums that a module leaves, summed."""
-        self._rng.end_features()
         if not self.sp:
+            self._streams.end()
             reduced = reduce_from_tensor_parallel_region(local_of(x), self.group)
             return x.like(reduced) if isinstance(x, SeqPart) else reduced
         x = local_of(x)

@@ -76,7 +76,7 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
             )
         entered = region.path.enter(x, name)
         args, kwargs = _unwrapped(region, *put_argument(where, entered, args, kwargs))
-        region.rng.begin_block()
+        region.begin_shards()
         return args, kwargs
 
     return hook
@@ -147,7 +147,7 @@ def _begin(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Begin a call of a module between the blocks: its arguments become shards."""
     region.begin_call(name)
-    region.rng.begin_block()
+    region.begin_shards()
     where, x = find_argument(name, arg, args, kwargs)
     if isinstance(x, Tensor):
         # A pooled activation, [b, h]: what follows the blocks treats its rows as positions.
@@ -160,7 +160,7 @@ def _begin(
 
 def _end(region: SequenceRegion, name: str, out: Any, *, is_exit: bool = False) -> Any:
     """End such a call, which returned or raised: it gives back parts of a sequence, at the region's end what is whole."""
-    region.rng.end_block(aborted=out is None)
+    region.end_shards(aborted=out is None)
     of_samples = region.frames.current.of_samples
     try:
         given = None if out is None else _left(region, name, out) if is_exit else _wrapped(region, name, out)
@@ -325,9 +325,9 @@ def close_gather(
         region.close_gather()
         if columns is not NO_COLUMNS:
             columns.close(name, aborted=out is None)
-        if out is None:  # it raised
-            region.rng.end_features()
-        elif heads is not None and isinstance(out, list | tuple):
+        if out is None and not region.sp:  # it raised between a column and its row
+            region.inner_streams.end()
+        if heads is not None and isinstance(out, list | tuple):
             for item in out[1:]:
                 if isinstance(item, Tensor):
                     region.observers.heads_made(item, name, heads)

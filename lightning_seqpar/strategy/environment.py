@@ -153,7 +153,7 @@ class Environment:
     def share_streams(self) -> None:
         """Let the ranks of a replica share its random streams. Collective."""
         axes = self.groups.replica_axes
-        share_streams(self.groups[axes], self.groups.source(axes), self.device)
+        share_streams(self.groups[axes], self.groups.source(axes))
 
     # ---- processes and groups ----------------------------------------------------------------------------------
 

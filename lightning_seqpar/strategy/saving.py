@@ -38,7 +38,7 @@ from lightning_seqpar.checkpoint.state_dict import (
 )
 from lightning_seqpar.config import VERSION
 from lightning_seqpar.data.sampler import PLACE
-from lightning_seqpar.distributed.rng import pack_streams, unpack_streams
+from lightning_seqpar.distributed.rng import SavedStreams
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.strategy.averages import averages_of
 from lightning_seqpar.strategy.environment import Environment
@@ -167,7 +167,7 @@ class Saver:
             refuse_saved_shards(checkpoint, record)
         if "callbacks" in checkpoint:  # a checkpoint of weights alone has none, and needs no random states
             streams: list[Any] = [None] * self._env.groups.size("dp")
-            dist.all_gather_object(streams, pack_streams(self._env.device), group=self._env.groups["dp"])
+            dist.all_gather_object(streams, SavedStreams().pack(), group=self._env.groups["dp"])
             # One state for each replica, whose ranks share it.
             own = {"streams": streams, "order_seed": self._loaders.order_seed.value, "loaders": take_places(checkpoint)}
             checkpoint = {**checkpoint, OWN: own}
@@ -307,7 +307,7 @@ class Saver:
         """Load the moments of the whole model, of which each rank takes its parts, and restore the random states. Collective."""
         self._reading(lambda: self._load_optimizers(checkpoint), self._read_from)
         if self.streams is not None:  # here, before the loader of the next epoch draws its seed
-            unpack_streams(self.streams, self._env.device)
+            SavedStreams.unpack(self.streams).restore()
         if not self._within_epoch:
             self.streams = None
 
@@ -318,7 +318,7 @@ class Saver:
         """
         self.trains = True
         if self.streams is not None:
-            unpack_streams(self.streams, self._env.device)
+            SavedStreams.unpack(self.streams).restore()
             self.streams = None
 
     def end_training(self) -> None:

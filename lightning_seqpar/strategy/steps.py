@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.context.seq_part import SeqPart, whole_of
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.host import OneStepLate
-from lightning_seqpar.distributed.rng import StepDraws
+from lightning_seqpar.distributed.rng import drawn_since, torch_states
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
 from lightning_seqpar.parallel.fully_sharded import READ_ROWS, FullySharded, refuse_rows
 from lightning_seqpar.parallel.grad_checks import Comparison, StageScales, check_reduced, check_replicated
@@ -190,7 +190,7 @@ class Steps:
         expects = schedule.expects_draws(loop)
         # On a stage the backwards of earlier micro-batches are to come, which may run parts of them again.
         record.reset_calls(draws=expects, forget=self.stages.stage is None or loop != "training")
-        draws = StepDraws() if loop == "training" else None
+        before = torch_states() if loop == "training" else None
         try:
             if self._weights is not None and loop == "training" and schedule.is_due(loop):
                 with self._weights.watched(decides=not self._env.module.automatic_optimization, is_step=True):
@@ -212,8 +212,8 @@ class Steps:
             refuse_rows(out)
         if self.split is not None and loop != "training":
             self.split.settle()
-        if draws is not None:
-            schedule.note_draws(drawn=draws.end())
+        if before is not None:
+            schedule.note_draws(drawn_since(before))  # ranks that did not expect it have drawn alike, and equally much
             out = _with_whole_extras(out)
         else:
             if any(isinstance(tensor, ShardedLogits | SeqPart) for tensor in tensors_in(out)):

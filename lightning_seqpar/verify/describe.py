@@ -232,10 +232,10 @@ def _describe(
     find_step: Callable[[nn.Module], TracedStep],
 ) -> Description:
     """:func:`describe` for arguments that are right."""
-    with kept_streams(torch.device("cpu")):
+    with kept_streams():
         model = _configured(model)
         step = find_step(model)
-    with kept_streams(torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
+    with kept_streams(), FakeTensorMode(allow_non_fake_inputs=True):
         planned = without_numbers(model)
         record, plans, whole, known = None, [], [], Explanations()
         if config.tp > 1:
@@ -270,7 +270,7 @@ def _describe(
                 tiles=None if config.tile_mlp is None else MLPTiles(config.tile_mlp),
             )
             for region in record.regions:
-                region.rng.streams.draws = False  # on the meta device they give no numbers
+                region.streams.draws = []  # on the meta device they give no numbers
         split = ReplicaSplit()
         if config.data_parallel == "fsdp" and (replicas := topology.get_dim("dp") * config.cp) > 1:
             blocks = [name for region in record.regions for name in region.blocks] if record is not None else []

@@ -203,7 +203,7 @@ def compare_on_copies(
     """The verdict of a comparison that makes copies and lets go of them, shared by the replica; raises as :func:`self_check`."""
     failure: str | None = None
     verdict = Verdict()
-    with kept_streams(device), default_dtype(dtype):
+    with kept_streams(), default_dtype(dtype):
         try:
             verdict = compare()
         except CalledApartError:

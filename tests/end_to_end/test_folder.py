@@ -254,7 +254,7 @@ class Same(Dataset[Any]):
 @sees(
     "random streams begin anew",
     "Saver.load_optimizers",
-    "            unpack_streams(self.streams, self._env.device)\n        if not",
+    "            SavedStreams.unpack(self.streams).restore()\n        if not",
     "            pass\n        if not",
     case="epoch's end-sharded",
 )

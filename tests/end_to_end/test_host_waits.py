@@ -158,12 +158,17 @@ class DropsLate(models.GPT):
         self.model.blocks[1].mlp.up[1].p = self.dropout if self.trainer.global_step >= self.begins else 0.0
 
 
-@sees("streams not switched once a step drew nothing", "WatchSchedule.expects_draws", "or self._has_drawn or", "or")
+@sees(
+    "streams not switched once a step drew nothing",
+    "WatchSchedule.expects_draws",
+    "else self._drawn",
+    "else frozenset()",
+)
 @sees(
     "streams switched in steps that draw nothing",
     "Steps.run_step",
     "expects = schedule.expects_draws(loop)",
-    "expects = True",
+    'expects = schedule.expects_draws("validation")',
 )
 @pytest.mark.more
 def test_streams_are_switched_where_something_draws():
