@@ -26,10 +26,9 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 
 
 class Ending:
-    """What asks a training to end, noted on any rank at any moment, and acted on by all of them at once.
+    """What asks a training to end, noted on any rank at any moment, and acted on by all of them between two optimizer steps.
 
-    A signal comes to each rank at a place of its own, where a save would pair its collectives with those of a step on other
-    ranks. So handlers note it, and between two optimizer steps the ranks tell each other.
+    A signal comes to each rank at a place of its own, where a save would pair its collectives with those of a step elsewhere.
 
     Attributes:
         together: whether all ranks have agreed to end here, so that they may save.
@@ -96,10 +95,9 @@ class Ending:
             signal.signal(environment.requeue_signal, self.note_requeue)
 
     def is_apart(self, trainer: Trainer, world: dist.ProcessGroup) -> bool:
-        """Whether an exception ends the run on ranks that may be at different places of it, so that nothing collective works.
+        """Whether an exception, in which callbacks may save, ends the run on ranks that may be at different places of it.
 
-        Lightning's callbacks may save then. After a signal that the ranks agreed on they are at one place, and so they are if
-        every one of them raised the same.
+        After a signal that the ranks agreed on they are at one place, and so they are if every one of them raised the same.
         """
         if trainer.state.status != TrainerStatus.INTERRUPTED or self.together:
             return False

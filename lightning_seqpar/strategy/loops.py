@@ -15,7 +15,7 @@ from lightning_seqpar.distributed.host import any_rank_has
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_optimizer
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.strategy.environment import Environment
-from lightning_seqpar.strategy.metrics import share_losses_of_finders
+from lightning_seqpar.strategy.metrics import share_losses_of_finders, share_metrics
 from lightning_seqpar.strategy.steps import Steps, plain_optimizer
 from lightning_seqpar.strategy.tuning import Searches
 from lightning_seqpar.verify.guards.batch import OutputWatch
@@ -34,7 +34,7 @@ class Loops:
     def _listen(self) -> None:
         """Share metrics, and replace Lightning's signal handlers, which it has registered by now."""
         self._searches.note_loop()
-        self._steps.share_metrics_of_run()
+        share_metrics(self._env)
         if (launcher := self._env.launcher) is not None:
             launcher.take_signals(self._env.trainer._signal_connector._original_handlers, self._env.ending)
 

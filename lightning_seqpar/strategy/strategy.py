@@ -43,6 +43,7 @@ from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
 from lightning_seqpar.strategy.loaders import Loaders
 from lightning_seqpar.strategy.loops import Loops
+from lightning_seqpar.strategy.metrics import share_metrics
 from lightning_seqpar.strategy.missing_ranks import find_missing
 from lightning_seqpar.strategy.model_setup import ModelSetup
 from lightning_seqpar.strategy.precision import share_overflows, with_global_clipping, without_global_clipping
@@ -460,7 +461,7 @@ class SeqParallelStrategy(ParallelStrategy):
             refuse_callbacks(env.callbacks, steps.shards * self.config.pp)
         if env.fits:
             setup.share_out_averages(record, self.saver.average_state)
-        steps.share_metrics_of_run()
+        share_metrics(env)
         steps.begin(record)
         if env.fits:
             with env.phases.phase("making optimizers"):
