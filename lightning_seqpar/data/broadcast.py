@@ -25,13 +25,9 @@ class _End:
 class BroadcastLoader:
     """A loader that is read on the first rank of each replica (``source``), which sends every batch to the others.
 
-    For iterable data sets that give each process other samples (streams, unseeded shuffles). A data set that gives each
-    process a share of the samples must share by replica (``strategy.dp_rank``, ``dp_size``), not by rank: only one rank of
-    a replica reads, so the shares of its other ranks would never be read. The states of the reading process's random
-    generators are sent with each batch, so that numbers drawn while reading leave all ranks with the same states. An
-    exception of the reader ends all ranks of the replica, with its message.
-
-    The constructor is collective, since it sends the length: the reader's length is the length on all ranks.
+    For iterable data sets that give each process other samples. One that gives each process a share must share by replica
+    (``strategy.dp_rank``, ``dp_size``). The states of the reader's random generators are sent with each batch, an exception of it
+    ends all ranks of the replica, and its length is theirs. Making it is collective.
     """
 
     def __init__(self, loader: Any, group: ProcessGroup, source: int) -> None:

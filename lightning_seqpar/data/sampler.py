@@ -39,11 +39,7 @@ PLACE = "lightning_seqpar"
 
 
 class OrderSeed:
-    """The number from which the order of the samples follows in each epoch of a run; None until it is needed.
-
-    It is the seed of ``seed_everything``, or a number that is drawn once. A checkpoint holds it, so that a run that is
-    resumed has the orders that it would have had.
-    """
+    """The number from which the order of the samples follows in each epoch: of ``seed_everything``, or drawn once and kept in checkpoints."""
 
     def __init__(self) -> None:
         self.value: int | None = None
@@ -59,14 +55,9 @@ class OrderSeed:
 class ReplicaSampler(Sampler[Any]):
     """Divides the order of another sampler, of samples or of batches, among the data-parallel replicas.
 
-    Replica ``r`` reads the samples at positions ``r``, ``r + dp``, ... of one order that all ranks agree on. They agree at
-    the start of each epoch, in :meth:`set_epoch`, which Lightning calls on all of them. Iterating is not collective, so one
-    rank may look at the first samples alone.
-
-    With one replica and one of torch's samplers, the ranks share the states of their generators and then draw the order
-    that one process would. In all other cases every rank runs the user's sampler with generators that are seeded for the
-    epoch, and the order of the first rank is sent to all, so that it is one order even if the sampler draws elsewhere.
-
+    Replica ``r`` reads positions ``r``, ``r + dp``, ... of one order, on which all ranks agree in :meth:`set_epoch`. Iterating is not
+    collective. With one replica and one of torch's samplers, the ranks share the states of their generators and draw the order that
+    one process would. In all other cases the order of the first rank is sent to all.
     With ``repeat`` it takes samples from the beginning again until all replicas read equally many, as torch's
     ``DistributedSampler`` does; without it no sample comes twice. ``place`` counts loaders (0-based).
     """
@@ -197,24 +188,10 @@ def inject_sampler(
     epoch: int = 0,
     batches_done: Callable[[], int] | None = None,
 ) -> DataLoader[Any]:
-    """Makes a loader whose samples are divided among the replicas, as :class:`ReplicaSampler` does.
+    """Copies a loader so that its samples are divided among the replicas, as :class:`ReplicaSampler` does, where they must be.
 
-    Args:
-        dataloader: the user's loader, which is not changed.
-        groups: the process groups.
-        seed: the seed of the order with several replicas.
-        predicting: whether it is for ``Trainer.predict``, where no sample may come twice.
-        place: which of several loaders it is (0-based).
-        epoch: the epoch that begins now.
-        batches_done: of a loader that is trained on, how many batches of the epoch are done, 0 between two epochs. It makes
-            the loader resumable, as Lightning recognises that: checkpoints say where the epoch is.
-
-    Returns:
-        A copy of the loader, or the loader itself where nothing has to be divided.
-
-    Raises:
-        ValueError: for a ``DistributedSampler`` of the user's that counts ranks instead of replicas, or a sampler
-            without a length that would have to be divided.
+    With ``batches_done``, how many batches of the epoch are done, it is resumable. In ``predicting`` no sample may come twice.
+    Raises ValueError for a ``DistributedSampler`` of the user's that counts ranks instead of replicas, or a sampler without a length.
     """
     if isinstance(dataloader.dataset, IterableDataset):
         return dataloader
@@ -291,10 +268,6 @@ def check_users_sampler(sampler: DistributedSampler[Any], groups: ParallelGroups
 
 
 def replica_workers(dataloader: DataLoader[Any], dp_rank: int) -> None:
-    """Seeds the loader's worker processes by replica, where Lightning was asked to seed them.
-
-    Lightning would seed them by rank, and the ranks of one replica would augment the same samples differently. A
-    ``worker_init_fn`` of the user's stays.
-    """
+    """Seeds worker processes by replica where Lightning would by rank, by which ranks of one replica augmented differently."""
     if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=dp_rank)

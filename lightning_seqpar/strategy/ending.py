@@ -49,10 +49,7 @@ class Ending:
     def begin(self, trainer: Trainer, ask: Callable[[Sequence[bool]], list[bool]], agreed: Callable[[], None]) -> None:
         """Let the training that begins ask between its steps, in the place of Lightning's broadcast of rank 0's flag.
 
-        Args:
-            trainer: the Trainer.
-            ask: says which of some flags are set on any rank. Collective.
-            agreed: is called on every rank, in front of the save and the end.
+        ``ask`` says which of some flags are set on any rank (collective); ``agreed`` is called on every rank in front of the save.
         """
         self._is_asked_to_end = self._is_asked_to_requeue = self._has_requeued = self.together = False
         self._asking, self._agreed, self._ask = trainer, agreed, ask
@@ -111,11 +108,7 @@ class Ending:
         return self._apart
 
     def act(self) -> None:
-        """Do what some rank was asked to do. Collective; it may be called between two steps alone.
-
-        Raises:
-            SIGTERMException: after SIGTERM, on every rank alike.
-        """
+        """Do what some rank was asked to do; after SIGTERM SIGTERMException on every rank. Collective, between two steps."""
         trainer = self._asking
         assert trainer is not None
         ends, requeues = self._ask([self._is_asked_to_end, self._is_asked_to_requeue])
@@ -133,7 +126,7 @@ class Ending:
 
 
 def save_before_end(trainer: Trainer) -> Path | None:
-    """Save where the training's checkpoints lie: as the last one, if the first ``ModelCheckpoint`` keeps that. Collective.
+    """Save where the training's checkpoints lie, as the last one if the first ``ModelCheckpoint`` keeps that. Collective.
 
     Returns the path; None with checkpoints switched off, or if this step's checkpoint is there already.
     """

@@ -230,10 +230,7 @@ class Environment:
         return serve_store(address, port, self.config.timeout, one_node=one_node)
 
     def _store_of_attempt(self) -> dict[str, Any]:
-        """The store of an attempt by torchrun that is not the first: it is the first one's, with the addresses of dead processes.
-
-        torchrun keeps one store for all attempts (torch 2.13), and gloo looks up there where the other ranks listen.
-        """
+        """The store of a later attempt by torchrun, which keeps the first one's with the addresses of dead processes in it."""
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         if not attempt or _distributed_is_initialized():
             return {}

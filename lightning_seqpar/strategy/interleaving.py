@@ -61,13 +61,7 @@ class MicroBatch:
 
 
 class InterleavedWindow:
-    """The micro-batches of an accumulation window, from its beginning until they are run.
-
-    Args:
-        stage: what this rank runs.
-        module: the user's.
-        device: of this rank.
-    """
+    """The micro-batches of an accumulation window, from its beginning until they are run."""
 
     def __init__(self, stage: Stage, module: LightningModule, device: torch.device) -> None:
         self._stage, self._module = stage, module
@@ -78,11 +72,7 @@ class InterleavedWindow:
         self.micro_batches: list[MicroBatch] = []
 
     def put_off(self, step: Callable[..., Any], given: tuple[Any, Any], number: int, batch: Any) -> Tensor:
-        """Keep a step (see :class:`MicroBatch`) for the window's end; returns what stands in the place of its loss.
-
-        Raises:
-            RuntimeError: if a parameter or buffer was changed since the window's beginning, or a parameter frozen or thawed.
-        """
+        """Keep a step for the window's end, unless parameters or buffers changed meanwhile; returns what stands for its loss."""
         if not self.micro_batches:
             self._attributes, self._begun = ModelAttributes(self._module), self._tensors()
         else:
@@ -115,11 +105,7 @@ class InterleavedWindow:
 
     @contextmanager
     def run(self) -> Generator[None, None, None]:
-        """A context in which the micro-batches are run, and behind which there are none.
-
-        Raises:
-            RuntimeError: if steps change an attribute that hooks change between them too.
-        """
+        """A context in which the micro-batches are run, and behind which there are none."""
         now, streams = self._attributes.read(), SavedStreams()
         self._changed = [{} for _ in range(self._stage.chunks)]
         modes = [(module, module.training) for module in self._module.modules()]
@@ -145,10 +131,7 @@ class InterleavedWindow:
         """A context as it was when a step was put off, and what runs one chunk of it.
 
         Each chunk has the attributes of modules as if it were run by a rank of its own: a counter in the step counts each
-        micro-batch once. Metrics count in the run of the last chunk.
-
-        Raises:
-            RuntimeError: if the step changes a buffer where each run would.
+        micro-batch once. Metrics count in the run of the last chunk. A step that changes a buffer raises RuntimeError.
         """
         module, results, own = self._module, trainer._results, self._changed[chunk]
         assert results is not None

@@ -1,8 +1,7 @@
 """Starts the ranks of this node and watches over them.
 
-The launcher alone knows which rank a dead process was: gloo says "connection reset by peer" and names nobody. So the
-main process waits for each child. And each child has one end of a pipe, of which the main process alone has the other, so
-that it notices when the main process is gone.
+The launcher alone knows which rank a dead process was: gloo says "connection reset by peer" and names nobody. And each child has
+one end of a pipe, of which the main process alone has the other, so that it notices when the main process is gone.
 """
 
 from __future__ import annotations
@@ -69,12 +68,7 @@ def is_hydra_sweep() -> bool:
 
 
 class SeqParallelLauncher(_SubprocessScriptLauncher):
-    """Lightning's subprocess launcher with a watch over the children.
-
-    Attributes:
-        watch: watches the children; None in a process that started none.
-        restarts: the list of the training's checkpoints; None where torchrun will not start it again.
-    """
+    """Lightning's subprocess launcher with a watch over the children."""
 
     watch: ChildWatch | None = None
     restarts: RestartList | None = None
@@ -89,11 +83,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         return True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the other ranks of this node, unless another launcher does, and run ``function`` in this process.
-
-        Returns:
-            What ``function`` returns.
-        """
+        """Start the other ranks of this node, unless another launcher does, and return what ``function`` does in this process."""
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self._is_child = REPORTS in os.environ
@@ -122,11 +112,8 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
     def take_signals(self, found: dict[Any, Any], ending: Ending | None = None) -> None:
         """Make SIGTERM and Ctrl-C end the run: between two steps of a training, after a checkpoint; at once elsewhere.
 
-        Lightning's own handler of SIGTERM would wait in a broadcast for the other ranks. Handlers of the user's stay.
-
-        Args:
-            found: the handlers that Lightning has replaced, and puts back in the end: Python's own in place of those of this class.
-            ending: where a signal is noted that waits for the end of a step; None where it ends the run at once.
+        Lightning's own handler of SIGTERM would wait in a broadcast for the other ranks. Handlers of the user's stay. ``found`` are those
+        that Lightning has replaced and puts back in the end; ``ending`` notes a signal that waits for the end of a step.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -184,10 +171,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             self.watch.expect_end()
 
     def tell(self, error: BaseException, missing: Callable[[], Missing] | None = None) -> None:
-        """Report an exception of this rank to whoever started the ranks.
-
-        Where the exception says that another rank is gone, ``missing`` finds out which; it is None if that can't be.
-        """
+        """Report an exception to whoever started the ranks; ``missing`` finds out which rank is gone, where it says that one is."""
         rank = self.cluster_environment.global_rank()
         is_lost = is_lost_peer(error)
         is_shared = is_refusal(error) and not is_lost

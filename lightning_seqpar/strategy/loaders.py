@@ -13,21 +13,13 @@ from lightning_seqpar.strategy.environment import Environment
 
 
 class Loaders:
-    """Divides samples among the replicas.
-
-    Args:
-        environment: the processes of the run.
-
-    Attributes:
-        order_seed: the seed of the order in which samples are read.
-        places: where the loaders of training were in their epoch when the checkpoint that is restored was written.
-    """
+    """Divides samples among the replicas."""
 
     def __init__(self, environment: Environment) -> None:
         self._env = environment
         self._user_sampler_flag: bool | None = None
         self.order_seed = OrderSeed()
-        self.places: list[Any] = []
+        self.places: list[Any] = []  # of the training's loaders in their epoch, in the checkpoint that is restored
         self._loaders = 0  # how many loaders of the loop that is being prepared were processed
         self._loads_training = False
 

@@ -86,10 +86,7 @@ class Loops:
         }
 
     def begin_batch(self, batch_idx: int) -> None:
-        """Compare the number of batches over the ranks at the start of an epoch: loaders may have been made anew.
-
-        With a time interval between validations the ranks agree at each batch whether one is due. Collective.
-        """
+        """Compare the number of batches at an epoch's start; with a time between validations agree whether one is due. Collective."""
         if self._interval is not None and (
             self._steps.stages.stage is None or batch_idx % self._env.trainer.accumulate_grad_batches == 0
         ):
@@ -103,10 +100,9 @@ class Loops:
             )
 
     def _agree_on_time(self, interval: float) -> None:
-        """Let all ranks validate behind this batch if the interval is over on one: each reads a clock of its own.
+        """Let all ranks validate behind this batch if the interval is over by one rank's clock.
 
-        Lightning compares ``_last_val_time`` with the clock once the batch is done, on every rank for itself, and ranks that
-        decide differently would wait for each other. An infinite time in its place makes that comparison certain.
+        Lightning compares ``_last_val_time`` with each rank's own clock; an infinite time in its place makes that comparison certain.
         """
         trainer: Any = self._env.trainer
         if math.isfinite(trainer._last_val_time):  # Lightning's, from the start or the end of a validation
@@ -122,10 +118,7 @@ class Loops:
             self._env.ending.act()
 
     def begin_evaluation(self, loop: str, counts: Sequence[int | float]) -> None:
-        """Begin a loop without training: compare its numbers of batches over the ranks of a replica. Collective.
-
-        The ranks of a replica would wait for each other in different loops if one had fewer batches.
-        """
+        """Begin a loop without training: the ranks of a replica compare their numbers of batches. Collective."""
         self._listen()
         self._steps.schedule.begin_loop(loop)
         self._steps.outputs = OutputWatch()  # an earlier loop may have ended in the middle

@@ -35,11 +35,7 @@ def share_metrics(environment: Environment) -> None:
 
 
 class _Copyable(Metric):
-    """Copying and pickling of a metric that was given a process group, which can be neither copied nor pickled.
-
-    The class of such a metric is derived from this one and its own. A copy (``clone``, ``deepcopy`` of a callback) has the same
-    group; what is pickled has none, and is of the metric's own class.
-    """
+    """A metric that was given a process group, which is neither copied nor pickled with it; a base of the metric's class from then on."""
 
     _own_class: type
 
@@ -53,7 +49,7 @@ class _Copyable(Metric):
         state = self.__getstate__()
         if state.pop(_SHARED_GROUP, None) is not None:
             state["process_group"] = None
-        return copyreg.__newobj__, (self._own_class,), state
+        return copyreg.__newobj__, (self._own_class,), state  # type: ignore[attr-defined]
 
 
 _SHARED_GROUP = "_lightning_seqpar_group"

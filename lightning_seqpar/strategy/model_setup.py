@@ -42,11 +42,7 @@ from lightning_seqpar.verify.prover import Proved, Prover
 
 
 class ModelSetup:
-    """Shards a model before it runs, and takes back afterwards what it changed of one that is not sharded.
-
-    Args:
-        environment: the processes of the run.
-    """
+    """Shards a model before it runs, and takes back afterwards what it changed of one that is not sharded."""
 
     def __init__(self, environment: Environment) -> None:
         self._env = environment
@@ -56,11 +52,7 @@ class ModelSetup:
 
     @contextmanager
     def recording(self, *, empty: bool) -> Generator[None, None, None]:
-        """A context manager in which the initialisation of tensors on the meta device is recorded.
-
-        Args:
-            empty: make all tensors on the meta device.
-        """
+        """A context in which initialisation on the meta device, where ``empty`` puts all tensors, is recorded."""
         self._recorder = self._recorder or DeferredInit()
         with torch.device("meta") if empty else nullcontext(), self._recorder:
             yield
@@ -74,12 +66,7 @@ class ModelSetup:
     def share_out_averages(
         self, record: ShardedModel | None, to_whole: Callable[[ShardedModel, Mapping[str, Any]], dict[str, Any]]
     ) -> None:
-        """Cut the averages of weights as the model is cut, from the first rank's. Collective over the world.
-
-        Args:
-            record: of the sharded model.
-            to_whole: makes what a checkpoint takes of an average's own tensors. Collective.
-        """
+        """Cut the averages of weights as the model is cut; ``to_whole`` makes what a checkpoint takes of one. Collective."""
         for average in averages_of(self._env.callbacks):
             self._make_replicas_equal(average)
             if record is not None:
@@ -87,11 +74,7 @@ class ModelSetup:
                 save_whole(average, functools.partial(to_whole, record))
 
     def shard(self, module: LightningModule) -> ShardedModel | None:
-        """Find and prove a plan, and shard the model by it, unless an earlier run did.
-
-        Returns:
-            The record of the sharded model; None at tp 1.
-        """
+        """Find and prove a plan, and shard the model by it, unless an earlier run did; returns None at tp 1."""
         tp = self._env.groups.size("tp")
         earlier = record_of(module)
         config = self._env.config
@@ -281,15 +264,7 @@ class ModelSetup:
         return change_unsharded(module, plans, self._env.groups, **how)[1]
 
     def late_weights(self, module: LightningModule, state: Mapping[str, Tensor] | None) -> LateWeights | None:
-        """Prepare to give a model on the meta device its weights, and give it its buffers. Collective.
-
-        Args:
-            module: the user's.
-            state: the weights in a checkpoint that is restored.
-
-        Returns:
-            What fills the parameters once the model is sharded; None if no tensor is on the meta device.
-        """
+        """Give a model on the meta device its buffers, and prepare to fill its parameters (from ``state``, if given). Collective."""
         recorder, self._recorder = self._recorder, None
         if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             return None
@@ -356,10 +331,7 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
 
 
 class _RootCall(nn.Module):
-    """Calls the model, so that ``fully_shard`` gathers what is in no block before a step of the user's and sees what it returns.
-
-    Lightning sends a step through the ``forward`` of what wraps the model, and this is such a wrapper.
-    """
+    """Lightning's wrapper of the model, through which ``fully_shard`` gathers what is in no block before a step of the user's."""
 
     def __init__(self, module: nn.Module, split: FullySharded) -> None:
         super().__init__()

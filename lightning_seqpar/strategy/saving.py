@@ -53,10 +53,7 @@ OWN = "lightning_seqpar"
 
 
 def take_places(checkpoint: dict[str, Any]) -> list[Any]:
-    """Take out of a checkpoint where this package's loaders are in their epoch.
-
-    Lightning puts it there, and without this package could not resume loaders that know nothing of it.
-    """
+    """Take out of a checkpoint where this package's loaders are in their epoch, which plain Lightning could not resume."""
     loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     states = loops.get("combined_loader", [])
     if not states or not all(isinstance(state, Mapping) and PLACE in state for state in states):
@@ -66,29 +63,18 @@ def take_places(checkpoint: dict[str, Any]) -> list[Any]:
 
 
 class Saver:
-    """Saves and restores checkpoints. All of its methods are collective over the world.
-
-    Args:
-        environment: the processes of the run.
-        steps: runs steps and updates.
-        loaders: divides samples among the replicas.
-
-    Attributes:
-        state_for_meta_model: weights that wait until a model on the meta device is sharded.
-        trains: whether a training is under way, while which ``async_save`` writes.
-        streams: this replica's random states in the checkpoint that is restored, until they are.
-    """
+    """Saves and restores checkpoints. All of its methods are collective over the world."""
 
     def __init__(self, environment: Environment, steps: Steps, loaders: Loaders) -> None:
         self._env, self._steps, self._loaders = environment, steps, loaders
-        self.state_for_meta_model: Mapping[str, Tensor] | None = None
-        self.streams: dict[str, Any] | None = None
+        self.state_for_meta_model: Mapping[str, Tensor] | None = None  # until a model on the meta device is sharded
+        self.streams: dict[str, Any] | None = None  # of this replica, in the checkpoint, until they are restored
         self._opened: Opened | None = None
         self._read_from: Any = None  # path of the checkpoint that is being restored
         self._within_epoch = False  # whether that was written in the middle of an epoch
         self._background = Background()
         self._background_groups: tuple[ParallelGroups, ProcessGroup] | None = None
-        self.trains = False
+        self.trains = False  # while a training is under way ``async_save`` writes
 
     @property
     def _in_parts(self) -> bool:
@@ -110,11 +96,7 @@ class Saver:
     # ---- saving ------------------------------------------------------------------------------------------------
 
     def model_state(self, usual: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The model's state dict for a checkpoint, by Lightning's ``usual`` way if it is not sharded. Collective.
-
-        For a single file it holds whole tensors on the first rank, and meta tensors elsewhere. For a folder it holds this
-        rank's part of each tensor.
-        """
+        """The model's state dict: whole on the first rank and meta elsewhere, or this rank's parts for a folder. Collective."""
         record = record_of(self._env.module)
         if self._env.is_apart:
             return {}
@@ -146,10 +128,8 @@ class Saver:
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint: a file on the first rank, or a part of a folder on each. Collective.
 
-        With ``async_save`` it returns as soon as the tensors are copied and the checkpoint before is on the disk.
-
-        Raises:
-            SaveError: on every rank, if this checkpoint, or the one before that was written meanwhile, can't be written.
+        With ``async_save`` it returns as soon as the tensors are copied and the checkpoint before is on the disk. SaveError is raised on
+        every rank, if this checkpoint, or the one before that was written meanwhile, can't be written.
         """
         checkpoint_io = self._env.strategy.checkpoint_io
         if not self._env.has_groups:  # before set-up
@@ -218,13 +198,7 @@ class Saver:
     # ---- restoring ---------------------------------------------------------------------------------------------
 
     def load(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint. Collective.
-
-        Of a folder the tensors are meta tensors; each rank reads its parts of them when they are restored.
-
-        Raises:
-            ValueError: on every rank, if one of them can't read it.
-        """
+        """Read a checkpoint, of a folder as meta tensors whose parts are read later; ValueError on every rank if one can't. Collective."""
         self._background.wait()
         checkpoint = self._reading(lambda: self._load(checkpoint_path, weights_only), checkpoint_path)
         if averages_of(self._env.callbacks):
@@ -312,10 +286,7 @@ class Saver:
             self.streams = None
 
     def begin_training(self) -> None:
-        """Restore the random states once more, if the checkpoint was written in the middle of an epoch.
-
-        The epoch's loader draws its seed when it starts; in the run that wrote the checkpoint it had done so before.
-        """
+        """Restore the random states once more within an epoch, whose loader had drawn its seed when the checkpoint was written."""
         self.trains = True
         if self.streams is not None:
             unpack_streams(self.streams, self._env.device)

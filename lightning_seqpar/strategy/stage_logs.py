@@ -31,19 +31,7 @@ class _Call(NamedTuple):
 
 
 class StageLogs:
-    """Keeps what the training steps of an accumulation window log on the last stage, and logs it on the others behind it.
-
-    Lightning reads what a step logged where the window ends. What the other stages log in front of the blocks they log
-    with the rest, as the last stage did.
-
-    Args:
-        group: the process group of the pipeline.
-        device: of this rank.
-        replicas: the process group over which ``sync_dist`` means.
-
-    Attributes:
-        window_loss: the loss of the accumulation window that ended last, on all stages; NaN before the first one has.
-    """
+    """Keeps what the training steps of an accumulation window log on the last stage, and logs it on the others behind it."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, replicas: dist.ProcessGroup) -> None:
         self._group, self._device, self._replicas = group, device, replicas
@@ -52,7 +40,7 @@ class StageLogs:
         self._calls: list[_Call] = []
         self._values: list[Tensor] = []
         self._losses: list[Tensor] = []
-        self.window_loss = float("nan")
+        self.window_loss = float("nan")  # of the accumulation window that ended last, on all stages
         # Of each metric's lists how many entries all stages have, and the last of those.
         self._sent: dict[str, dict[str, tuple[int, Any]]] = {}
 
@@ -75,10 +63,7 @@ class StageLogs:
         self._losses.append(loss.detach().to(torch.float64))
 
     def share(self, trainer: Trainer, module: LightningModule, *, ends_window: bool = False) -> None:
-        """Log on all stages what the last one logged since the last call. Collective over the pipeline.
-
-        Where an accumulation window ends, its loss becomes :attr:`window_loss`.
-        """
+        """Log on all stages what the last one logged since the last call, and note a window's loss. Collective over the pipeline."""
         metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
         box: list[Any] = [None]
         if self._is_last:

@@ -24,19 +24,7 @@ from lightning_seqpar.verify.guards.pipeline import refuse_hooks_of_reduced, ref
 
 
 class Stages:
-    """Runs this rank's stage of a pipeline.
-
-    Args:
-        environment: the processes of the run.
-        schedule: when each check of a run looks.
-        run_step: runs a step of the user's, checked.
-        before_backward: checks a loss, or what stands for it, and prepares its backward.
-
-    Attributes:
-        stage: what this rank runs of a pipeline.
-        reduced: parameters whose gradients DDP reduces over the replicas.
-        window: the micro-batches that are put off, where stages have several chunks of blocks.
-    """
+    """Runs this rank's stage of a pipeline."""
 
     def __init__(
         self,
@@ -50,8 +38,8 @@ class Stages:
         self._micro_batches = OneForwardOneBackward(0)
         self._logs: StageLogs | None = None
         self.stage: Stage | None = None
-        self.reduced: list[Tensor] = []
-        self.window: InterleavedWindow | None = None
+        self.reduced: list[Tensor] = []  # parameters whose gradients DDP reduces over the replicas
+        self.window: InterleavedWindow | None = None  # of put-off micro-batches, where stages have several chunks
         self._replaced: list[tuple[Any, str]] = []  # methods of Lightning's loops
 
     def begin(self, stage: Stage) -> None:
@@ -62,10 +50,7 @@ class Stages:
 
     @contextmanager
     def running(self, stage: Stage, name: str) -> Generator[None, None, None]:
-        """A context manager in which a step of the user's, called by its name, runs as far as a stage goes.
-
-        Inside of DDP, which would take the end of a stage for an error.
-        """
+        """A context in which a step of the user's runs as far as a stage goes, inside of DDP, which would take that for an error."""
         module = self._env.module
         own, step = vars(module).get(name), getattr(module, name)
         trains = name == "training_step"
@@ -205,10 +190,7 @@ class Stages:
             self._tell_loss_of_window()
 
     def _let_stages_run_ahead(self) -> None:
-        """Let Lightning ask at the start of a window whether to end by SIGTERM, and not at every batch.
-
-        All ranks wait for each other there: each micro-batch would go through all stages before the next could begin.
-        """
+        """Let Lightning ask at a window's start alone whether to end by SIGTERM: all ranks wait for each other there."""
         trainer, loop = self._env.trainer, self._env.trainer.fit_loop.epoch_loop
         ask = loop._broadcast_sigterm_tensor
 
@@ -219,11 +201,7 @@ class Stages:
         self._replace(loop, "_broadcast_sigterm_tensor", ask_at_start)
 
     def _finish_in_front_of_hooks(self) -> None:
-        """Let what is under way be finished where a validation begins, and at an epoch's end, before any hook runs there.
-
-        A callback may exchange weights for the validation, or read what the epoch logged; and what an epoch that ended in the
-        middle of a window leaves would come to the next window.
-        """
+        """Finish what is under way in front of the hooks of a validation and of an epoch's end, which may exchange weights."""
         loop = self._env.trainer.fit_loop
         for owner, name in ((loop.epoch_loop.val_loop, "run"), (loop, "on_advance_end")):
             self._replace(owner, name, self._finishing(getattr(owner, name)))

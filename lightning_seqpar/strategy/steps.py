@@ -71,26 +71,15 @@ def _has_parts(out: Any) -> bool:
 
 
 class Steps:
-    """Runs steps and updates, in every loop.
-
-    Args:
-        environment: the processes of the run.
-
-    Attributes:
-        schedule: when each check of a run looks.
-        stages: runs this rank's stage of a pipeline.
-        outputs: what evaluation steps returned, to be compared over the ranks.
-        redirection: sends a step through the wrapper of the model.
-        split: the rows of parameters over the replicas (``data_parallel: fsdp``); None where each replica holds all.
-    """
+    """Runs steps and updates, in every loop."""
 
     def __init__(self, environment: Environment) -> None:
         self._env = environment
         self.schedule = WatchSchedule(environment.config.check_every)
         self.stages = Stages(environment, self.schedule, self.run_step, self._before_backward)
         self.redirection = _Redirection(self.stages)
-        self.outputs = OutputWatch()
-        self.split: FullySharded | None = None
+        self.outputs = OutputWatch()  # of evaluation steps
+        self.split: FullySharded | None = None  # the rows of parameters over the replicas (``data_parallel: fsdp``)
         self._sync: GradSync | None = None
         self._steps: dict[int, int] = {}
         self._counts: dict[int, int] = {}  # of an optimizer's parameters
@@ -407,10 +396,7 @@ class Steps:
 
     @contextmanager
     def without_reduction(self, without_ddp: AbstractContextManager[None]) -> Generator[None, None, None]:
-        """A context manager for micro-batches whose gradients are not reduced over the replicas yet, around Lightning's own.
-
-        Where hooks of the user's read gradients behind every backward they are reduced at once: before that, no rank has them.
-        """
+        """A context for micro-batches that are not reduced over the replicas yet; at once where hooks read each backward's gradients."""
         if self.split is None or self._reads_each_backward():
             with without_ddp:
                 yield
@@ -539,10 +525,7 @@ class Steps:
 
 
 class _Redirection(_ForwardRedirection):
-    """Lightning's forward through DDP, but in manual optimization and in a pipeline DDP does not prepare for a backward there.
-
-    ``pre_backward`` prepares it for each backward, and for that of a window's last micro-batch.
-    """
+    """Lightning's forward through DDP; in manual optimization and in stages ``pre_backward`` prepares DDP for each backward in its place."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages

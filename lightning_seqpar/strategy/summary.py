@@ -38,14 +38,7 @@ def groups_of(topology: ProcessTopology) -> list[str]:
 
 
 def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None = None) -> tuple[list[str], list[str]]:
-    """Which features are on, and which are off, each in a few words.
-
-    Args:
-        config: the configuration.
-        tp: number of tensor-parallel ranks.
-        dp: number of replicas.
-        coverage: of the model's plan, which says where sequence parallelism is off though the configuration asks for it.
-    """
+    """Which features are on, and which are off, each in a few words; ``coverage`` says where sequence parallelism is off."""
     has_sp = config.sp and tp > 1 and (coverage is None or coverage.sp)
     sp_off = coverage.sp_off if coverage is not None else ""
     chunks = f" of {config.virtual_pp} chunks" if (config.virtual_pp or 1) > 1 else ""

@@ -24,10 +24,6 @@ class Searches:
     Behind each trial the ranks meet in the store of the world's process group, whether the trial ran or raised: a rank that ran out
     of memory alone would try another size than the others, who wait for it in a collective of the trial. They go on if the trial
     ended alike on all of them, and each has started as many collectives as the others of its groups.
-
-    Args:
-        environment: the processes of the run.
-        steps: runs steps and updates.
     """
 
     def __init__(self, environment: Environment, steps: Steps) -> None:
@@ -42,11 +38,7 @@ class Searches:
         return self._own != ""
 
     def begin(self, filepath: Any) -> Any:
-        """Begin a search, if a checkpoint that is about to be written is the finder's. Collective.
-
-        Returns:
-            The path at which all ranks write it.
-        """
+        """Begin a search, if a checkpoint is the finder's; returns the path at which all ranks write it. Collective."""
         if self._env.has_groups and Path(filepath).name.startswith(".scale_batch_size_"):
             self._own, self._place = str(filepath), self._env.broadcast(str(filepath))
             self._size: int | None = None  # of the batches of the trial, if its loader tells
@@ -80,15 +72,7 @@ class Searches:
         self._has_tried = True
 
     def meet(self, *, training: bool) -> None:
-        """Wait for the end of a trial on all ranks; loaders are made behind it. Collective over the world.
-
-        Args:
-            training: whether the loaders are those of a training.
-
-        Raises:
-            ValueError: if it ended otherwise on another rank, or that does not come. (The finder would take some sentences in a
-                RuntimeError for a lack of memory.)
-        """
+        """Wait for the end of a trial on all ranks; ValueError if it ended otherwise on another, or that does not come. Collective."""
         if not self.is_trial:
             return
         raised = sys.exc_info()[1]
