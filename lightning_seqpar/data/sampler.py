@@ -39,7 +39,7 @@ PLACE = "lightning_seqpar"
 
 
 class OrderSeed:
-    """The number from which the order of the samples follows in each epoch: of ``seed_everything``, or drawn once and kept in checkpoints."""
+    """The number from which the order of samples follows in each epoch: ``seed_everything``'s, or one that checkpoints keep."""
 
     def __init__(self) -> None:
         self.value: int | None = None
@@ -55,9 +55,9 @@ class OrderSeed:
 class ReplicaSampler(Sampler[Any]):
     """Divides the order of another sampler, of samples or of batches, among the data-parallel replicas.
 
-    Replica ``r`` reads positions ``r``, ``r + dp``, ... of one order, on which all ranks agree in :meth:`set_epoch`. Iterating is not
-    collective. With one replica and one of torch's samplers, the ranks share the states of their generators and draw the order that
-    one process would. In all other cases the order of the first rank is sent to all.
+    Replica ``r`` reads positions ``r``, ``r + dp``, ... of one order, on which all ranks agree in :meth:`set_epoch`. Iterating is
+    not collective. With one replica and one of torch's samplers, the ranks share the states of their generators and draw the order
+    that one process would. In all other cases the order of the first rank is sent to all.
     With ``repeat`` it takes samples from the beginning again until all replicas read equally many, as torch's
     ``DistributedSampler`` does; without it no sample comes twice. ``place`` counts loaders (0-based).
     """
@@ -191,7 +191,7 @@ def inject_sampler(
     """Copies a loader so that its samples are divided among the replicas, as :class:`ReplicaSampler` does, where they must be.
 
     With ``batches_done``, how many batches of the epoch are done, it is resumable. In ``predicting`` no sample may come twice.
-    Raises ValueError for a ``DistributedSampler`` of the user's that counts ranks instead of replicas, or a sampler without a length.
+    Raises ValueError for a ``DistributedSampler`` of the user's that counts ranks instead of replicas, or one without a length.
     """
     if isinstance(dataloader.dataset, IterableDataset):
         return dataloader

@@ -112,8 +112,8 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
     def take_signals(self, found: dict[Any, Any], ending: Ending | None = None) -> None:
         """Make SIGTERM and Ctrl-C end the run: between two steps of a training, after a checkpoint; at once elsewhere.
 
-        Lightning's own handler of SIGTERM would wait in a broadcast for the other ranks. Handlers of the user's stay. ``found`` are those
-        that Lightning has replaced and puts back in the end; ``ending`` notes a signal that waits for the end of a step.
+        Lightning's own handler of SIGTERM would wait in a broadcast for the other ranks. Handlers of the user's stay. ``found`` are
+        those that Lightning has replaced and puts back in the end; ``ending`` notes a signal that waits for the end of a step.
         """
         if threading.current_thread() is not threading.main_thread():
             return

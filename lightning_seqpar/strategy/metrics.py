@@ -35,7 +35,7 @@ def share_metrics(environment: Environment) -> None:
 
 
 class _Copyable(Metric):
-    """A metric that was given a process group, which is neither copied nor pickled with it; a base of the metric's class from then on."""
+    """A metric that was given a process group, which can't be copied or pickled; a base of the metric's class from then on."""
 
     _own_class: type
 

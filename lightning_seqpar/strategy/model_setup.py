@@ -90,12 +90,15 @@ class ModelSetup:
         self._make_replicas_equal(module)
         if tp > 1 or config.pp > 1 or self.splits:
             refuse_overlaps(module)
-        if tp == 1 and (config.cp > 1 or config.pp > 1):
-            return self._split_unsharded(module, made_by)
-        if tp == 1:
+        if tp == config.cp == config.pp == 1:
             return self._leave_whole(module, made_by)
         prover = self._prover(module)
-        proved = prover.prove()
+        if tp > 1:
+            proved = prover.prove()
+        elif config.cp > 1 or self._needs_proof:
+            proved = prover.prove_unsharded()
+        else:
+            proved = Proved(prover.find_unsharded())
         plans = proved.plans
         plan_text = "; ".join(f"{plan.source}: {plan.to_yaml()}" for plan in plans)
         check_agreement({"the plan": plan_text}, self._env.world, self._env.device)
@@ -104,8 +107,25 @@ class ModelSetup:
         if cut is not None:
             proved.lines += prover.check_stages(plans, cut)
         with self._env.phases.phase("cutting the model"):
-            record = parallelize(
-                *(module, plans, self._env.groups),
+            record = self._cut(module, plans)
+        record.made_by = made_by
+        self._keep_stage(record, cut)
+        if tp > 1:
+            self._tell_plan(record, proved, hooked)
+        else:
+            lines = describe_stages(record)
+            if blocks := record.context_blocks:
+                held = f"{len(blocks)} blocks ({blocks[0]} to {blocks[-1]})"
+                lines.append(f"each rank of cp holds a part of the sequence in {held}")
+            self._log_summary([*lines, *proved.lines], plans=plans)
+        return record
+
+    def _cut(self, module: LightningModule, plans: Sequence[ShardingPlan]) -> ShardedModel:
+        """Cut a model by its plans: over tp, or along the sequence (cp) alone."""
+        config, groups = self._env.config, self._env.groups
+        if groups.size("tp") > 1:
+            return parallelize(
+                *(module, plans, groups),
                 sp=config.sp,
                 regather=config.regather,
                 loss_chunk=config.loss_chunk,
@@ -114,21 +134,24 @@ class ModelSetup:
                 cp_method=config.cp_method,
                 compiler=BlockGraphs(config.compile_options) if config.compile else None,
             )
-        record.made_by = made_by
-        self._keep_stage(record, cut)
+        by_context = config.cp > 1
+        record = split_context(module, plans, groups, config.cp_method) if by_context else whole_model(module, groups)
+        record.changes = self._change_unsharded(module, plans)
+        if config.compile:
+            record.changes += compile_plain_blocks(module, BlockGraphs(config.compile_options))
+        return record
+
+    def _tell_plan(self, record: ShardedModel, proved: Proved, hooked: list[str]) -> None:
+        """Log what a plan shards of a model, and warn of what it does not prove, and of forward hooks on parts."""
+        plans, module = proved.plans, record.model
         if proved.frozen:
             record.why_frozen = proved.frozen
             record.stay_frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
             rank_zero_warn(f"lightning_seqpar: the plan is proved only while what is frozen stays so: {proved.frozen}")
-        coverage = cover(record, plans, proved.known, sp=config.sp)
+        coverage = cover(record, plans, proved.known, sp=self._env.config.sp)
         compiled = [] if record.graphs is None else [describe_compiled(record)]
-        lines = [
-            _describe_plan(record, plans, coverage),
-            *describe_stages(record),
-            *coverage.reasons,
-            *proved.lines,
-            *compiled,
-        ]
+        plan = _describe_plan(record, plans, coverage)
+        lines = [plan, *describe_stages(record), *coverage.reasons, *proved.lines, *compiled]
         self._log_summary(lines, coverage, plans)
         for warning in coverage.warnings:
             rank_zero_warn(warning)
@@ -138,7 +161,6 @@ class ModelSetup:
                 f"lightning_seqpar: forward hooks of yours sit on {', '.join(seen[:3])}{' ...' if len(seen) > 3 else ''}; "
                 "they will see this rank's part of the activations"
             )
-        return record
 
     def _leave_whole(self, module: LightningModule, made_by: object) -> ShardedModel | None:
         """Prepare a model for data parallelism alone; returns a record of it if the replicas share its parameters out."""
@@ -179,35 +201,6 @@ class ModelSetup:
         except ValueError:
             unshard(record.model)
             raise
-
-    def _split_unsharded(self, module: LightningModule, made_by: object) -> ShardedModel:
-        """Split a model that tp does not shard along the sequence (cp), into stages (pp), or both, once that is proved."""
-        config = self._env.config
-        prover = self._prover(module)
-        needs_proof = config.cp > 1 or self._needs_proof
-        proved = prover.prove_unsharded() if needs_proof else Proved(prover.find_unsharded())
-        plans = proved.plans
-        check_agreement({"the plan": "; ".join(plan.to_yaml() for plan in plans)}, self._env.world, self._env.device)
-        cut = prover.find_cut(plans) if config.pp > 1 else None
-        if cut is not None:
-            proved.lines += prover.check_stages(plans, cut)
-        record = (
-            split_context(module, plans, self._env.groups, config.cp_method)
-            if config.cp > 1
-            else whole_model(module, self._env.groups)
-        )
-        record.made_by = made_by
-        record.changes = self._change_unsharded(module, plans)
-        if config.compile:
-            record.changes += compile_plain_blocks(module, BlockGraphs(config.compile_options))
-        self._keep_stage(record, cut)
-        lines = describe_stages(record)
-        if blocks := record.context_blocks:
-            lines.append(
-                f"each rank of cp holds a part of the sequence in {len(blocks)} blocks ({blocks[0]} to {blocks[-1]})"
-            )
-        self._log_summary([*lines, *proved.lines], plans=plans)
-        return record
 
     def _prover(self, module: LightningModule) -> Prover:
         env = self._env
@@ -264,7 +257,7 @@ class ModelSetup:
         return change_unsharded(module, plans, self._env.groups, **how)[1]
 
     def late_weights(self, module: LightningModule, state: Mapping[str, Tensor] | None) -> LateWeights | None:
-        """Give a model on the meta device its buffers, and prepare to fill its parameters (from ``state``, if given). Collective."""
+        """Give a model on the meta device its buffers, and prepare to fill its parameters (from ``state``, if given)."""
         recorder, self._recorder = self._recorder, None
         if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             return None

@@ -261,7 +261,7 @@ def _norm_before_step(trainer: Trainer, optimizer: Any) -> Tensor | None:
     parameters = [parameter for group in plain.param_groups for parameter in group["params"]]
     strategy = trainer.strategy
     if isinstance(strategy, SeqParallelStrategy):
-        norm = strategy.global_norm(parameters)
+        norm = strategy.steps.global_norm(parameters)
     elif isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     else:

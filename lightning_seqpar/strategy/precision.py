@@ -51,7 +51,7 @@ class _ShardedPrecision(Precision):
 
 
 def with_global_clipping(plugin: Precision, owner: Steps) -> Precision:
-    """Copy the user's precision plugin to clip by the norm of the whole gradient, in a class of the same name, as checkpoints need."""
+    """Copy the user's precision plugin to clip by the norm of the whole gradient; checkpoints know it by its class's name."""
     clipping = copy.copy(plugin)
     plugin_class = type(plugin)
     if not issubclass(plugin_class, _ShardedPrecision):
@@ -77,7 +77,7 @@ class SharedGradScaler(ShardedGradScaler):
 
 
 def share_overflows(plugin: Precision, group: ProcessGroup) -> None:
-    """Let a plugin's scaler skip a step on all ranks of ``group`` if one has a gradient that is not finite; refuses unknown scalers."""
+    """Let a plugin's scaler skip a step on all ranks of ``group`` if one has a gradient that is not finite."""
     if not isinstance(plugin, MixedPrecision) or plugin.scaler is None:
         return
     scaler = plugin.scaler

@@ -128,8 +128,8 @@ class Saver:
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint: a file on the first rank, or a part of a folder on each. Collective.
 
-        With ``async_save`` it returns as soon as the tensors are copied and the checkpoint before is on the disk. SaveError is raised on
-        every rank, if this checkpoint, or the one before that was written meanwhile, can't be written.
+        With ``async_save`` it returns as soon as the tensors are copied and the checkpoint before is on the disk. Every rank raises
+        SaveError if this checkpoint, or the one before that was written meanwhile, can't be written.
         """
         checkpoint_io = self._env.strategy.checkpoint_io
         if not self._env.has_groups:  # before set-up
@@ -198,7 +198,7 @@ class Saver:
     # ---- restoring ---------------------------------------------------------------------------------------------
 
     def load(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, of a folder as meta tensors whose parts are read later; ValueError on every rank if one can't. Collective."""
+        """Read a checkpoint, of a folder as meta tensors whose parts are read later; if one rank can't, all raise ValueError."""
         self._background.wait()
         checkpoint = self._reading(lambda: self._load(checkpoint_path, weights_only), checkpoint_path)
         if averages_of(self._env.callbacks):

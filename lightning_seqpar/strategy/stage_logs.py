@@ -63,7 +63,7 @@ class StageLogs:
         self._losses.append(loss.detach().to(torch.float64))
 
     def share(self, trainer: Trainer, module: LightningModule, *, ends_window: bool = False) -> None:
-        """Log on all stages what the last one logged since the last call, and note a window's loss. Collective over the pipeline."""
+        """Log on all stages what the last one logged since the last call, and note a window's loss. Collective over pp."""
         metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
         box: list[Any] = [None]
         if self._is_last:

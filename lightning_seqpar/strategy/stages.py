@@ -50,7 +50,7 @@ class Stages:
 
     @contextmanager
     def running(self, stage: Stage, name: str) -> Generator[None, None, None]:
-        """A context in which a step of the user's runs as far as a stage goes, inside of DDP, which would take that for an error."""
+        """A context in which a step of the user's runs as far as a stage goes, inside of DDP, for which that would be an error."""
         module = self._env.module
         own, step = vars(module).get(name), getattr(module, name)
         trains = name == "training_step"

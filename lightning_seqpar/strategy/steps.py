@@ -396,7 +396,7 @@ class Steps:
 
     @contextmanager
     def without_reduction(self, without_ddp: AbstractContextManager[None]) -> Generator[None, None, None]:
-        """A context for micro-batches that are not reduced over the replicas yet; at once where hooks read each backward's gradients."""
+        """A context for micro-batches whose gradients are reduced later; at once where hooks read each backward's."""
         if self.split is None or self._reads_each_backward():
             with without_ddp:
                 yield
@@ -525,7 +525,7 @@ class Steps:
 
 
 class _Redirection(_ForwardRedirection):
-    """Lightning's forward through DDP; in manual optimization and in stages ``pre_backward`` prepares DDP for each backward in its place."""
+    """Lightning's forward through DDP, which ``pre_backward`` prepares for backwards in manual optimization and in stages."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages

@@ -35,10 +35,7 @@ from lightning_seqpar.parallel.fsdp_units import fully_shard_options
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.parallel.summoned import summon
 from lightning_seqpar.plan.choice import check_plan
-from lightning_seqpar.strategy.averages import (
-    averaging_callbacks,
-    refuse_on_meta,
-)
+from lightning_seqpar.strategy.averages import averaging_callbacks, refuse_on_meta
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
 from lightning_seqpar.strategy.loaders import Loaders
@@ -231,33 +228,25 @@ class SeqParallelStrategy(ParallelStrategy):
         self._forward_redirection = self.steps.redirection
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled or copied: what the Trainer gave, the model and the optimizers, and nothing of a run under way."""
+        """What is pickled or copied: what the Trainer gave and the model, and nothing of a run under way."""
+        model = self.lightning_module  # first: a sharded one raises
+        kept = ("config", "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io")
         return {
-            "model": self.lightning_module,  # first: a sharded one raises
             "arguments": {
-                "config": self.config,
-                "accelerator": self.accelerator,
-                "parallel_devices": self.parallel_devices,
-                "cluster_environment": self.cluster_environment,
-                "checkpoint_io": self.checkpoint_io,
+                **{name: getattr(self, name) for name in kept},
                 "precision_plugin": without_global_clipping(self.precision_plugin),
             },
-            "num_nodes": self.num_nodes,
-            "layer_sync": self._layer_sync,
+            "given": {"num_nodes": self.num_nodes, "_layer_sync": self._layer_sync, "_lightning_module": model},
             "launched": self._launcher is not None,
-            "optimizers": self.optimizers,
-            "lr_scheduler_configs": self.lr_scheduler_configs,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A strategy that was given the same, and is not set up."""
         SeqParallelStrategy.__init__(self, **state["arguments"])
-        self.num_nodes, self._layer_sync = state["num_nodes"], state["layer_sync"]
-        self._lightning_module = self.model = state["model"]
-        self.optimizers, self.lr_scheduler_configs = state["optimizers"], state["lr_scheduler_configs"]
+        vars(self).update(state["given"])
+        self.model = self._lightning_module
         if state["launched"]:
-            assert self.cluster_environment is not None
-            self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)  # type: ignore[arg-type]
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -533,10 +522,6 @@ class SeqParallelStrategy(ParallelStrategy):
         """Run the optimizer's step; the partial gradients are summed right after the user's closure."""
         return self.steps.update(super().optimizer_step, optimizer, closure, model, **kwargs)
 
-    def global_norm(self, parameters: list[Tensor], norm_type: float = 2.0) -> Tensor:
-        """The norm of the whole model's gradients of these parameters, equal on all ranks. Collective over tp."""
-        return self.steps.global_norm(parameters, norm_type)
-
     # ---- loops -------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
@@ -555,9 +540,7 @@ class SeqParallelStrategy(ParallelStrategy):
 
     def on_validation_start(self) -> None:
         """Compare the number of batches over the ranks of a replica. Collective."""
-        trainer = self.environment.trainer
-        checks = trainer.sanity_checking  # in front of a training
-        self.loops.begin_evaluation("validation", trainer.num_sanity_val_batches if checks else trainer.num_val_batches)
+        self.loops.begin_evaluation("validation")
 
     def on_validation_end(self) -> None:
         """Compare what the last steps returned over the ranks of a replica. Collective."""
@@ -565,7 +548,7 @@ class SeqParallelStrategy(ParallelStrategy):
 
     def on_test_start(self) -> None:
         """Compare the number of batches over the ranks of a replica. Collective."""
-        self.loops.begin_evaluation("test", self.environment.trainer.num_test_batches)
+        self.loops.begin_evaluation("test")
 
     def on_test_end(self) -> None:
         """Compare what the last steps returned over the ranks of a replica. Collective."""
@@ -573,12 +556,10 @@ class SeqParallelStrategy(ParallelStrategy):
 
     def on_predict_start(self) -> None:
         """Compare the number of batches; leave prediction writers on the first rank of each replica alone. Collective."""
-        self.loops.begin_evaluation("predict", self.environment.trainer.num_predict_batches)
-        self.loops.mute_writers()
+        self.loops.begin_evaluation("predict")
 
     def on_predict_end(self) -> None:
         """Put prediction writers back, and compare what the last steps returned. Collective."""
-        self.loops.unmute_writers()
         self.loops.end_evaluation("predict")
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
@@ -707,7 +688,7 @@ def grad_norm(module: LightningModule, norm_type: float = 2.0) -> Tensor:
     if not isinstance(strategy, SeqParallelStrategy):
         return torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None], norm_type)
     strategy.steps.sync_gradients(None)
-    return strategy.global_norm(list(module.parameters()), norm_type)
+    return strategy.steps.global_norm(list(module.parameters()), norm_type)
 
 
 @contextmanager

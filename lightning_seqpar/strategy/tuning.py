@@ -72,7 +72,7 @@ class Searches:
         self._has_tried = True
 
     def meet(self, *, training: bool) -> None:
-        """Wait for the end of a trial on all ranks; ValueError if it ended otherwise on another, or that does not come. Collective."""
+        """Wait for the end of a trial on all ranks; ValueError if it ended otherwise on another, or that does not come."""
         if not self.is_trial:
             return
         raised = sys.exc_info()[1]

@@ -113,7 +113,7 @@ class WeightWatch:
 
     @contextmanager
     def watched(self, *, decides: bool, is_step: bool = False) -> Generator[None, None, None]:
-        """A context for code of the user's in which it is refused what takes a part for the whole (``decides``: also a number it reads)."""
+        """A context for code of the user's, which must not take a part for the whole (nor a number, if it ``decides``)."""
         if self.mode is not None:
             yield
             return
