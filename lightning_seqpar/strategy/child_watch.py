@@ -51,17 +51,11 @@ def flush_stdout() -> None:
 class ChildWatch:
     """Ends the whole run when one of its processes fails, and says which. It belongs to the main process, until that ends.
 
-    Args:
-        first_rank: the rank of the main process; its children are the ranks behind it.
-        lifeline: descriptor of the pipe that the children watch.
-        reports: descriptor of the pipe to which the children write what they raised.
-
-    Attributes:
-        of_this_process: the watch over the children of this process, which may train several times; None if it started none.
-        expected: an error of this process that every rank raises, most likely: they may end of it in any order.
+    ``first_rank`` is the rank of the main process; its children are the ranks behind it. They watch the pipe ``lifeline``, and
+    write what they raised into ``reports``. ``expected`` is an error that every rank raises, most likely, and in any order.
     """
 
-    of_this_process: ClassVar[ChildWatch | None] = None
+    of_this_process: ClassVar[ChildWatch | None] = None  # which may train several times; None if it started no children
 
     def __init__(self, first_rank: int, lifeline: int, reports: int) -> None:
         self._first_rank, self._lifeline, self._reports = first_rank, lifeline, reports

@@ -92,10 +92,7 @@ class Ending:
             signal.signal(environment.requeue_signal, self.note_requeue)
 
     def is_apart(self, trainer: Trainer, world: dist.ProcessGroup) -> bool:
-        """Whether an exception, in which callbacks may save, ends the run on ranks that may be at different places of it.
-
-        After a signal that the ranks agreed on they are at one place, and so they are if every one of them raised the same.
-        """
+        """Whether an exception, in which callbacks may save, ends the run on ranks that may be at different places of it."""
         if trainer.state.status != TrainerStatus.INTERRUPTED or self.together:
             return False
         error = sys.exc_info()[1]
@@ -126,10 +123,7 @@ class Ending:
 
 
 def save_before_end(trainer: Trainer) -> Path | None:
-    """Save where the training's checkpoints lie, as the last one if the first ``ModelCheckpoint`` keeps that. Collective.
-
-    Returns the path; None with checkpoints switched off, or if this step's checkpoint is there already.
-    """
+    """Save, unless this step is saved, as the last checkpoint if the first ``ModelCheckpoint`` keeps that; returns where."""
     callback = next((one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)), None)
     if callback is None or callback.dirpath is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None

@@ -40,13 +40,7 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 class Environment:
-    """The processes of a run, their groups, and collectives over them.
-
-    Attributes:
-        strategy: Lightning's interface to the run: devices, cluster environment, model and optimizers.
-        config: the configuration.
-        ending: how the run ends before its time.
-    """
+    """The processes of a run, their groups, and collectives over them."""
 
     def __init__(self, strategy: ParallelStrategy, config: ParallelConfig) -> None:
         self.strategy, self.config, self.ending = strategy, config, Ending()
@@ -116,11 +110,7 @@ class Environment:
 
     @property
     def groups(self) -> ParallelGroups:
-        """The process groups.
-
-        Raises:
-            RuntimeError: before they are made, in ``setup_environment``.
-        """
+        """The process groups; RuntimeError before they are made, in ``setup_environment``."""
         if self._groups is None:
             raise RuntimeError(
                 "the process groups are made in setup_environment; read them from a hook, not before fit"
@@ -144,10 +134,7 @@ class Environment:
 
     @property
     def sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of a ``DistributedSampler`` that counts replicas, also before there are process groups."""
-        if self._groups is None:
-            topology = ProcessTopology.from_config(self.config, self.num_nodes * self.num_processes)
-            return {"num_replicas": topology.get_dim("dp"), "rank": topology.get_coord(self.strategy.global_rank).dp}
+        """Arguments of a ``DistributedSampler`` that counts replicas."""
         return {"num_replicas": self.groups.size("dp"), "rank": self.groups.rank("dp")}
 
     def share_streams(self) -> None:

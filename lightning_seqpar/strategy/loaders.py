@@ -34,21 +34,6 @@ class Loaders:
         """Note that Lightning is about to make the loaders of a loop."""
         self._loaders, self._loads_training = 0, training
 
-    def _counted(self, dataloader: object) -> object:
-        """A loader as long as a replica's, before there are process groups: it is only counted, and fit makes loaders anew."""
-        kwargs = self._env.sampler_kwargs
-        if (
-            not isinstance(dataloader, DataLoader)
-            or isinstance(dataloader.sampler, DistributedSampler)
-            or isinstance(dataloader.dataset, IterableDataset)
-            or not self._env.trainer._accelerator_connector.use_distributed_sampler
-            or kwargs["num_replicas"] == 1
-        ):
-            return dataloader
-        sampler: Any = DistributedSampler(dataloader.dataset, shuffle=False, **kwargs)
-        made: object = _update_dataloader(dataloader, sampler)
-        return made
-
     @property
     def _epoch_to_load(self) -> int:
         """The epoch of which loaders are made: the next one, where a run resumes from behind the last batch of one."""
@@ -70,8 +55,6 @@ class Loaders:
 
     def divide(self, dataloader: object) -> object:
         """Divide the samples among the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
-        if not self._env.has_groups:
-            return self._counted(dataloader)
         if isinstance(dataloader, BroadcastLoader):
             dataloader = dataloader.loader  # Lightning processes a loader that it keeps once more
         if isinstance(dataloader, DataLoader):

@@ -19,13 +19,8 @@ TRAININGS = "LIGHTNING_SEQPAR_TRAININGS"
 class RestartList:
     """The checkpoints that a training under torchrun has written, for its next attempt.
 
-    A file in the Trainer's ``default_root_dir`` lists them, under torchrun's name of the run, if torchrun may start it again
-    (``--max-restarts``). The first attempt begins a new list.
-
-    Args:
-        trainer: the Trainer, as it was before it fits: Lightning fills in its limits, and callbacks change them.
-        module: the module that trains; scripts may train several after each other, which are told apart by their number, their
-            class and how long they train: one that is skipped when the script starts again moves the numbers of those behind it.
+    A file in the Trainer's ``default_root_dir`` lists them, under torchrun's name of the run. Trainings of a script are told apart
+    by number, class and how long they train: one that is skipped in the next attempt moves the numbers behind it.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:

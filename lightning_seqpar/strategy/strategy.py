@@ -265,20 +265,15 @@ class SeqParallelStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning must divide and reduce over processes here: true while a model is set up, where ``sync_dist`` asks.
+        """Whether Lightning must divide and reduce over processes here: true while a model is set up.
 
-        Before that Lightning asks whether to divide samples, which :meth:`process_dataloader` does by itself, and whether to refuse
-        its batch-size finder, which runs here.
+        Before that it asks whether to divide samples (:meth:`process_dataloader` does), and to refuse its batch-size finder.
         """
         return self._is_set_up
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's device.
-
-        Raises:
-            ValueError: if the Trainer has fewer devices than the run has ranks on this node.
-        """
+        """This rank's device; ValueError if the Trainer has fewer devices than the run has ranks on this node."""
         assert self.parallel_devices is not None
         if self.local_rank >= len(self.parallel_devices):
             raise ValueError(
@@ -295,11 +290,7 @@ class SeqParallelStrategy(ParallelStrategy):
 
     @property
     def groups(self) -> ParallelGroups:
-        """The process groups.
-
-        Raises:
-            RuntimeError: before they are made, in ``setup_environment``.
-        """
+        """The process groups; RuntimeError before they are made, in ``setup_environment``."""
         return self.environment.groups
 
     @property
@@ -314,10 +305,7 @@ class SeqParallelStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of a ``DistributedSampler``: it counts replicas, since the ranks of one read the same samples.
-
-        Lightning asks before set-up too, where a loader is only counted (``trainer.estimated_stepping_batches``).
-        """
+        """Arguments of a ``DistributedSampler`` that counts replicas, also before set-up."""
         return self.environment.sampler_kwargs
 
     def holds(self, parameter: Tensor) -> bool:
@@ -405,10 +393,7 @@ class SeqParallelStrategy(ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """A context manager in which the initialisation of tensors on the meta device (all with ``empty_init``) is recorded.
-
-        ``setup`` gives them their values later, of each tensor this rank's part alone.
-        """
+        """A context in which initialisation on the meta device (of all with ``empty_init``) is recorded for ``setup``."""
         with super().tensor_init_context(), self.model_setup.recording(empty=bool(empty_init)):
             yield
 

@@ -157,9 +157,9 @@ class WeightWatch:
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """The parts over tp of the model's parameters, and of their gradients, by the parameter's name."""
         for name, parameter in self.parameters().items():
-            yield name, parameter
-            if parameter.grad is not None:
-                yield name, parameter.grad
+            # Within a step replicas that split it may have gathered it.
+            now = parameter if self.record.replicas is None else self.record.model.get_parameter(name)
+            yield from ((name, x) for x in (parameter, parameter.grad, now) if x is not None)
 
     def mark(self, x: Tensor, mark: _Mark) -> None:
         """Note what a tensor's storage holds."""
