@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection,
     _distributed_is_initialized,
@@ -132,11 +133,6 @@ class Environment:
         """Whether an exception ends the run on ranks that may be at different places of it, so that nothing collective works."""
         return self._groups is not None and self.ending.is_apart(self.trainer, self.world)
 
-    @property
-    def sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of a ``DistributedSampler`` that counts replicas."""
-        return {"num_replicas": self.groups.size("dp"), "rank": self.groups.rank("dp")}
-
     def share_streams(self) -> None:
         """Let the ranks of a replica share its random streams. Collective."""
         axes = self.groups.replica_axes
@@ -173,19 +169,20 @@ class Environment:
 
     def _connect(self, backend: str) -> None:
         """Connect to the other ranks, and compare what all were started with. Collective."""
-        assert self.strategy.cluster_environment is not None
+        cluster = self.strategy.cluster_environment
+        assert cluster is not None
         first = not _distributed_is_initialized()
         try:
-            served = self._serve_store() if first else None
+            served = self._serve_store(cluster) if first else None
             _init_dist_connection(
-                self.strategy.cluster_environment,
+                cluster,
                 backend,
                 timeout=self.config.timeout,
                 device_id=self.device if self.device.type != "cpu" else None,
                 **self._store_of_attempt(),
             )
         except dist.DistError as error:
-            place = f"{self.strategy.cluster_environment.main_address}:{self.strategy.cluster_environment.main_port}"
+            place = f"{cluster.main_address}:{cluster.main_port}"
             raise RuntimeError(
                 f"rank {self.strategy.global_rank} of {self.strategy.world_size} did not meet the others at {place} within timeout="
                 f"{self.config.timeout.total_seconds():.0f} s: {str(error).rstrip('.')}. See that every node runs, with the "
@@ -197,24 +194,21 @@ class Environment:
             atexit.register(_destroy_dist_connection)
         world = dist.group.WORLD
         assert world is not None
-        nodes, per_node = self.num_nodes, self.num_processes
-        if world.size() != nodes * per_node:
+        if world.size() != self.num_nodes * self.num_processes:
             raise ValueError(
-                f"this process is one of {world.size()} ranks already, but this Trainer asks for {nodes} × "
-                f"{per_node}: a process belongs to one world; use the same devices and num_nodes in every Trainer of a "
-                "script, or one script for each size"
+                f"this process is one of {world.size()} ranks already, but this Trainer asks for {self.num_nodes} × "
+                f"{self.num_processes}: a process belongs to one world; use the same devices and num_nodes in every Trainer "
+                "of a script, or one script for each size"
             )
         check_agreement(describe_start(self.config, VERSION), world, self.device)
 
-    def _serve_store(self) -> object:
+    def _serve_store(self, cluster: ClusterEnvironment) -> object:
         """Listen where the other ranks look for this one, and not on every interface of the node."""
-        assert self.strategy.cluster_environment is not None
-        address, port = self.strategy.cluster_environment.main_address, self.strategy.cluster_environment.main_port
         one_node = self.num_nodes == 1
-        keep_gloo_local(address, one_node=one_node)
+        keep_gloo_local(cluster.main_address, one_node=one_node)
         if self.strategy.global_rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return None
-        return serve_store(address, port, self.config.timeout, one_node=one_node)
+        return serve_store(cluster.main_address, cluster.main_port, self.config.timeout, one_node=one_node)
 
     def _store_of_attempt(self) -> dict[str, Any]:
         """The store of a later attempt by torchrun, which keeps the first one's with the addresses of dead processes in it."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.utilities.data import _update_dataloader
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_seqpar.data.broadcast import BroadcastLoader
 from lightning_seqpar.data.sampler import OrderSeed, inject_sampler, replica_workers

@@ -305,8 +305,8 @@ class SeqParallelStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of a ``DistributedSampler`` that counts replicas, also before set-up."""
-        return self.environment.sampler_kwargs
+        """Arguments of a ``DistributedSampler`` that counts replicas, since the ranks of one read the same samples."""
+        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether this rank has the parameter, or a part of it: stages of a pipeline (``pp``) have those of their own blocks alone.
