@@ -122,20 +122,19 @@ class Ending:
             raise SIGTERMException(128 + signal.SIGTERM)
 
 
-def save_before_end(trainer: Trainer) -> Path | None:
-    """Save, unless this step is saved, as the last checkpoint if the first ``ModelCheckpoint`` keeps that; returns where."""
+def save_before_end(trainer: Trainer) -> None:
+    """Save, unless this step is saved, as the last checkpoint if the first ``ModelCheckpoint`` keeps that."""
     callback = next((one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)), None)
     if callback is None or callback.dirpath is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
-        return None
+        return
     if callback._last_global_step_saved == trainer.global_step or callback.save_on_exception:  # which the end is
-        return None
+        return
     if callback.save_last:
         callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
-        return Path(callback.last_model_path)
+        return
     path = Path(callback.dirpath, f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
     trainer.save_checkpoint(path)
     rank_zero_info(f"lightning_seqpar: saved {path}")
-    return path
 
 
 def is_shared(error: BaseException, world: dist.ProcessGroup) -> bool:

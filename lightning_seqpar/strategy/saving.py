@@ -83,13 +83,10 @@ class Saver:
 
     def make_group(self) -> None:
         """Make a group for the thread that writes checkpoints."""
-        made = self._background_groups
-        if self._env.config.checkpoint.async_save and (made is None or made[0] is not self._env.groups):
-            ranks = dist.get_process_group_ranks(self._env.world)
-            timeout = self._env.config.timeout
-            group = dist.new_group(
-                ranks, timeout=timeout, backend="gloo", use_local_synchronization=True, sort_ranks=False
-            )
+        made, config = self._background_groups, self._env.config
+        if config.checkpoint.async_save and (made is None or made[0] is not self._env.groups):
+            how: dict[str, Any] = {"backend": "gloo", "use_local_synchronization": True, "sort_ranks": False}
+            group = dist.new_group(dist.get_process_group_ranks(self._env.world), timeout=config.timeout, **how)
             assert isinstance(group, ProcessGroup)
             self._background_groups = self._env.groups, group
 
@@ -159,7 +156,12 @@ class Saver:
                 )
             meanwhile = self.trains and self._background_groups is not None
             later = self._background_groups[1] if meanwhile and self._background_groups else None
-            write = write_folder(place, checkpoint, self._facts_of_run(checkpoint), self._env.world, later)
+            about = {  # what the folder says of the run that wrote it
+                "version": VERSION,
+                "topology": {axis: self._env.groups.size(axis) for axis in self._env.groups.topology.axes},
+                **{key: checkpoint.get(key) for key in ("epoch", "global_step")},
+            }
+            write = write_folder(place, checkpoint, about, self._env.world, later)
             if meanwhile:
                 self._background.start(write)
             else:
@@ -257,25 +259,25 @@ class Saver:
         return {**checkpoint, **own_memory(others)}
 
     def load_model(self, usual: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load the weights of the whole model; a model that is sharded already takes its parts. Collective."""
-        self._reading(lambda: self._load_model(usual, checkpoint, strict), self._read_from)
-
-    def _load_model(self, usual: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load the weights on this rank; those of a model on the meta device are kept until it is sharded."""
+        """Load the weights of the whole model, of which a sharded one takes its parts, and one on meta later. Collective."""
         record, state, opened = record_of(self._env.module), checkpoint["state_dict"], self._opened
-        if record is not None:
-            load_full_state_dict(record, state, strict=strict, opened=opened)
-            record.note_versions()
-        elif any(parameter.is_meta for parameter in self._env.module.parameters()):
-            # torch warns of loading into meta tensors; here that only checks names and shapes.
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*meta parameter in the current model.*")
+
+        def load() -> None:
+            if record is not None:
+                load_full_state_dict(record, state, strict=strict, opened=opened)
+                record.note_versions()
+            elif any(parameter.is_meta for parameter in self._env.module.parameters()):
+                # torch warns of loading into meta tensors; here that only checks names and shapes.
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*meta parameter in the current model.*")
+                    usual(checkpoint, strict=strict)
+                self.state_for_meta_model = state if opened is None else FolderTensors(opened, state)
+            elif opened is not None:
+                self._env.module.load_state_dict(opened.take(state, {}, 0), strict=strict)
+            else:
                 usual(checkpoint, strict=strict)
-            self.state_for_meta_model = state if opened is None else FolderTensors(opened, state)
-        elif opened is not None:
-            self._env.module.load_state_dict(opened.take(state, {}, 0), strict=strict)
-        else:
-            usual(checkpoint, strict=strict)
+
+        self._reading(load, self._read_from)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the moments of the whole model, of which each rank takes its parts, and restore the random states. Collective."""

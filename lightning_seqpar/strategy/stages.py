@@ -184,55 +184,40 @@ class Stages:
 
     def enter_loops(self) -> None:
         """Change Lightning's loops for a training in stages, until :meth:`leave_loops`."""
-        if self.stage is not None:
-            self._let_stages_run_ahead()
-            self._finish_in_front_of_hooks()
-            self._tell_loss_of_window()
+        if self.stage is None:
+            return
+        trainer, fit = self._env.trainer, self._env.trainer.fit_loop
+        loop: Any = fit.epoch_loop
 
-    def _let_stages_run_ahead(self) -> None:
-        """Let Lightning ask at a window's start alone whether to end by SIGTERM: all ranks wait for each other there."""
-        trainer, loop = self._env.trainer, self._env.trainer.fit_loop.epoch_loop
-        ask = loop._broadcast_sigterm_tensor
-
-        def ask_at_start() -> None:  # behind the batch before
+        def asked(ask: Callable[[], Any]) -> None:  # whether to end by SIGTERM, behind a batch
+            # At a window's start alone: all ranks wait for each other there, and each micro-batch would for all stages.
             if (loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0:
                 ask()
 
-        self._replace(loop, "_broadcast_sigterm_tensor", ask_at_start)
-
-    def _finish_in_front_of_hooks(self) -> None:
-        """Finish what is under way in front of the hooks of a validation and of an epoch's end, which may exchange weights."""
-        loop = self._env.trainer.fit_loop
-        for owner, name in ((loop.epoch_loop.val_loop, "run"), (loop, "on_advance_end")):
-            self._replace(owner, name, self._finishing(getattr(owner, name)))
-
-    def _tell_loss_of_window(self) -> None:
-        """Let ``on_train_batch_end`` be given one loss on all stages, of which the last one alone computes it."""
-        loop: Any = self._env.trainer.fit_loop.epoch_loop.automatic_optimization
-        run = loop.run
-
-        def with_loss(*args: Any, **kwargs: Any) -> Any:
-            out = run(*args, **kwargs)
-            if self._logs is None or "loss" not in out:
-                return out
-            return {**out, "loss": torch.full_like(out["loss"], self._logs.window_loss, dtype=torch.float64)}
-
-        self._replace(loop, "run", with_loss)
-
-    def _finishing(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        @functools.wraps(call)
-        def finished() -> Any:
+        def finished(call: Callable[[], Any]) -> Any:
+            # A callback may exchange weights for a validation, or read what the epoch logged, which may end within a window.
             self.finish_micro_batches()
             return call()
 
-        return finished
+        def with_loss(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            out = run(*args, **kwargs)
+            if self._logs is None or "loss" not in out:
+                return out
+            # On all stages, of which the last one alone computes it.
+            return {**out, "loss": torch.full_like(out["loss"], self._logs.window_loss, dtype=torch.float64)}
+
+        changes: list[tuple[Any, str, Callable[..., Any]]] = [
+            (loop, "_broadcast_sigterm_tensor", asked),
+            (loop.val_loop, "run", finished),
+            (fit, "on_advance_end", finished),
+            (loop.automatic_optimization, "run", with_loss),
+        ]
+        for owner, name, change in changes:
+            self._replaced.append((owner, name))
+            owner.__dict__[name] = functools.partial(change, getattr(owner, name))
 
     def leave_loops(self) -> None:
         """Give Lightning's loops their methods back."""
         for owner, name in self._replaced:
             owner.__dict__.pop(name, None)
         self._replaced = []
-
-    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        self._replaced.append((owner, name))
-        owner.__dict__[name] = method

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -44,7 +43,7 @@ from lightning_seqpar.strategy.metrics import share_metrics
 from lightning_seqpar.strategy.missing_ranks import find_missing
 from lightning_seqpar.strategy.model_setup import ModelSetup
 from lightning_seqpar.strategy.precision import share_overflows, with_global_clipping, without_global_clipping
-from lightning_seqpar.strategy.refusals import is_refusal, shortens_refusals
+from lightning_seqpar.strategy.refusals import shortens_refusals
 from lightning_seqpar.strategy.saving import Saver
 from lightning_seqpar.strategy.steps import Steps
 from lightning_seqpar.strategy.tuning import Searches
@@ -67,12 +66,6 @@ P = ParamSpec("P")
 
 _NONE_FOR_EMPTY = ("ddp", "fsdp", "checkpoint", "compile_options", "elementwise_optimizers")
 """Fields whose keyword has None as its default, in place of an empty list or mapping."""
-
-_SIZES = re.compile(
-    r"must match the size|cannot be multiplied|size mismatch|does not broadcast|out of (?:range|bounds)|is invalid for input"
-    r"|[Ee]xpected size"
-)
-"""In torch's messages about sizes that do not fit."""
 
 
 def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
@@ -586,30 +579,9 @@ class SeqParallelStrategy(ParallelStrategy):
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
-    def _hint(self, exception: BaseException) -> str:
-        """What may be behind an error of torch's that can't know it; empty if nothing is known."""
-        told = str(exception)
-        if self.stages.stage is not None and "written-to tensor refers to a single memory location" in told:
-            return (
-                f"pp={self.config.pp}: parameters that other stages hold are NaN without memory here, and can't be written to; "
-                "change those for which trainer.strategy.holds(parameter) is true"
-            )
-        is_torchs = isinstance(exception, RuntimeError | IndexError) and not is_refusal(exception)
-        if self.steps.shards > 1 and self.steps.schedule.has_begun and is_torchs and _SIZES.search(told):
-            return (
-                "lightning_seqpar: if the sizes above are those of one rank's part, this step takes a way that the first batch did "
-                "not take, and for which the plan was not made: it gives a block a tensor that it was not given then, or reads a "
-                "sharded weight past its module (vocab=False for an embedding or a head). Let the first batch, or "
-                "example_input_array, take it"
-            )
-        return ""
-
     def on_exception(self, exception: BaseException) -> None:
         """Report an error to the process that started the ranks, so that the others end too."""
         self._failed = True
-        add_note = getattr(exception, "add_note", None)  # from Python 3.11 on
-        if add_note is not None and (hint := self._hint(exception)):
-            add_note(hint)
         super().on_exception(exception)
         self.loops.unmute_writers()
         launcher = self.environment.launcher
