@@ -110,7 +110,10 @@ class ReplicaSampler(Sampler[Any]):
         if self.num_replicas == 1 and (type(self.order) in _DRAWN_FROM_TORCH or not isinstance(self.order, Sized)):
             source = self.groups.source(self.groups.replica_axes)
             share_streams(self.groups[self.groups.replica_axes], source, torch.device("cpu"))
-            self._share_generator(source)
+            if (generator := self._generator()) is not None:
+                box: list[Any] = [generator.get_state()]
+                dist.broadcast_object_list(box, src=source, group=self.groups[self.groups.replica_axes])
+                generator.set_state(box[0])
             return
         if epoch == self._epoch:  # Lightning says so once more behind the start of an iteration
             return
@@ -134,13 +137,6 @@ class ReplicaSampler(Sampler[Any]):
             if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
                 return generator
         return None
-
-    def _share_generator(self, source: int) -> None:
-        """Send the state of a generator that the sampler has of its own to the other ranks of the replica. Collective."""
-        if (generator := self._generator()) is not None:
-            box = [generator.get_state()]
-            dist.broadcast_object_list(box, src=source, group=self.groups[self.groups.replica_axes])
-            generator.set_state(box[0])
 
     def __iter__(self) -> Iterator[Any]:
         place, self._resumed = self._resumed or {}, None

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection,
     _distributed_is_initialized,
@@ -46,8 +45,6 @@ class Environment:
     def __init__(self, strategy: ParallelStrategy, config: ParallelConfig) -> None:
         self.strategy, self.config, self.ending = strategy, config, Ending()
         self._groups: ParallelGroups | None = None
-
-    # ---- what this rank is -------------------------------------------------------------------------------------
 
     @property
     def module(self) -> LightningModule:
@@ -138,8 +135,6 @@ class Environment:
         axes = self.groups.replica_axes
         share_streams(self.groups[axes], self.groups.source(axes), self.device)
 
-    # ---- processes and groups ----------------------------------------------------------------------------------
-
     def connect(self) -> None:
         """Connect the processes and make the topology's groups, once. Collective."""
         with self.phases.phase("meeting the other ranks"):
@@ -155,17 +150,13 @@ class Environment:
                     gloo_twins=self.config.gloo_twins,
                     pp_channels=count_channels(self.config.pp, self.config.virtual_pp or 1),
                 )
-            self._warn_of_slow_links(topology)
-
-    def _warn_of_slow_links(self, topology: ProcessTopology) -> None:
-        """Warn if tensor-parallel ranks are on different nodes."""
-        per_node = self.num_processes
-        if crossing := topology.get_crossing_lists("tp", per_node):
-            rank_zero_warn(
-                f"lightning_seqpar: tensor-parallel ranks {crossing[0]} sit on more than one node of {per_node} "
-                f"rank{'s' * (per_node > 1)} ({len(crossing)} such group{'s' * (len(crossing) > 1)}); every layer then waits "
-                "for the network between nodes. Keep tp within a node: tp a divisor of its ranks, and last in order"
-            )
+            per_node = self.num_processes
+            if crossing := topology.get_crossing_lists("tp", per_node):
+                rank_zero_warn(
+                    f"lightning_seqpar: tensor-parallel ranks {crossing[0]} sit on more than one node of {per_node} "
+                    f"rank{'s' * (per_node > 1)} ({len(crossing)} such group{'s' * (len(crossing) > 1)}); every layer then waits "
+                    "for the network between nodes. Keep tp within a node: tp a divisor of its ranks, and last in order"
+                )
 
     def _connect(self, backend: str) -> None:
         """Connect to the other ranks, and compare what all were started with. Collective."""
@@ -173,7 +164,12 @@ class Environment:
         assert cluster is not None
         first = not _distributed_is_initialized()
         try:
-            served = self._serve_store(cluster) if first else None
+            served = None
+            if first:  # listen where the other ranks look for this one, and not on every interface of the node
+                place, one_node = (cluster.main_address, cluster.main_port), self.num_nodes == 1
+                keep_gloo_local(place[0], one_node=one_node)
+                if not self.strategy.global_rank and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                    served = serve_store(*place, self.config.timeout, one_node=one_node)
             _init_dist_connection(
                 cluster,
                 backend,
@@ -182,11 +178,11 @@ class Environment:
                 **self._store_of_attempt(),
             )
         except dist.DistError as error:
-            place = f"{cluster.main_address}:{cluster.main_port}"
             raise RuntimeError(
-                f"rank {self.strategy.global_rank} of {self.strategy.world_size} did not meet the others at {place} within timeout="
-                f"{self.config.timeout.total_seconds():.0f} s: {str(error).rstrip('.')}. See that every node runs, with the "
-                "same MASTER_ADDR and MASTER_PORT, devices and num_nodes; or set a longer timeout, if they take that to start"
+                f"rank {self.strategy.global_rank} of {self.strategy.world_size} did not meet the others at "
+                f"{cluster.main_address}:{cluster.main_port} within timeout={self.config.timeout.total_seconds():.0f} s: "
+                f"{str(error).rstrip('.')}. See that every node runs, with the same MASTER_ADDR and MASTER_PORT, devices and "
+                "num_nodes; or set a longer timeout, if they take that to start"
             ) from error
         del served  # the group is connected to it
         if first and backend != "nccl":
@@ -201,14 +197,6 @@ class Environment:
                 "of a script, or one script for each size"
             )
         check_agreement(describe_start(self.config, VERSION), world, self.device)
-
-    def _serve_store(self, cluster: ClusterEnvironment) -> object:
-        """Listen where the other ranks look for this one, and not on every interface of the node."""
-        one_node = self.num_nodes == 1
-        keep_gloo_local(cluster.main_address, one_node=one_node)
-        if self.strategy.global_rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return None
-        return serve_store(cluster.main_address, cluster.main_port, self.config.timeout, one_node=one_node)
 
     def _store_of_attempt(self) -> dict[str, Any]:
         """The store of a later attempt by torchrun, which keeps the first one's with the addresses of dead processes in it."""

@@ -70,6 +70,7 @@ class InterleavedWindow:
         self._begun: dict[str, tuple[int, int]] = {}  # what must be the same for all micro-batches
         self._changed: list[Values] = []  # by each chunk's runs: attributes of modules
         self.micro_batches: list[MicroBatch] = []
+        self._where = f"virtual_pp={stage.chunks}"
 
     def put_off(self, step: Callable[..., Any], given: tuple[Any, Any], number: int, batch: Any) -> Tensor:
         """Keep a step for the window's end, unless parameters or buffers changed meanwhile; returns what stands for its loss."""
@@ -96,11 +97,10 @@ class InterleavedWindow:
         for name, was in self._begun.items():
             seen = now.get(name, was)
             if seen != was:
-                what = "was frozen, or thawed," if seen[0] != was[0] else "was changed"
+                what = f"{name} was {'frozen, or thawed,' if seen[0] != was[0] else 'changed'} between batches"
                 raise RuntimeError(
-                    f"virtual_pp={self._stage.chunks}: {name} {what} between batches whose gradients are accumulated, which are "
-                    "computed together where the last of them has come. Do so where batch_idx % accumulate_grad_batches == 0, "
-                    "or leave virtual_pp out"
+                    f"{self._where}: {what} whose gradients are accumulated, which are computed together where the last of "
+                    "them has come. Do so where batch_idx % accumulate_grad_batches == 0, or leave virtual_pp out"
                 )
 
     @contextmanager
@@ -112,13 +112,13 @@ class InterleavedWindow:
         try:
             yield
             first = self.micro_batches[0].attributes
-            for key in self._changed[-1]:
+            for holder, name in self._changed[-1]:
+                key = holder, name
                 if key in now and key in first and now[key] is not first[key]:
-                    holder, name = key
                     raise RuntimeError(
-                        f"virtual_pp={self._stage.chunks}: both training_step and a hook between the batches of an "
-                        f"accumulation window change {holder or type(self._module).__name__}.{name}; the steps of a "
-                        "window are run together where its last batch has come. Change it in one of them, or leave virtual_pp out"
+                        f"{self._where}: both training_step and a hook between the batches of an accumulation window change "
+                        f"{holder or type(self._module).__name__}.{name}; the steps of a window are run together where its last "
+                        "batch has come. Change it in one of them, or leave virtual_pp out"
                     )
         finally:
             _set_modes(modes)

@@ -290,9 +290,10 @@ class ModelSetup:
         group = self._env.groups[tuple(sorted(self._env.groups.topology.axes))]
         # One on the meta device is filled later, from a record or files that are the same on all ranks.
         whole = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()}.values()
-        tensors = [part for tensor in whole for part in dense_parts(tensor)]
+        for tensor in whole:
+            refuse_sparse(tensor)
         with torch.no_grad(), self._env.phases.phase("sending the first rank's weights to all"):
-            for tensor in tensors:
+            for tensor in whole:
                 staged = tensor.detach().to(self._env.device).contiguous()
                 # As bytes, since backends do not support every dtype.
                 dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=group)
@@ -311,16 +312,13 @@ def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan], coverage
     )
 
 
-def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The dense tensors that a tensor consists of: itself, or the indices and values of a sparse one."""
-    if tensor.layout == torch.strided:
-        return [tensor]
-    if tensor.layout == torch.sparse_coo and tensor.is_coalesced():
-        return [tensor.detach().indices(), tensor.detach().values()]
-    raise ValueError(
-        f"a parameter or buffer of shape {list(tensor.shape)} and layout {tensor.layout} can't be sent to the other ranks; "
-        "register it dense, or coalesced as torch.sparse_coo"
-    )
+def refuse_sparse(tensor: Tensor) -> None:
+    """Refuse a tensor that can't be sent to the other ranks."""
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"a parameter or buffer of shape {list(tensor.shape)} and layout {tensor.layout} can't be sent to the other ranks; "
+            "register it dense"
+        )
 
 
 class _RootCall(nn.Module):

@@ -188,22 +188,14 @@ class _Run:
             self.traffic = self.norm = None
 
     def _gather(self, own: list[int]) -> Callable[[], list[list[float]]]:
-        """Let every rank have the numbers of all of them; what is returned reads them. Collective, and waits for nobody."""
+        """Let every rank have the numbers of all of them; what is returned reads them later. Collective."""
         if self._group is None:
             return lambda: [[float(number) for number in own]]
         device = host_device(self._group, self._device)
         given = send_numbers(own, torch.float64, device).unsqueeze(0)
         every = given.new_empty(self._group.size(), len(own))
-        work = dist.all_gather_into_tensor(every, given, group=self._group, async_op=True)
-        if device.type == "cuda":
-            work.wait()  # the stream does, and the host goes on
-            return LateNumbers(every).read
-
-        def read() -> list[list[float]]:
-            work.wait()
-            return LateNumbers(every).read()
-
-        return read
+        dist.all_gather_into_tensor(every, given, group=self._group)
+        return LateNumbers(every).read
 
     def log_late(self) -> None:
         """Log what an earlier step has left."""

@@ -90,8 +90,6 @@ class Saver:
             assert isinstance(group, ProcessGroup)
             self._background_groups = self._env.groups, group
 
-    # ---- saving ------------------------------------------------------------------------------------------------
-
     def model_state(self, usual: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The model's state dict: whole on the first rank and meta elsewhere, or this rank's parts for a folder. Collective."""
         record = record_of(self._env.module)
@@ -176,15 +174,6 @@ class Saver:
         if restarts is not None and self.trains and "callbacks" in checkpoint and self._env.strategy.global_rank == 0:
             restarts.add(filepath)
 
-    def _facts_of_run(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """What the folder of a checkpoint says of the run that wrote it."""
-        return {
-            "version": VERSION,
-            "topology": {axis: self._env.groups.size(axis) for axis in self._env.groups.topology.axes},
-            "epoch": checkpoint.get("epoch"),
-            "global_step": checkpoint.get("global_step"),
-        }
-
     def remove(self, filepath: Any) -> None:
         """Remove a file or a folder, on the first rank."""
         place = local_path(filepath)
@@ -196,8 +185,6 @@ class Saver:
             place.unlink()
         else:
             self._background.afterwards(lambda: remove_folder(place))
-
-    # ---- restoring ---------------------------------------------------------------------------------------------
 
     def load(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, of a folder as meta tensors whose parts are read later; if one rank can't, all raise ValueError."""

@@ -96,8 +96,6 @@ class WeightWatch:
         self._has_warned = False
         self._profiler: Profiler | None = None
 
-    # ---- where it watches --------------------------------------------------------------------------------------
-
     def begin(self, trainer: Trainer) -> None:
         """Watch each hook that has code in it, around which Lightning calls its profiler, until :meth:`end`."""
         # In every step: what changes weights in each hundredth might never do so where checks are due.
@@ -146,8 +144,6 @@ class WeightWatch:
             mode.__enter__()  # type: ignore[no-untyped-call]
             mode._known = None  # there may be other gradients than before
             self.mode = mode
-
-    # ---- what it knows -----------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Tensor]:
         """The parameters that are not summoned."""
@@ -312,8 +308,6 @@ class _Watched(TorchDispatchMode):
             return known[1]
         return None if home is None else home[1]
 
-    # ---- one operation ---------------------------------------------------------------------------------------------
-
     def _follow(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Run an operation on something known, and note what it makes of it."""
         name = func._schema.name.partition("::")[2]
@@ -399,8 +393,6 @@ class _Watched(TorchDispatchMode):
         self.found = self.found or found
         return found
 
-    # ---- what is refused -------------------------------------------------------------------------------------------
-
     def _check_write(self, targets: Iterable[Tensor], found: _Local | None) -> None:
         """Refuse what the user's code writes into a parameter or a gradient, if it is made of one part, or decided by one."""
         home = next((home[0] for home in map(self._home_of, targets) if home is not None), None)
@@ -472,8 +464,6 @@ def _is_masked(name: str, args: Any) -> bool:
     (mask,) = args[1]
     return bool(mask.dtype == torch.bool and mask.shape == args[0].shape and args[2].numel() == 1)
 
-
-# ---- frames ------------------------------------------------------------------------------------------------------------
 
 _CLIPPING = "torch.nn.utils.clip_grad"
 _RUNS = ("lightning.pytorch.loops", "lightning.pytorch.trainer", "lightning.pytorch.strategies")
