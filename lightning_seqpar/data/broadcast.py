@@ -18,10 +18,6 @@ from lightning_seqpar.distributed.rng import get_streams, kept_streams, set_stre
 _CPU = torch.device("cpu")
 
 
-class _End:
-    """Takes the place of a batch when the loader has no more."""
-
-
 class BroadcastLoader:
     """A loader that is read on the first rank of each replica (``source``), which sends every batch to the others.
 
@@ -41,14 +37,14 @@ class BroadcastLoader:
 
     def __iter__(self) -> Iterator[Any]:
         reads = dist.get_rank() == self._source
-        reader = self._read() if reads else None
+        reader, end = self._read() if reads else None, object()
         while True:
             message: list[Any] = [None]
             failed: Exception | None = None
             if reader is not None:
                 try:
-                    batch = next(reader, _End)
-                    message = [("end" if batch is _End else "batch", pickle.dumps(batch), get_streams(_CPU))]
+                    batch = next(reader, end)
+                    message = [("end" if batch is end else "batch", pickle.dumps(batch), get_streams(_CPU))]
                 except Exception as error:  # sent to the other ranks first, and raised here afterwards
                     failed = error
                     message = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]

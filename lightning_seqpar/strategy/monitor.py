@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,8 @@ class _Run:
         self.counts_traffic = False
         self.own_bytes = 0  # what of it the norm took
         self.norm: LateNumbers | None = None
-        self._left: Callable[[], tuple[int, dict[str, float]]] | None = None  # by a logged step, to be read later
+        # By a logged step, to be read later: its number, how many it closes, their seconds, counts, bytes sent, and norm.
+        self._left: tuple[int, int, float, Callable[[], Any], int, LateNumbers | None] | None = None
         # The host may be some steps ahead of the device, at both ends of what it measures alike.
         self.began, self.stopped = time.perf_counter(), 0.0
         if self._group is not None:
@@ -182,7 +182,7 @@ class _Run:
             sent = 0 if self.traffic is None else self.traffic.total_bytes - self.own_bytes
             counted = self._gather([self._tokens, self._samples, _memory(self._device)])
             now = time.perf_counter()
-            self._left = partial(self._metrics, self.step, self._steps, now - self.began, counted, sent, self.norm)
+            self._left = self.step, self._steps, now - self.began, counted, sent, self.norm
             self.began = now
             self._tokens = self._samples = self._steps = self.own_bytes = 0
             self.traffic = self.norm = None
@@ -199,25 +199,12 @@ class _Run:
 
     def log_late(self) -> None:
         """Log what an earlier step has left."""
-        left, self._left = self._left, None
-        if left is not None:
-            step, metrics = left()
-            for logger in self._trainer.loggers:
-                logger.log_metrics(metrics, step=step)
-
-    def _metrics(
-        self,
-        step: int,
-        steps: int,
-        seconds: float,
-        counted: Callable[[], list[list[float]]],
-        sent: int,
-        norm: LateNumbers | None,
-    ) -> tuple[int, dict[str, float]]:
-        """The number of a step and its metrics; ``counted`` yields by each rank tokens, samples and bytes of memory."""
-        rows = counted()
+        if self._left is None:
+            return
+        (step, steps, seconds, counted, sent, norm), self._left = self._left, None
+        rows = counted()  # by each rank tokens, samples and bytes of memory
         tokens, samples, _ = (sum(column) * self._replicas / len(rows) for column in zip(*rows, strict=True))
-        return step, {
+        metrics = {
             **({"seqpar/tokens_per_second": tokens / seconds} if tokens else {}),
             **({"seqpar/samples_per_second": samples / seconds} if samples else {}),
             "seqpar/step_seconds": seconds / steps,
@@ -226,6 +213,8 @@ class _Run:
             "seqpar/memory_gib_min": min(memory for *_, memory in rows) / 2**30,
             **({} if norm is None else {"seqpar/grad_norm": norm.read()[0]}),
         }
+        for logger in self._trainer.loggers:
+            logger.log_metrics(metrics, step=step)
 
 
 def _group_of(trainer: Trainer) -> ProcessGroup | None:

@@ -178,7 +178,7 @@ def numbers(row: dict[str, str]) -> dict[str, float]:
 @sees(
     "pp: nothing of what the last stage logs comes to the others",
     "StageLogs.share",
-    "        for call in calls:\n",
+    "        for fx, name, dtype, options in calls:\n",
     "        for call in calls[:0]:\n",
     case="pp2-within",
 )
