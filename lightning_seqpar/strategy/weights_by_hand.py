@@ -36,9 +36,10 @@ _READ_NO_WEIGHTS = ("lightning_seqpar.", "lightning.")
 """Beginnings of the modules whose hooks change weights and gradients as they are on one process, or are refused elsewhere."""
 _COPIES = {
     *("copy_", "_to_copy", "fill_", "zero_", "masked_fill", "masked_fill_", "lift_fresh", "_unsafe_view"),
-    *("empty_like", "zeros_like", "ones_like", "full_like", "cat", "stack"),
+    *("empty_like", "zeros_like", "ones_like", "full_like"),
 }
 """Operations that treat each element by itself, and that torch does not call pointwise."""
+_JOINS = {"cat", "stack"}
 _BY_ONE = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 _REMEDY = (
     "Do it where weights and gradients are whole, on all ranks: with lightning_seqpar.summoned(self): ... (the norm of the whole "
@@ -50,7 +51,7 @@ class _Part(NamedTuple):
     """A storage holds elements of parts."""
 
     name: str  # of the parameter
-    numel: int  # of what is held; a view with fewer elements has an index, which another rank's part has elsewhere
+    numel: int  # of one part; a view with fewer elements has an index, which is another one on other ranks; 0 for joined parts
 
 
 class _Local(NamedTuple):
@@ -213,8 +214,7 @@ class _Profile(dict[str, AbstractContextManager[Any]]):
         self._has_code = cache(partial(_has_code, trainer=trainer))
 
     def __missing__(self, action: str) -> AbstractContextManager[Any]:
-        has_code = self._has_code(action)
-        if has_code:
+        if self._has_code(action):
             watched = self._watch.watched(decides=action.endswith(".optimizer_step"))
             return watched if self._usual is None else self._both(self._usual(action), watched)
         if self._usual is None:
@@ -371,14 +371,14 @@ class _Watched(TorchDispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if is_random or any(x.numel() < mark.numel for x, mark in parts):
             return self._made_local(part, name if is_random else "index", targets)
-        by_element = torch.Tag.pointwise in func.tags or name in _COPIES or _is_masked(name, args)
+        by_element = torch.Tag.pointwise in func.tags or name in _COPIES | _JOINS or _is_masked(name, args)
         if name.startswith("_foreach_"):
             by_element = name.rstrip("_") not in ("_foreach_norm", "_foreach_max")
         if not by_element:
             return self._made_local(part, name, targets)
         rows = local_rows(targets[0])
-        owns = rows.numel() * rows.element_size() == rows.untyped_storage().nbytes()
-        return _Part(part, targets[0].numel() if owns else 0)
+        is_whole = name not in _JOINS and rows.numel() * rows.element_size() == rows.untyped_storage().nbytes()
+        return _Part(part, targets[0].numel() if is_whole else 0)
 
     def _made_local(self, part: str, name: str, targets: Sequence[Tensor]) -> _Local | None:
         """What code of the user's made of one part; None for code of others, which knows of parts."""
