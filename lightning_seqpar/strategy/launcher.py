@@ -64,7 +64,7 @@ def _hydra_config() -> Any:
 def is_hydra_sweep() -> bool:
     """Whether this process runs the jobs of a hydra multirun, one after the other."""
     config = _hydra_config()
-    return config is not None and config.mode.name == "MULTIRUN"
+    return config is not None and getattr(config.mode, "name", "") == "MULTIRUN"
 
 
 class SeqParallelLauncher(_SubprocessScriptLauncher):
