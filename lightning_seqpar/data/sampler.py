@@ -63,13 +63,7 @@ class ReplicaSampler(Sampler[Any]):
     """
 
     def __init__(
-        self,
-        order: Any,
-        groups: ParallelGroups,
-        seed: OrderSeed,
-        *,
-        repeat: bool = True,
-        place: int = 0,
+        self, order: Any, groups: ParallelGroups, seed: OrderSeed, *, repeat: bool = True, place: int = 0
     ) -> None:
         self.order, self.groups, self.seed, self.repeat, self.place = order, groups, seed, repeat, place
         self.num_replicas, self.rank = groups.size("dp"), groups.rank("dp")

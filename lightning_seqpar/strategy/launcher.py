@@ -15,29 +15,16 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning.fabric.strategies.launchers.subprocess_script import (
-    _basic_subprocess_cmd,
-    _hydra_subprocess_cmd,
-)
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers.subprocess_script import (
-    _HYDRA_AVAILABLE,
-    _SubprocessScriptLauncher,
-)
+from lightning.pytorch.strategies.launchers.subprocess_script import _HYDRA_AVAILABLE, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_seqpar.strategy.child_watch import LIFELINE, REPORTS, ChildWatch, follow_main_process, report
 from lightning_seqpar.strategy.ending import Ending
 from lightning_seqpar.strategy.missing_ranks import Missing, end_stopped_parent
-from lightning_seqpar.strategy.refusals import (
-    await_the_end,
-    is_lost_peer,
-    is_refusal,
-    is_verbose,
-    say,
-    tell_shortly,
-)
+from lightning_seqpar.strategy.refusals import await_the_end, is_lost_peer, is_refusal, is_verbose, say, tell_shortly
 from lightning_seqpar.strategy.restart import RestartList
 from lightning_seqpar.user_input import name_error
 

@@ -20,13 +20,7 @@ from torch.optim import Optimizer
 from lightning_seqpar.checkpoint.async_writer import Background
 from lightning_seqpar.checkpoint.atomic_files import local_path, on_every_rank, on_first_rank
 from lightning_seqpar.checkpoint.contents import find_folder
-from lightning_seqpar.checkpoint.folder import (
-    FolderTensors,
-    Opened,
-    own_memory,
-    remove_folder,
-    write_folder,
-)
+from lightning_seqpar.checkpoint.folder import FolderTensors, Opened, own_memory, remove_folder, write_folder
 from lightning_seqpar.checkpoint.state_dict import (
     full_optimizer_state,
     full_state_dict,
