@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import copyreg
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,7 +48,7 @@ class _Copyable(Metric):
         state = self.__getstate__()
         if state.pop(_SHARED_GROUP, None) is not None:
             state["process_group"] = None
-        return copyreg.__newobj__, (self._own_class,), state  # type: ignore[attr-defined]
+        return object.__new__, (self._own_class,), state
 
 
 _SHARED_GROUP = "_lightning_seqpar_group"

@@ -241,9 +241,9 @@ class Saver:
 
     def load_model(self, usual: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the weights of the whole model, of which a sharded one takes its parts, and one on meta later. Collective."""
-        record, state, opened = record_of(self._env.module), checkpoint["state_dict"], self._opened
 
         def load() -> None:
+            record, state, opened = record_of(self._env.module), checkpoint["state_dict"], self._opened
             if record is not None:
                 load_full_state_dict(record, state, strict=strict, opened=opened)
                 record.note_versions()
