@@ -15,20 +15,12 @@ from lightning_seqpar.data.sampler import PLACE
 from lightning_seqpar.distributed.rng import SavedStreams, kept_streams
 
 
-class _End:
-    """Takes the place of a batch when the loader has no more."""
-
-
 class BroadcastLoader:
     """A loader that is read on the first rank of each replica (``source``), which sends every batch to the others.
 
-    For iterable data sets that give each process other samples (streams, unseeded shuffles). A data set that gives each
-    process a share of the samples must share by replica (``strategy.dp_rank``, ``dp_size``), not by rank: only one rank of
-    a replica reads, so the shares of its other ranks would never be read. The states of the reading process's random
-    generators are sent with each batch, so that numbers drawn while reading leave all ranks with the same states. An
-    exception of the reader ends all ranks of the replica, with its message.
-
-    The constructor is collective, since it sends the length: the reader's length is the length on all ranks.
+    For iterable data sets that give each process other samples. One that gives each process a share must share by replica
+    (``strategy.dp_rank``, ``dp_size``). The states of the reader's random generators are sent with each batch, an exception of it
+    ends all ranks of the replica, and its length is theirs. Making it is collective.
     """
 
     def __init__(self, loader: Any, group: ProcessGroup, source: int) -> None:
@@ -42,14 +34,14 @@ class BroadcastLoader:
 
     def __iter__(self) -> Iterator[Any]:
         reads = dist.get_rank() == self._source
-        reader = self._read() if reads else None
+        reader, end = self._read() if reads else None, object()
         while True:
             message: list[Any] = [None]
             failed: Exception | None = None
             if reader is not None:
                 try:
-                    batch = next(reader, _End)
-                    message = [("end" if batch is _End else "batch", pickle.dumps(batch), SavedStreams())]
+                    batch = next(reader, end)
+                    message = [("end" if batch is end else "batch", pickle.dumps(batch), SavedStreams())]
                 except Exception as error:  # sent to the other ranks first, and raised here afterwards
                     failed = error
                     message = [("failed", f"{type(error).__name__}: {error}", SavedStreams())]

@@ -52,11 +52,6 @@ class WatchSchedule:
         self._drawn: frozenset[str] = frozenset()
         self.walks_graphs = True
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a step was taken since the model was set up."""
-        return bool(self._steps)
-
     def begin_loop(self, loop: str) -> None:
         """An epoch, or an evaluation, begins: its loaders may be new ones."""
         self._since_start[loop] = 0

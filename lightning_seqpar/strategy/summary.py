@@ -38,14 +38,7 @@ def groups_of(topology: ProcessTopology) -> list[str]:
 
 
 def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None = None) -> tuple[list[str], list[str]]:
-    """Which features are on, and which are off, each in a few words.
-
-    Args:
-        config: the configuration.
-        tp: number of tensor-parallel ranks.
-        dp: number of replicas.
-        coverage: of the model's plan, which says where sequence parallelism is off though the configuration asks for it.
-    """
+    """Which features are on, and which are off, each in a few words; ``coverage`` says where sequence parallelism is off."""
     has_sp = config.sp and tp > 1 and (coverage is None or coverage.sp)
     sp_off = coverage.sp_off if coverage is not None else ""
     chunks = f" of {config.virtual_pp} chunks" if (config.virtual_pp or 1) > 1 else ""
@@ -126,15 +119,10 @@ def summarize(
     coverage: Coverage | None = None,
     place: str | None = None,
 ) -> str:
-    """All that is known at the start of a run, with the plan's rules and reasons, or the most important :data:`LINES` lines of it.
+    """All that is known at the start of a run, or the most important :data:`LINES` lines of it.
 
-    Args:
-        topology: the grid of ranks.
-        config: the configuration.
-        ranks_per_node: how many ranks are on a node.
-        plan: lines on the plan.
-        coverage: how much of the model the plan shards; None if there is no plan.
-        place: the file that holds all of it, which the last of few lines names; empty for none. With None there are all lines.
+    With ``place``, the file that holds all of it (empty for none), there are few lines, of which the last one names it. ``plan``
+    are lines on the plan; ``coverage`` says how much of the model it shards.
     """
     tp, dp = (topology.get_dim(axis) for axis in ("tp", "dp"))
     on, off = switches(config, tp, dp, coverage)

@@ -32,8 +32,8 @@ def losses_given(sizes: dict[str, Any] | None) -> list[float]:
 
 @sees(
     "callbacks are given no loss on stages that compute none",
-    "Stages._tell_loss_of_window",
-    '        self._replace(loop, "run", with_loss)\n',
+    "Stages.enter_loops",
+    '            (loop.automatic_optimization, "run", with_loss),\n',
     "",
     case="pp2",
 )

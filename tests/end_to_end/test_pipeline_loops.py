@@ -178,7 +178,7 @@ def numbers(row: dict[str, str]) -> dict[str, float]:
 @sees(
     "pp: nothing of what the last stage logs comes to the others",
     "StageLogs.share",
-    "        for call in calls:\n",
+    "        for fx, name, dtype, options in calls:\n",
     "        for call in calls[:0]:\n",
     case="pp2-within",
 )
@@ -205,9 +205,9 @@ def numbers(row: dict[str, str]) -> dict[str, float]:
 )
 @sees(
     "pp: what is under way waits for the end of an evaluation",
-    "Stages._finish_in_front_of_hooks",
-    '((loop.epoch_loop.val_loop, "run"), (loop, "on_advance_end"))',
-    '((loop, "on_advance_end"),)',
+    "Stages.enter_loops",
+    '            (loop.val_loop, "run", finished),\n',
+    "",
     case="pp2-within",
 )
 @pytest.mark.parametrize(

@@ -364,9 +364,9 @@ def run_all(names: list[str], sizes: dict[str, Any]) -> dict[str, Any]:
 )
 @sees(
     "pp: what an abandoned window leaves comes to the next",
-    "Stages._finish_in_front_of_hooks",
-    '((loop.epoch_loop.val_loop, "run"), (loop, "on_advance_end"))',
-    '((loop.epoch_loop.val_loop, "run"),)',
+    "Stages.enter_loops",
+    '            (fit, "on_advance_end", finished),\n',
+    "",
     case="2-{'pp': 2}",
 )
 @sees(

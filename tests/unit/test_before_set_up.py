@@ -56,26 +56,6 @@ def test_an_error_before_the_ranks_start_keeps_its_sentence(monkeypatch):
         trainer.fit(models.GPT(), models.loader(4))
 
 
-@sees(
-    "habits: batches before set-up are counted over the ranks",
-    "Environment.sampler_kwargs",
-    'topology.get_dim("dp")',
-    "topology.world_size",
-)
-@sees(
-    "batches are counted over one replica before set-up",
-    "Loaders.divide",
-    "return self._counted(dataloader)",
-    "return dataloader",
-    case="2-4",
-)
-@pytest.mark.parametrize(("tp", "batches"), [(4, 8), (2, 4), (1, 2)])
-def test_batches_are_counted_over_the_replicas(tp, batches):
-    trainer, _ = connected(tp=tp)
-    assert trainer.estimated_stepping_batches == 3 * batches
-    assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 4 // tp, "rank": 0}
-
-
 @pytest.mark.parametrize("form", ["single", "sharded"])
 def test_a_checkpoint_is_one_processes(tmp_path, form):
     trainer, module = connected(tp=2, checkpoint={"format": form})

@@ -94,7 +94,7 @@ SUITE = {"rank 1 killed", "all leave", "main ends last", "rank 1 hangs", "rank 0
 @sees(
     "a rank that leaves is a failure",
     "ChildWatch._at_exit",
-    "or isinstance(self._expected, SystemExit)",
+    "or isinstance(self.expected, SystemExit)",
     "",
     case="all leave",
 )
