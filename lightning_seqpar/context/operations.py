@@ -7,7 +7,7 @@ whole. A function without a handler is run on whole sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from inspect import isgetsetdescriptor, signature
+from inspect import signature
 from math import prod
 from typing import Any
 
@@ -16,7 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_seqpar.context.exchange import sum_over_ranks
-from lightning_seqpar.context.seq_part import HANDLERS, Handler, Handling, Place, SeqPart, local_of, share_of, writes
+from lightning_seqpar.context.seq_part import (
+    HANDLERS,
+    Handler,
+    Handling,
+    Place,
+    SeqPart,
+    functions,
+    local_of,
+    share_of,
+    writes,
+)
 from lightning_seqpar.distributed.autograd import without_subclasses
 from lightning_seqpar.distributed.rng import drawn_apart
 
@@ -37,12 +47,8 @@ def handles(
     """
 
     def register(handler: Handler) -> Handler:
-        for name in " ".join(names).split():
-            for home in (Tensor,) if name.startswith("__") else homes:
-                func = getattr(home, name, None)
-                if func is not None and not isinstance(func, torch.dtype):
-                    func = func.__get__ if isgetsetdescriptor(func) else func
-                    HANDLERS[func] = Handling(handler, first, only, composed)
+        for func in functions(" ".join(names), *homes):
+            HANDLERS[func] = Handling(handler, first, only, composed)
         return handler
 
     return register

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import isgetsetdescriptor
 from math import prod
 from typing import Any, NamedTuple
 
@@ -398,18 +399,24 @@ class Handling(NamedTuple):
 HANDLERS: dict[Any, Handling] = {}
 """By function. Filled by the modules of this package."""
 
-FACTS = frozenset(
-    [
-        *(getattr(Tensor, name).__get__ for name in (
-            "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested",
-            "is_mkldnn", "is_mps", "is_xla", "itemsize", "nbytes",
-        )),
-        Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_floating_point,
-        Tensor.is_complex, Tensor.get_device, Tensor.__len__, Tensor.__hash__, torch.is_floating_point, torch.is_complex,
-        torch.numel,
-        torch.is_tensor,
+
+def functions(names: str, *homes: Any) -> list[Any]:
+    """torch's functions of these names, in each of ``homes`` that has them; those of attributes are what reads them."""
+    found = (
+        getattr(home, name, None) for name in names.split() for home in ((Tensor,) if name.startswith("__") else homes)
+    )
+    return [
+        one.__get__ if isgetsetdescriptor(one) else one
+        for one in found
+        if one is not None and not isinstance(one, torch.dtype)
     ]
-)  # fmt: skip
+
+
+_ATTRIBUTES = """
+    shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_mkldnn is_mps is_xla itemsize nbytes
+    size dim ndimension numel nelement element_size is_floating_point is_complex get_device __len__ __hash__
+"""
+FACTS = frozenset(functions(_ATTRIBUTES, Tensor) + functions("is_floating_point is_complex numel is_tensor", torch))
 """Functions that read what the whole and its part have in common, and none of the numbers."""
 
 

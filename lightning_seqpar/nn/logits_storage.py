@@ -3,10 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_seqpar.distributed.meeting import Meeting
+from lightning_seqpar.layout.shard import Shard
+
+
+@dataclass(frozen=True)
+class VocabPart:
+    """Which part of a vocabulary a layer on this rank has; copies of the layer have the same.
+
+    Attributes:
+        shard: how the vocabulary is split.
+        group: the tensor-parallel group.
+        rank: this rank in it.
+        loss_chunk: of a head: tokens of which a loss makes the logits at a time; None to make them all where it is called.
+        meeting: of a head: where ranks meet before its logits are gathered; None for nowhere.
+    """
+
+    shard: Shard
+    group: ProcessGroup
+    rank: int
+    loss_chunk: int | None = None
+    meeting: Meeting | None = None
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Start and stop of this rank's part of the vocabulary, without padding."""
+        ((start, stop),) = self.shard.ranges[self.rank]
+        return start, stop
+
+    def __deepcopy__(self, memo: dict[int, object]) -> VocabPart:
+        """Itself: process groups are not copied."""
+        return self
 
 
 class StoredLogits:
@@ -21,9 +55,6 @@ class StoredLogits:
         bias: this rank's part of its bias, ``[ceil(v/tp)]``, or None.
         compute: the type in which the product is computed, as autocast was when the head was called.
         chunk: how many tokens' logits a loss makes at a time; 0 for as many as fit into its own limit.
-
-    Attributes:
-        tensors: the logits and two Nones, or the head's input, weight and bias.
     """
 
     def __init__(
@@ -49,11 +80,7 @@ class StoredLogits:
         return [one._version for one in self.tensors if one is not None and not one.is_inference()]
 
     def check(self) -> None:
-        """Refuse to read logits whose inputs were changed in place after the head was called, as an optimizer does.
-
-        Raises:
-            RuntimeError: naming the remedies.
-        """
+        """Refuse to read logits whose inputs were changed in place after the head was called, as an optimizer does."""
         if self._versions is not None and self._read_versions() != self._versions:
             raise RuntimeError(
                 "logits that were not made yet (loss_chunk) are read after the head's weight or its input has changed, and would "
@@ -62,16 +89,10 @@ class StoredLogits:
             )
 
     def read(self) -> Tensor:
-        """The logits as a tensor of :attr:`dtype`.
-
-        Raises:
-            RuntimeError: if they are computed now, and the inputs were changed.
-        """
+        """The logits as a tensor of :attr:`dtype`; raises RuntimeError if they are computed now, and the inputs were changed."""
         self.check()
         x, weight, bias = self.tensors
-        if weight is None:
-            return x.to(self.dtype)
-        return made_logits(x, weight, bias, self.compute).to(self.dtype)
+        return (x if weight is None else made_logits(x, weight, bias, self.compute)).to(self.dtype)
 
     def of_tokens(self, change: Callable[[Tensor], Tensor]) -> StoredLogits:
         """The part with other leading dims: ``change`` reshapes the tokens or chooses among them, and leaves the last dim."""
@@ -84,12 +105,12 @@ class StoredLogits:
 
     def detached(self) -> StoredLogits:
         """The same part without a graph."""
-        x, *head = self.tensors
-        return self._like(self.dtype, x.detach(), *(None if one is None else one.detach() for one in head))
+        return self._like(self.dtype, *(None if one is None else one.detach() for one in self.tensors))
 
-    def _like(self, dtype: torch.dtype, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> StoredLogits:
+    def _like(self, dtype: torch.dtype, x: Tensor | None, *head: Tensor | None) -> StoredLogits:
         self.check()
-        return StoredLogits(x, dtype, weight, bias, self.compute, self.chunk)
+        assert x is not None
+        return StoredLogits(x, dtype, *head, compute=self.compute, chunk=self.chunk)
 
     @property
     def shape(self) -> tuple[int, ...]:
