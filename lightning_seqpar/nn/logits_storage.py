@@ -107,10 +107,10 @@ class StoredLogits:
         """The same part without a graph."""
         return self._like(self.dtype, *(None if one is None else one.detach() for one in self.tensors))
 
-    def _like(self, dtype: torch.dtype, x: Tensor | None, *head: Tensor | None) -> StoredLogits:
+    def _like(self, dtype: torch.dtype, x: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> StoredLogits:
         self.check()
         assert x is not None
-        return StoredLogits(x, dtype, *head, compute=self.compute, chunk=self.chunk)
+        return StoredLogits(x, dtype, weight, bias, self.compute, self.chunk)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -260,8 +260,8 @@ def _check_graph(logits: ShardedLogits) -> None:
         what = f"{name}, an autograd.Function" if name != "CheckpointFunction" else "a reentrant activation checkpoint"
         raise RuntimeError(
             f"logits that are sharded by vocabulary came out of {what}, and their parts have no graph: what the loss says would "
-            "not reach the model. Give the function logits.whole() (on all ranks); write checkpoint(..., use_reentrant=False), or take "
-            "the head out of it"
+            "not reach the model. Give the function logits.whole() (on all ranks); write checkpoint(..., use_reentrant=False), or "
+            "take the head out of it"
         )
 
 
@@ -369,8 +369,10 @@ def _with_padding(logits: ShardedLogits, dtype: torch.dtype) -> Tensor:
 def _pointwise(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation on each number by itself, with plain numbers (a temperature); a sum with logits like these (an adapter's)."""
     for x in (*args, *kwargs.values()):
-        alike = func in _SUMS and isinstance(x, ShardedLogits) and x._changed is None and x.shape == logits.shape
-        if isinstance(x, Tensor) and not (alike and (x._of.shard, x._of.group) == (logits._of.shard, logits._of.group)):
+        if isinstance(x, ShardedLogits) and func in _SUMS and x._changed is None and x.shape == logits.shape:
+            if (x._of.shard, x._of.group) != (logits._of.shard, logits._of.group):
+                return None
+        elif isinstance(x, Tensor):
             return None
     others, named = tree_map_only(ShardedLogits, lambda x: x.local, (args, kwargs))
     return logits.with_local(func(logits.local, *others, **named))
