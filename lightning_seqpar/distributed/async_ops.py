@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from lightning_seqpar.distributed.counters import ExchangeRole
 from lightning_seqpar.distributed.gloo import Exchange, end_sum, start_sum, uses_exchanges
 from lightning_seqpar.distributed.padding import pad, shard_length, with_memory
 
@@ -70,7 +69,7 @@ class PendingGather:
         self._size, self._shape = group.size(), x.shape
         self._exchange: Exchange | None = None
         if x.is_cpu and uses_exchanges(x, group):
-            self._exchange = Exchange([x] * self._size, group, async_op, ExchangeRole.ALL_GATHER)
+            self._exchange = Exchange([x] * self._size, group, async_op, ("all_gather", x.nbytes))
         else:
             self._out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
             # Kept until the collective is done: the backend reads it meanwhile.
@@ -114,7 +113,7 @@ class PendingReduceScatter:
             x = x.clone()
         self._exchange: Exchange | None = None
         if x.is_cpu and uses_exchanges(x, group):
-            self._exchange = Exchange(x.chunk(size, dim), group, async_op, ExchangeRole.REDUCE_SCATTER)
+            self._exchange = Exchange(x.chunk(size, dim), group, async_op, ("reduce_scatter", x.nbytes))
         else:
             stacked = x.view(*x.shape[:dim], size, chunk, *x.shape[dim + 1 :]).movedim(dim, 0).contiguous()
             self._shape = stacked.shape[1:]
