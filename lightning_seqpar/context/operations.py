@@ -36,15 +36,7 @@ _HOMES = (torch, Tensor, F, torch.special)
 def handles(
     *names: str, homes: tuple[Any, ...] = _HOMES, first: bool = False, only: bool = False, composed: bool = False
 ) -> Callable[[Handler], Handler]:
-    """Decorate the handler of the functions of these names, in ``torch``, ``torch.Tensor`` and ``torch.nn.functional``.
-
-    Args:
-        names: of the functions or attributes, one or several in a string.
-        homes: where functions of these names are looked for; one of another signature may have the same name elsewhere.
-        first: whether the first argument must be a sequence.
-        only: whether it must be the only one.
-        composed: whether the handler runs other functions of sequences.
-    """
+    """Decorate the handler of the functions of these names, in ``homes``; the flags are those of ``Handling``."""
 
     def register(handler: Handler) -> Handler:
         for func in functions(" ".join(names), *homes):
@@ -339,39 +331,28 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.multi_head_attention_forward`` of queries ``[s, b, h]``: projections of the part around torch's attention."""
     given = arguments_of(func, args, kwargs)
-    q: Any
-    k: Any
-    v: Any
-    q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
+    x, mask, padding = given["query"], given["attn_mask"], given["key_padding_mask"]
+    if not isinstance(x, SeqPart) or x.ndim != 3 or x._place.dim or not x._place.is_plain:
+        return NotImplemented
     rare = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
-    if (
-        not isinstance(q, SeqPart)
-        or q.ndim != 3
-        or q._place.dim
-        or not q._place.is_plain
-        or any(given[name] is not None and given[name] is not False for name in rare)
-    ):
+    if any(given[name] is not None and given[name] is not False for name in rare):
         return NotImplemented
     if given["is_causal"] and mask is None:
         return NotImplemented  # torch's own message
-    padding = given["key_padding_mask"]
-    separate = given["use_separate_proj_weight"]
-    weights = [given[f"{name}_proj_weight"] for name in "qkv"] if separate else given["in_proj_weight"].chunk(3)
+    weights: Any = [given[f"{name}_proj_weight"] for name in "qkv"]
+    if not given["use_separate_proj_weight"]:
+        weights = given["in_proj_weight"].chunk(3)
     biases = (None,) * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
-    heads, (length, count, width) = given["num_heads"], q.shape
+    heads, (length, count, width) = given["num_heads"], x.shape
     q, k, v = (
-        F.linear(x, weight, bias).reshape(x.shape[0], count, heads, -1).permute(1, 2, 0, 3)
-        for x, weight, bias in zip((q, k, v), weights, biases, strict=True)
+        F.linear(given[name], weight, bias).reshape(given[name].shape[0], count, heads, -1).permute(1, 2, 0, 3)
+        for name, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True)
     )
     dropout = given["dropout_p"] if given["training"] else 0.0
     causal = bool(given["is_causal"]) and padding is None and not given["need_weights"]
-    if causal:
-        mask = None
-    added = (
-        None
-        if mask is None
-        else added_mask(mask, q.dtype).reshape(-1, 1 if mask.ndim == 2 else heads, *mask.shape[-2:])
-    )
+    added = None
+    if mask is not None and not causal:
+        added = added_mask(mask, q.dtype).reshape(-1, 1 if mask.ndim == 2 else heads, *mask.shape[-2:])
     if padding is not None:
         padded = added_mask(padding, q.dtype)[:, None, None, :]
         added = padded if added is None else added + padded
@@ -379,8 +360,7 @@ def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if shares is not None and given["average_attn_weights"]:
         shares = shares.mean(1)
     out = out.permute(2, 0, 1, 3).reshape(length, count, width)
-    out = F.linear(out, given["out_proj_weight"], given["out_proj_bias"])
-    return out, shares
+    return F.linear(out, given["out_proj_weight"], given["out_proj_bias"]), shares
 
 
 def attend(
@@ -558,7 +538,7 @@ def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SeqPart.wrap(func(locals_, at), first._place.at(first._place.dim + shift))
 
 
-@handles("new_zeros new_ones new_empty new_full new_tensor is_contiguous is_conj is_neg is_inference")
+@handles("new_zeros new_ones new_empty new_full new_tensor is_contiguous is_conj is_neg is_inference retain_grad")
 @handles("grad_fn is_leaf _version retains_grad", homes=(Tensor,))
 def of_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor of any shape, of the same type on the same device; what a sequence is in the graph and in memory."""
@@ -593,7 +573,6 @@ def require_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Set whether a sequence that has no graph has a gradient."""
     require_gradient(Tensor.requires_grad_, args, kwargs)
 
 
@@ -627,20 +606,6 @@ def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grads = func(outputs, tuple(map(local_of, several)), *args[2:], **options)
     pairs = zip(several, grads, strict=True)
     return tuple(x.like(grad) if isinstance(x, SeqPart) and grad is not None else grad for x, grad in pairs)
-
-
-@handles("numpy __array__")
-def numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The whole as an array that can't be changed, as a change would not reach the sequence."""
-    array = func(args[0].whole(), *args[1:], **kwargs)
-    array.flags.writeable = False
-    return array
-
-
-@handles("retain_grad")
-def retain_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Keep the gradient of a sequence, as ``x.grad``."""
-    return func(args[0]._local)
 
 
 @handles("grad", homes=(Tensor,))

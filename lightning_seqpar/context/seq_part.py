@@ -375,19 +375,14 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Handling(NamedTuple):
-    """What runs a function on parts; it may return ``NotImplemented``, which leaves the function to :func:`on_whole`.
+    """What runs a function on parts; it may return ``NotImplemented``, which leaves the function to :func:`on_whole`."""
 
-    Attributes:
-        run: gets the function and its arguments.
-        first: whether the first argument must be a sequence.
-        only: whether no other argument may be one.
-        composed: whether it runs other functions of sequences: these share the whole tensors beside them, which happens once.
-    """
-
-    run: Handler
-    first: bool = False
-    only: bool = False
-    composed: bool = False
+    run: Handler  # gets the function and its arguments
+    first: bool = False  # whether the first argument must be a sequence
+    only: bool = False  # whether no other argument may be one
+    composed: bool = (
+        False  # whether it runs other functions of sequences: these share the whole tensors beside them, once
+    )
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether sequences are among the arguments where they must be, and nowhere else."""
