@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -60,14 +60,6 @@ def guard_pickling(module: nn.Module, why: str = _WRITES_SHARDS) -> None:
     own.update(others)
 
 
-class _Replicas(Protocol):
-    """What splits a model's parts over the data-parallel replicas: ``FullySharded``."""
-
-    def check_leaf(self, leaf: Tensor) -> None: ...
-
-    def undo(self) -> None: ...
-
-
 @dataclass
 class ShardedModel:
     """What parallelisation did to a model; found again with :func:`record_of`."""
@@ -92,7 +84,7 @@ class ShardedModel:
     why_frozen: str = ""  # what is wrong when they train
     versions: dict[str, int] = field(default_factory=dict)
     changes: list[ModuleChange] = field(default_factory=list)  # what became of its modules, to take it back
-    replicas: _Replicas | None = None  # None if every replica holds all parts
+    replicas: Any = None  # FullySharded; None if every replica holds all parts
     graphs: BlockGraphs | None = None  # None if blocks run eagerly
     context_blocks: tuple[str, ...] = ()  # that see a part of the sequence each
     stage: Stage | None = None  # None without a pipeline
