@@ -144,14 +144,9 @@ class Chunks:
         return self._indices[key]
 
     def own(self, x: Tensor, dim: int, before: int = 1, behind: int = 1, *, rank: int | None = None) -> Tensor:
-        """A rank's positions of a whole tensor: ``[b, s, h]`` → ``[b, s/cp, h]`` for ``dim=1``. Nothing is sent.
+        """A rank's positions (this one's for None) of a whole tensor: ``[b, s, h]`` → ``[b, s/cp, h]`` for ``dim=1``.
 
-        Args:
-            x: the whole tensor.
-            dim: the dim in which the sequence lies.
-            before: the size of what was flattened into ``dim`` in front of the sequence.
-            behind: the size of what was flattened into it behind.
-            rank: whose positions; None for this rank's.
+        ``before`` and ``behind`` are the sizes of what was flattened into ``dim`` in front of the sequence and behind it.
         """
         runs = self.ranges[self.rank if rank is None else rank]
         if before > 1 or behind > 1:
@@ -163,16 +158,12 @@ class Chunks:
 
     def sliced(self, start: int, stop: int) -> Chunks:
         """The chunks of ``whole[start:stop]``, of which each rank keeps what it holds of the whole: none of it is an empty run."""
-        ranges = tuple(
-            tuple(
-                (max(first, start) - start, min(last, stop) - start)
-                for first, last in runs
-                if first < stop and last > start
-            )
-            or ((0, 0),)
-            for runs in self.ranges
-        )
-        return Chunks(self.group, stop - start, ranges, self.method, self.axis)
+
+        def kept(runs: Ranges) -> Ranges:
+            inside = [(max(first, start), min(last, stop)) for first, last in runs if first < stop and last > start]
+            return tuple((first - start, last - start) for first, last in inside) or ((0, 0),)
+
+        return Chunks(self.group, stop - start, tuple(map(kept, self.ranges)), self.method, self.axis)
 
     def held_between(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Of this rank's positions those in ``start`` to ``stop`` of the whole, as runs of local indices."""

@@ -157,9 +157,7 @@ class SeqPart(Tensor):
     def _take_over_graph(self, node: Any, number: int) -> None:
         """Where an ``autograd.Function`` of somebody's made this sequence, give the part the graph that the Function has.
 
-        Raises:
-            RuntimeError: for a Function with several outputs, or with inputs that other functions made of plain tensors; for a
-                reentrant activation checkpoint.
+        One with several outputs, or with inputs that other functions made of plain tensors, is refused.
         """
         with without_overrides():
             self.detach_()
@@ -185,11 +183,7 @@ class SeqPart(Tensor):
             self._local = _OfFunction.apply(node, self._place, inputs, self._local, *map(local_of, inputs))  # type: ignore[no-untyped-call]
 
     def _guard(self) -> None:
-        """Refuse a gradient that reaches this object in place of the part.
-
-        Functions see the object without a graph; an ``autograd.Function`` that makes a plain tensor of it would leave the gradient
-        here, where nothing reads it.
-        """
+        """Refuse a gradient that reaches this object, where nothing reads it: a plain tensor of an ``autograd.Function`` sends one."""
         chunks = self._place.chunks
         self._guarded = True
 
@@ -540,13 +534,8 @@ _NOT_USERS = frozenset(["lightning_seqpar", "torch"])
 
 def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """What a function of the graph takes gradients by."""
-    if func is torch.autograd.grad:
-        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-    elif func is torch.autograd.backward:
-        inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
-    else:
-        inputs = args[0]
-    return list(tree_leaves(inputs))
+    at = {torch.autograd.grad: 1, torch.autograd.backward: 4}.get(func, 0)
+    return tree_leaves(args[at] if len(args) > at else kwargs.get("inputs"))
 
 
 def write(target: SeqPart, whole: Tensor) -> None:

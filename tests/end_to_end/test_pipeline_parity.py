@@ -43,10 +43,10 @@ FAMILIES = [
     case="dp",
 )
 @sees(
-    "pp: gradients that several stages hold are summed in another order on each",
+    "pp: of gradients that several stages hold each stage adds its own first",
     "HeldParameters._sum_over",
-    "            before[0].add_(part)\n",
-    "            before[0].sub_(part)\n",
+    "parts[stage] for stage in sorted(stages)",
+    "parts[stage] for stage in sorted(stages, key=self.number.__ne__)",
     case="four",
 )
 @sees(
