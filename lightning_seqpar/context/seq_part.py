@@ -183,7 +183,7 @@ class SeqPart(Tensor):
             self._local = _OfFunction.apply(node, self._place, inputs, self._local, *map(local_of, inputs))  # type: ignore[no-untyped-call]
 
     def _guard(self) -> None:
-        """Refuse a gradient that reaches this object, where nothing reads it: a plain tensor of an ``autograd.Function`` sends one."""
+        """Refuse a gradient that reaches this object, where nothing reads it: of an ``autograd.Function`` of plain results."""
         chunks = self._place.chunks
         self._guarded = True
 

@@ -176,11 +176,9 @@ class _ChunkGrads:
         if of_x is not None and head is not None and not rows.count:
             of_x.zero_()
         self.grads: list[Tensor | None] = [of_x, None, None]
-        # They are sums over chunks, so they are kept in float32 at least.
-        if head is not None and needs[1]:
-            self.grads[1] = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32))
-        if bias is not None and needs[2]:
-            self.grads[2] = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
+        for at, one in ((1, head), (2, bias)):  # they are sums over chunks, so they are kept in float32 at least
+            if one is not None and needs[at]:
+                self.grads[at] = torch.zeros_like(one, dtype=torch.promote_types(one.dtype, torch.float32))
 
     def rooms(self) -> Iterator[tuple[slice, Tensor | None]]:
         """The chunks, each with memory for the gradient of its logits, ``[c, count]``; None where logits are made."""

@@ -113,15 +113,15 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
 
     def comparison() -> None:
         gaps = {}
-        for name, low, high, dtype in zip(names, *spread.read(), dtypes, strict=True):
+        for what, low, high, dtype in zip(names, *spread.read(), dtypes, strict=True):
             if high > 0:
                 gap = (high - low) / high
-                gaps[name] = gap if gap > tolerance(dtype) else 0.0
-        name, reason = max(gaps, key=gaps.__getitem__, default=("", ""))
-        if gaps and gaps[name, reason] > 0:
+                gaps[what] = gap if gap > tolerance(dtype) else 0.0
+        name, reason = worst = max(gaps, key=gaps.__getitem__, default=("", ""))
+        if gaps and gaps[worst] > 0:
             raise RuntimeError(
                 f"{name}: every rank holds it whole, but the gradients that reach the optimizer differ across tp by "
-                f"{gaps[name, reason]:.1e} (laid out as: {reason}). {_why_apart_over_tp([*gaps.values()])}"
+                f"{gaps[worst]:.1e} (laid out as: {reason}). {_why_apart_over_tp([*gaps.values()])}"
             )
 
     return comparison

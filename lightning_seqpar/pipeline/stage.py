@@ -171,7 +171,7 @@ class Stage(HeldParameters):
             RuntimeError: if it ends without this stage's first or last block, or draws random numbers that no example drew.
             ValueError: if it returns no loss where it should.
         """
-        self._begun, self._is_awaited = None, False
+        self._begin_step()
         self._micro_batch = self._micro_batch + 1 if micro_batch is None else micro_batch
         self._ran, self._sent, self._runs, self._chunk = set(), [], True, self._chunks[chunk]
         self._streams.begin()
@@ -211,6 +211,9 @@ class Stage(HeldParameters):
         self._computed.append(loss.detach())
         return out
 
+    def _begin_step(self) -> None:
+        self._begun, self._is_awaited = None, False
+
     @contextmanager
     def _passing_by_own(self) -> Iterator[None]:
         """A context in which this stage's chunks in front of the one that is run pass by too."""
@@ -232,7 +235,8 @@ class Stage(HeldParameters):
         Behind the last block all stages go on with what it returned on the last one, and do the same from there: they return
         the same, log the same and count the same. Call it between :meth:`begin_evaluation` and :meth:`end_evaluation`.
         """
-        self._begun, self._is_awaited, self._goes_on = None, False, True
+        self._begin_step()
+        self._goes_on = True
         self._micro_batch += 1
         self._streams.begin()
         try:

@@ -56,6 +56,8 @@ class ParallelGroups:
         ValueError: if the grid does not fit the world, or ``split_rank`` the pipeline.
     """
 
+    pp_channels: tuple[ProcessGroup, ...] = ()
+
     def __init__(
         self,
         topology: ProcessTopology,
@@ -103,7 +105,6 @@ class ParallelGroups:
         self._groups: dict[frozenset[str], ProcessGroup] = {}
         self._twins: dict[frozenset[str], ProcessGroup] = {}
         self._made: list[ProcessGroup] = []
-        self.pp_channels: tuple[ProcessGroup, ...] = ()
         self._ranks_by_axes: dict[Axes, list[int]] = {}
         size = topology.world_size
         mapping: Sequence[int] = range(size)
@@ -115,8 +116,8 @@ class ParallelGroups:
             raise ValueError(
                 f"rank_mapping={rank_mapping}: give {size} different world ranks, one for each rank of the grid ({topology})"
             )
-        self._mapping = mapping
-        self._grid_rank = mapping.index(rank) if rank in mapping else -1
+        self._mapping: Sequence[int] = mapping
+        self._grid_rank: int = mapping.index(rank) if rank in mapping else -1
         if rank_mapping is None and self._grid_rank < 0:
             topology.get_coord(rank)  # raises, and says which ranks there are
         topology.embedding_ranks(0, split_rank)  # raises for a split outside the pipeline

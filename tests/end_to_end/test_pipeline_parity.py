@@ -43,10 +43,10 @@ FAMILIES = [
     case="dp",
 )
 @sees(
-    "pp: of gradients that several stages hold each stage adds its own first",
+    "pp: gradients that several stages hold are subtracted",
     "HeldParameters._sum_over",
-    "parts[stage] for stage in sorted(stages)",
-    "parts[stage] for stage in sorted(stages, key=self.number.__ne__)",
+    "functools.reduce(torch.add, behind, first)",
+    "functools.reduce(torch.sub, behind, first)",
     case="four",
 )
 @sees(
