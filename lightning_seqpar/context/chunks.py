@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_seqpar.layout.shard import Shard
+
 Ranges = tuple[tuple[int, int], ...]
 """Positions that one rank holds, as (start, stop) of each run, in the order in which it holds them."""
 
@@ -43,8 +45,7 @@ def padded(length: int, size: int) -> tuple[Ranges, ...]:
     >>> padded(3, 4)
     (((0, 1),), ((1, 2),), ((2, 3),), ((3, 3),))
     """
-    part = -(-length // size)
-    return tuple(((min(rank * part, length), min((rank + 1) * part, length)),) for rank in range(size))
+    return Shard.by_vocabulary(length, size).ranges
 
 
 @dataclass(frozen=True, eq=False)

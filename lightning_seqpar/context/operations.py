@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.context.exchange import sum_over_ranks
 from lightning_seqpar.context.seq_part import (
@@ -104,7 +105,7 @@ def _aligned(place: Place, ndim: int, values: Iterable[Any]) -> Any:
     return out
 
 
-@handles(_ELEMENTWISE)
+@handles(_ELEMENTWISE, _IN_PLACE)
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of each number by itself, under broadcasting; it may change the first argument in place."""
     changed = func in _CHANGE or kwargs.get("inplace") is True
@@ -126,9 +127,6 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if not isinstance(out, Tensor):  # x.type() without arguments
         return out
     return SeqPart.wrap(out, first._place.at(out.ndim - (ndim - first._place.dim)))
-
-
-handles(_IN_PLACE)(elementwise)
 
 
 @handles("where")
@@ -200,15 +198,14 @@ handles("repeat_interleave", only=True)(_along(2, None))
 handles("chunk split tensor_split", only=True)(_along(2, 0))
 
 
-@handles("layer_norm rms_norm", only=True)
-def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A norm over the last dims, which the sequence is not among."""
-    x, shape = args[0], _argument(args, kwargs, 1, "normalized_shape")
-    if x._place.dim >= x.ndim - len(shape):
-        return NotImplemented
-    return x.like(func(x._local, *args[1:], **kwargs))
+@handles("linear layer_norm rms_norm", only=True)
+def over_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A linear over the last dim, or a norm over the last dims, which the sequence is not among."""
+    x, shape = args[0], (0,) if func in _LINEAR else _argument(args, kwargs, 1, "normalized_shape")
+    return NotImplemented if x._place.dim >= x.ndim - len(shape) else x.like(func(x._local, *args[1:], **kwargs))
 
 
+_LINEAR = functions("linear", *_HOMES)
 _SUMS = frozenset(f for home in (torch, Tensor) for f in (home.sum, home.mean))
 _NORMS = frozenset([torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm])
 
@@ -250,13 +247,6 @@ def _sum_of_all(func: Any, x: SeqPart, dims: list[int], args: tuple[Any, ...], k
 
 
 # ---- products --------------------------------------------------------------------------------------------------
-
-
-@handles("linear", only=True)
-def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A linear over the last dim, which the sequence is not."""
-    x, *rest = args
-    return NotImplemented if x._place.dim == x.ndim - 1 else x.like(func(x._local, *rest, **kwargs))
 
 
 def _factors(a: Any, b: Any) -> tuple[Tensor, Tensor, Place] | None:
@@ -579,6 +569,10 @@ def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 HANDLERS[getattr(Tensor, "requires_grad").__set__] = Handling(_set_requires_grad)  # noqa: B009
 
 
+def _losses_of(*tensors: Any) -> int:
+    return max((x._place.chunks.losses for x in tensors if isinstance(x, SeqPart)), default=1)
+
+
 @handles("backward", homes=(torch.autograd,), composed=True)
 def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.backward`` by gradients of sequences over tp: from the parts, as a reentrant checkpoint asks for it."""
@@ -586,7 +580,7 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, grads = given.pop("tensors"), given.pop("grad_tensors", None)
     if len(args) > 2 or given.get("inputs") is not None or grads is None or isinstance(tensors, Tensor):
         return NotImplemented
-    if any(isinstance(x, SeqPart) and x._place.chunks.losses > 1 for x in tensors):
+    if _losses_of(*tensors) > 1:
         return NotImplemented
     pairs = zip(tensors, grads, strict=True)
     shares = [share_of(grad, x._place, x._place.chunks) if isinstance(x, SeqPart) else grad for x, grad in pairs]
@@ -596,15 +590,13 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles("grad", homes=(torch.autograd,), composed=True)
 def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.grad`` of plain numbers by sequences over tp, whose gradients are sequences."""
-    outputs, inputs = _argument(args, kwargs, 0, "outputs"), _argument(args, kwargs, 1, "inputs")
-    several = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    if any(isinstance(x, SeqPart) for x in ((outputs,) if isinstance(outputs, Tensor) else outputs)):
+    given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
+    outputs, inputs = given.pop("outputs"), given.pop("inputs")
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if any(isinstance(x, SeqPart) for x in tree_leaves(outputs)) or _losses_of(*inputs) > 1:
         return NotImplemented
-    if any(isinstance(x, SeqPart) and x._place.chunks.losses > 1 for x in several):
-        return NotImplemented
-    options = {name: value for name, value in kwargs.items() if name not in ("outputs", "inputs")}
-    grads = func(outputs, tuple(map(local_of, several)), *args[2:], **options)
-    pairs = zip(several, grads, strict=True)
+    grads = func(outputs, tuple(map(local_of, inputs)), *args[2:], **given)
+    pairs = zip(inputs, grads, strict=True)
     return tuple(x.like(grad) if isinstance(x, SeqPart) and grad is not None else grad for x, grad in pairs)
 
 

@@ -52,11 +52,7 @@ def _read(part: Tensor) -> Tensor:
 
 
 def unfit_forward(module: nn.Module, base: type[nn.Module]) -> str | None:
-    """Why the forward of a user's subclass of ``base`` can't be kept around a parallel layer; None if it can.
-
-    A forward that leaves the product, or the lookup, to ``super().forward`` works as it is: a scale on an embedding's output.
-    One that computes with the weight itself would see this rank's part.
-    """
+    """Why the forward of a user's subclass of ``base`` can't be kept around a parallel layer; None if it leaves that to super."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     kind = type(module)

@@ -56,7 +56,7 @@ class _PartsAround:
     def close(self) -> None:
         """Register the hooks that lie outside of those of ``fully_shard``."""
         self._unit.register_forward_pre_hook(self._take, prepend=True, with_kwargs=True)
-        self._unit.register_forward_hook(self._return)
+        self._unit.register_forward_hook(lambda module, args, out: _with_places(out, self._made))
 
     def _take(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._places.append([_place(leaf) for leaf in tree_leaves((args, kwargs))])
@@ -68,9 +68,6 @@ class _PartsAround:
     def _take_out(self, module: nn.Module, args: Any, out: Any) -> Any:
         self._made = [_place(leaf) for leaf in tree_leaves(out)]
         return tree_map(_plain, out)
-
-    def _return(self, module: nn.Module, args: Any, out: Any) -> Any:
-        return _with_places(out, self._made)
 
 
 _Place = tuple[tuple[Place, ...], ShardedLogits | None]
@@ -86,8 +83,7 @@ def _plain(leaf: Any) -> Any:
 
 def _place(leaf: Any) -> _Place:
     local = plain_of(leaf)
-    is_sharded = isinstance(local, ShardedLogits) and not local.is_changed
-    return places_of(leaf), local if is_sharded else None
+    return places_of(leaf), local if isinstance(local, ShardedLogits) and not local.is_changed else None
 
 
 def _with_places(tree: Any, places: Sequence[_Place]) -> Any:
@@ -96,8 +92,7 @@ def _with_places(tree: Any, places: Sequence[_Place]) -> Any:
     for at, (where, logits) in enumerate(places):
         if logits is not None:
             leaves[at] = logits.with_local(leaves[at])
-        if where:
-            leaves[at] = put_in(leaves[at], where)
+        leaves[at] = put_in(leaves[at], where)
     return tree_unflatten(leaves, spec)
 
 
@@ -150,7 +145,12 @@ class FullySharded:
             for name in [*self.units, ""]
         ]
         self._trains = {name: p.requires_grad for name, p in self._own.items()}
-        outside = self._outside_modules()
+        # Modules outside of the blocks that hold parameters themselves; not the model, whose call gathers them.
+        outside = [
+            module
+            for name, module in self._model.named_modules()
+            if name and not any(inside(name, one) for one in self.units) and any(True for _ in module.parameters(False))
+        ]
         self._handles = [
             *(module.register_forward_pre_hook(self._gather_outside, prepend=True) for module in outside),
             *(self._model.get_submodule(unit).register_forward_hook(_refuse_graph(unit)) for unit in self.units),
@@ -238,16 +238,6 @@ class FullySharded:
             stand_in.requires_grad_(True)  # a hook can be given to no other; it may be frozen now and train later
             stand_in.register_post_accumulate_grad_hook(lambda _, name=name: self._used.add(name))
             stand_in.requires_grad_(trains)
-
-    def _outside_modules(self) -> list[nn.Module]:
-        """Modules outside of the blocks that hold parameters themselves; not the model, whose call gathers them."""
-        return [
-            module
-            for name, module in self._model.named_modules()
-            if name
-            and not any(inside(name, unit) for unit in self.units)
-            and any(True for _ in module.parameters(False))
-        ]
 
     def _gather_outside(self, module: nn.Module, args: Any) -> None:
         """Before a module outside of the blocks: gather what is in no block, if no call of the model has.
@@ -437,15 +427,15 @@ def _refuse_graph(unit: str) -> Callable[..., None]:
     return hook
 
 
-def refuse_rows(out: Any) -> None:
-    """Refuse what a step returned if a parameter's rows are in it, which the step took for the parameter."""
-    if any(is_split(tensor) for tensor in tree_leaves(out)):
-        raise RuntimeError(READ_ROWS)
-
-
 READ_ROWS = (
     "the step reads a parameter of a block outside of that block's forward (a norm of weights in the loss?), where "
     "data_parallel='fsdp' holds this rank's rows of it alone. Read it in the block, set fsdp={'units': []}, which gathers all "
     "parameters for the whole step, or use data_parallel='ddp'"
 )
 """What is said where rows meet whole tensors."""
+
+
+def refuse_rows(out: Any) -> None:
+    """Refuse what a step returned if a parameter's rows are in it, which the step took for the parameter."""
+    if any(is_split(tensor) for tensor in tree_leaves(out)):
+        raise RuntimeError(READ_ROWS)
