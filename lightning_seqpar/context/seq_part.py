@@ -349,20 +349,15 @@ def _shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
     chunks = next((leaf._place.chunks for leaf in leaves if isinstance(leaf, SeqPart)), None)
     if chunks is None or chunks.axis == "cp":
         return args, kwargs
-    shared = [
-        share(leaf, chunks)
-        if isinstance(leaf, Tensor) and not isinstance(leaf, SeqPart) and leaf.requires_grad
-        else leaf
-        for leaf in leaves
-    ]
-    given: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(shared, spec)
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, SeqPart) and leaf.requires_grad:
+            leaves[at] = share(leaf, chunks)
+    given: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, spec)
     return given
 
 
 def _chunks_of(args: Any) -> Chunks:
-    found: list[SeqPart] = []
-    tree_map_only(SeqPart, found.append, args)
-    return found[0]._place.chunks
+    return next(one for one in tree_leaves(args) if isinstance(one, SeqPart))._place.chunks
 
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -374,9 +369,7 @@ class Handling(NamedTuple):
     run: Handler  # gets the function and its arguments
     first: bool = False  # whether the first argument must be a sequence
     only: bool = False  # whether no other argument may be one
-    composed: bool = (
-        False  # whether it runs other functions of sequences: these share the whole tensors beside them, once
-    )
+    composed: bool = False  # whether it runs other functions of sequences, which share the whole tensors beside them
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether sequences are among the arguments where they must be, and nowhere else."""
@@ -455,9 +448,8 @@ def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     if kwargs.get("inplace") is True or name in ("__setitem__", "__set__", "__delete__"):
         return True
-    return (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
-    )
+    is_operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
+    return is_operator or (name.endswith("_") and not name.endswith("__"))
 
 
 RESHAPES = frozenset(

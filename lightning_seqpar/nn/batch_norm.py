@@ -95,16 +95,6 @@ class _SyncedStatistics(TorchFunctionMode):
         return _synced_batch_norm(**given, group=self._group)
 
 
-def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a module is a batch norm of torch's, or of a class derived from one."""
-    return isinstance(module, BatchNorm)
-
-
-def asks_for_sync(module: nn.Module) -> bool:
-    """Whether a module is an ``nn.SyncBatchNorm`` of the user's own, over all ranks."""
-    return isinstance(module, nn.SyncBatchNorm) and module.process_group is None
-
-
 def make_synced(module: nn.Module, name: str, group: ProcessGroup) -> None:
     """Let a batch norm take its statistics over all ranks of a group while it trains, in place: its class becomes another.
 
