@@ -53,20 +53,14 @@ class Chunks:
     """How a sequence of ``length`` positions is dealt out over the ranks of an axis.
 
     Every rank holds its positions in their order in ``ranges``. Ranks may hold different numbers of them, and none at all.
-
-    Args:
-        group: the ranks.
-        length: positions in the whole sequence.
-        ranges: of each rank.
-        method: how attention between the ranks is computed (the field ``cp_method``).
-        axis: ``cp``, where every rank differentiates a loss of its own, and the mean of all ranks' gradients is due; or ``tp``,
-            where the loss is one, and what is whole has the same gradient on all ranks.
     """
 
     group: ProcessGroup
     length: int
-    ranges: tuple[Ranges, ...]
-    method: str = "auto"
+    ranges: tuple[Ranges, ...]  # of each rank
+    method: str = "auto"  # how attention between the ranks is computed (the field cp_method)
+    # Over cp every rank differentiates a loss of its own, and the mean of all ranks' gradients is due; over tp the loss is one,
+    # and what is whole has the same gradient on all ranks.
     axis: Literal["cp", "tp"] = "cp"
     _indices: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
 

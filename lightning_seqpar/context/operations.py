@@ -175,8 +175,7 @@ def _dims(dim: Any, ndim: int) -> list[int]:
 def _wrap_all(out: Any, place: Place) -> Any:
     if isinstance(out, Tensor):
         return SeqPart.wrap(out, place)
-    wrapped = [SeqPart.wrap(each, place) for each in out]
-    return type(out)(wrapped)
+    return type(out)([SeqPart.wrap(each, place) for each in out])
 
 
 def _along(at: int, default: int | None) -> Handler:
@@ -496,11 +495,11 @@ def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: in
     held = place.chunks.held_between(at, at + 1)
     if not (local.is_floating_point() or local.dtype in (torch.int64, torch.int32)):
         return NotImplemented
-    mine = (
-        local.select(place.dim, held[0][0]) if held else local.narrow(place.dim, 0, 0).sum(place.dim, dtype=local.dtype)
-    )
-    rest = tuple(i for n, i in enumerate(others) if n != number)
-    return sum_over_ranks(mine[rest], place.chunks)
+    if held:
+        mine = local.select(place.dim, held[0][0])
+    else:
+        mine = local.narrow(place.dim, 0, 0).sum(place.dim, dtype=local.dtype)
+    return sum_over_ranks(mine[(*items[:number], *items[number + 1 :])], place.chunks)
 
 
 @handles("cat concat concatenate stack")

@@ -21,19 +21,12 @@ from lightning_seqpar.distributed.autograd import input_nodes, leaf_of, outputs_
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sequence lies in a tensor: in ``dim``, into which other dims may have been flattened.
+    """Where a sequence lies in a tensor: in ``dim`` (0 or more), into which other dims may have been flattened."""
 
-    Args:
-        chunks: how its positions are dealt out.
-        dim: the dim, 0 or more.
-        before: the size of what was flattened into it in front of the sequence: ``b`` in ``[b·s, h]``.
-        behind: the size of what was flattened into it behind the sequence.
-    """
-
-    chunks: Chunks
+    chunks: Chunks  # how its positions are dealt out
     dim: int
-    before: int = 1
-    behind: int = 1
+    before: int = 1  # the size of what was flattened into it in front of the sequence: b in [b·s, h]
+    behind: int = 1  # and behind it
 
     @property
     def whole_size(self) -> int:
@@ -134,8 +127,7 @@ class SeqPart(Tensor):
     def for_parts(self) -> Tensor:
         """The whole sequence as a plain tensor, ``[b, s, h]``, for work of each rank on a part of another sequence.
 
-        Forward: all-gather. Backward: reduce-scatter. Of a sequence over both axes that is over cp alone: a function that is given
-        the result beside a part over tp shares it (:func:`share`).
+        Forward: all-gather. Backward: reduce-scatter; over cp alone where it lies over both axes (:func:`share` does the other).
         """
         return self._gathered(gather_for_parts)
 
@@ -252,11 +244,7 @@ class SeqPart(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse what reads the tensor below autograd, such as somebody's ``autograd.Function``: its gradient would be lost.
-
-        Raises:
-            RuntimeError: but for a ``detach``, by which activation checkpoints in one another keep their inputs.
-        """
+        """Refuse what reads the tensor below autograd, where its gradient would be lost; not a checkpoint's ``detach``."""
         if func is torch.ops.aten.detach.default:
             x = args[0]
             return SeqPart.wrap(x._local.detach(), x._place)
@@ -469,8 +457,7 @@ _OF_GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.regi
 def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function on whole sequences; collective. A change in place is made to the whole, and then to the parts.
 
-    Raises:
-        RuntimeError: if it would change a copy alone, or give it away.
+    One that would change a copy alone, or give it away, is refused.
     """
     name = getattr(func, "__name__", str(func))
     out = kwargs.get("out")

@@ -24,13 +24,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class SavedBytes:
-    """Counts the bytes that autograd keeps for the backward on this rank.
+    """Counts the bytes that autograd keeps for the backward on this rank, but for the storages of ``exclude`` (parameters).
 
     Use it as a context manager around the forward and read :attr:`total`. A storage that several operations keep, or
     that several tensors share, counts once.
-
-    Args:
-        exclude: tensors whose storages are not counted, such as a model's parameters, which stay in any case.
     """
 
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:

@@ -16,21 +16,13 @@ from lightning_seqpar.layout.shard import Shard
 
 @dataclass(frozen=True)
 class VocabPart:
-    """Which part of a vocabulary a layer on this rank has; copies of the layer have the same.
-
-    Attributes:
-        shard: how the vocabulary is split.
-        group: the tensor-parallel group.
-        rank: this rank in it.
-        loss_chunk: of a head: tokens of which a loss makes the logits at a time; None to make them all where it is called.
-        meeting: of a head: where ranks meet before its logits are gathered; None for nowhere.
-    """
+    """Which part of a vocabulary a layer on this rank has; copies of the layer have the same."""
 
     shard: Shard
-    group: ProcessGroup
+    group: ProcessGroup  # over tp
     rank: int
-    loss_chunk: int | None = None
-    meeting: Meeting | None = None
+    loss_chunk: int | None = None  # of a head: tokens of which a loss makes the logits at a time; None for all
+    meeting: Meeting | None = None  # of a head: where ranks meet before its logits are gathered
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -46,15 +38,10 @@ class VocabPart:
 class StoredLogits:
     """One rank's part of logits: in memory as the head made it, or its input, weight and bias, of which a reader makes them.
 
-    A cast to a wider type is not carried out before somebody reads the part: the loss casts a few tokens at a time.
-
-    Args:
-        x: the logits ``[..., ceil(v/tp)]``, or the head's input ``[..., h]``.
-        dtype: the type that readers get; it represents every number of the logits.
-        weight: this rank's part of the head's weight, ``[ceil(v/tp), h]``; None for logits in memory.
-        bias: this rank's part of its bias, ``[ceil(v/tp)]``, or None.
-        compute: the type in which the product is computed, as autocast was when the head was called.
-        chunk: how many tokens' logits a loss makes at a time; 0 for as many as fit into its own limit.
+    A cast to a wider type is not carried out before somebody reads the part: the loss casts a few tokens at a time. So ``dtype`` is
+    what readers get, and ``compute`` the type of the product, as autocast was when the head was called. ``x`` is the logits,
+    ``[..., ceil(v/tp)]``, or the head's input ``[..., h]`` with this rank's ``weight``, ``[ceil(v/tp), h]``, and ``bias``; a loss
+    makes the logits of ``chunk`` tokens at a time (0 for as many as fit into its own limit).
     """
 
     def __init__(

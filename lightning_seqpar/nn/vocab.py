@@ -69,12 +69,9 @@ def _leaves_it_to_super(forward: types.FunctionType) -> bool:
     """Whether a method calls ``super().forward``, and asks its weight and bias for nothing but their type and device."""
     steps = list(dis.get_instructions(forward))
     names = {step.argval for step in steps if isinstance(step.argval, str)}
-    reads = [
-        after.argval
-        for step, after in itertools.pairwise(steps)
-        if step.opname.startswith("LOAD") and step.argval in ("weight", "bias", "_parameters", "parameters")
-    ]
-    return {"super", "forward"} <= names and all(name in ("dtype", "device") for name in reads)
+    own = ("weight", "bias", "_parameters", "parameters")
+    pairs = [pair for pair in itertools.pairwise(steps) if pair[0].opname.startswith("LOAD") and pair[0].argval in own]
+    return {"super", "forward"} <= names and all(after.argval in ("dtype", "device") for _, after in pairs)
 
 
 def _parallel_class(parallel: Any, own: Any, base: Any) -> Any:

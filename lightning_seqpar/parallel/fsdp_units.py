@@ -26,10 +26,8 @@ def fully_shard_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of ``fully_shard`` for the field ``fsdp``, but for ``units``, which :func:`units_among` reads.
 
     ``reshard_after_forward``: true (ZeRO-3) or false (ZeRO-2). ``mp_policy``: ``param_dtype``, ``reduce_dtype``, ``output_dtype``
-    (by name) and ``cast_forward_inputs``. ``offload_policy``: true keeps parameters, gradients and moments on the CPU.
-
-    Raises:
-        ValueError: for another option or value.
+    (by name) and ``cast_forward_inputs``. ``offload_policy``: true keeps parameters, gradients and moments on the CPU. Another
+    option or value is a ValueError.
     """
     for name in given:
         if name not in OPTIONS:

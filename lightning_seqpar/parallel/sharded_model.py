@@ -98,9 +98,8 @@ class ShardedModel:
 
     def note_versions(self) -> None:
         """The shards are as they should be now."""
-        self.versions = {
-            name: self.layout.parameter(name)._version for name, item in self.layout.items() if item.is_sharded
-        }
+        sharded = [name for name, item in self.layout.items() if item.is_sharded]
+        self.versions = {name: self.layout.parameter(name)._version for name in sharded}
 
     def check_versions(self) -> None:
         """Nobody may have initialised shards by himself: every rank would have given its part the same numbers."""
@@ -133,13 +132,10 @@ class ShardedModel:
     def equal_buffers(self) -> list[tuple[str, Tensor]]:
         """Buffers that every rank must hold alike: all but the cut ones and those of modules that work on local features."""
         local = {match.name for match in self.matches if match.rule.holds_local_features}
-        return [
-            (name, buffer)
-            for name, buffer in self.model.named_buffers()
-            if name not in self.buffers
-            and not any(inside(name.rpartition(".")[0], one) for one in local)
-            and buffer.numel()
+        alike = [
+            (name, buffer) for name, buffer in self.model.named_buffers() if name not in self.buffers and buffer.numel()
         ]
+        return [(n, buffer) for n, buffer in alike if not any(inside(n.rpartition(".")[0], one) for one in local)]
 
     def reset_calls(self, *, draws: bool = True, forget: bool = True) -> None:
         """A new step begins: forget what aborted calls left, and, with ``forget``, the random streams of steps before it."""

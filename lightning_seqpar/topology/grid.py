@@ -62,7 +62,7 @@ class ProcessTopology:
         dims: how many ranks lie along each axis.
 
     Raises:
-        ValueError: if there are no axes, if names and sizes are not equally many, if a name is repeated, or if a size is below 1.
+        ValueError: for no axes, one that stands there twice, not one size for each, or a size below 1.
 
     Example::
 
@@ -94,11 +94,7 @@ class ProcessTopology:
 
     @classmethod
     def from_config(cls, config: ParallelConfig, world_size: int) -> ProcessTopology:
-        """The topology of ``config`` on ``world_size`` ranks; ``dp`` is derived, or checked if it is a number.
-
-        Raises:
-            ValueError: if the sizes do not multiply to the world; the message names the worlds that would do.
-        """
+        """The topology of ``config`` on ``world_size`` ranks, which its sizes must make; ``dp`` is derived, or checked."""
         world_size = _whole("world size", world_size)
         model = config.tp * config.cp * config.pp
         product = f"tp {config.tp} × cp {config.cp} × pp {config.pp}"
@@ -297,10 +293,7 @@ class ProcessTopology:
         """The layers that ``rank`` holds, one range for each of its virtual stages.
 
         Layers go round the pipeline ``virtual_pp`` times: 16 layers over ``pp`` 4 with ``virtual_pp`` 2 put 0-1 and 8-9
-        on the first stage, 2-3 and 10-11 on the second (interleaving, arXiv 2104.04473).
-
-        Raises:
-            ValueError: if the layers do not divide by ``pp × virtual_pp``; the message names the nearest that do.
+        on the first stage, 2-3 and 10-11 on the second (interleaving, arXiv 2104.04473). They must divide by both.
         """
         rounds, stages = virtual_pp or 1, self.pipeline_size
         if rounds < 1:

@@ -177,8 +177,7 @@ class ParallelGroups:
     def silent(cls, topology: ProcessTopology, rank: int = 0) -> ParallelGroups:
         """Groups for one process that acts as a rank of the grid: their collectives return at once and send nothing.
 
-        They need no ``torch.distributed`` and work on any device. Shapes, memory and counts of traffic are those of the
-        rank; values are not.
+        They need no ``torch.distributed`` and work on any device. Shapes, memory and traffic are the rank's; values are not.
         """
         groups = cls.fake(topology, rank)
         groups._fake = False
