@@ -495,10 +495,8 @@ def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: in
     held = place.chunks.held_between(at, at + 1)
     if not (local.is_floating_point() or local.dtype in (torch.int64, torch.int32)):
         return NotImplemented
-    if held:
-        mine = local.select(place.dim, held[0][0])
-    else:
-        mine = local.narrow(place.dim, 0, 0).sum(place.dim, dtype=local.dtype)
+    nothing = local.narrow(place.dim, 0, 0)
+    mine = local.select(place.dim, held[0][0]) if held else nothing.sum(place.dim, dtype=local.dtype)
     return sum_over_ranks(mine[(*items[:number], *items[number + 1 :])], place.chunks)
 
 
