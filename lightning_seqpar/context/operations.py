@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from inspect import signature
 from math import prod
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -318,38 +319,9 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles("multi_head_attention_forward", composed=True)
 def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.multi_head_attention_forward`` of queries ``[s, b, h]``: projections of the part around torch's attention."""
-    given = arguments_of(func, args, kwargs)
-    x, mask, padding = given["query"], given["attn_mask"], given["key_padding_mask"]
-    if not isinstance(x, SeqPart) or x.ndim != 3 or x._place.dim or not x._place.is_plain:
-        return NotImplemented
-    rare = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
-    if any(given[name] is not None and given[name] is not False for name in rare):
-        return NotImplemented
-    if given["is_causal"] and mask is None:
-        return NotImplemented  # torch's own message
-    weights: Any = [given[f"{name}_proj_weight"] for name in "qkv"]
-    if not given["use_separate_proj_weight"]:
-        weights = given["in_proj_weight"].chunk(3)
-    biases = (None,) * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
-    heads, (length, count, width) = given["num_heads"], x.shape
-    q, k, v = (
-        F.linear(given[name], weight, bias).reshape(given[name].shape[0], count, heads, -1).permute(1, 2, 0, 3)
-        for name, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True)
-    )
-    dropout = given["dropout_p"] if given["training"] else 0.0
-    causal = bool(given["is_causal"]) and padding is None and not given["need_weights"]
-    added = None
-    if mask is not None and not causal:
-        added = added_mask(mask, q.dtype).reshape(-1, 1 if mask.ndim == 2 else heads, *mask.shape[-2:])
-    if padding is not None:
-        padded = added_mask(padding, q.dtype)[:, None, None, :]
-        added = padded if added is None else added + padded
-    out, shares = attend(q, k, v, added, dropout, causal, given["need_weights"])
-    if shares is not None and given["average_attn_weights"]:
-        shares = shares.mean(1)
-    out = out.permute(2, 0, 1, 3).reshape(length, count, width)
-    return F.linear(out, given["out_proj_weight"], given["out_proj_bias"]), shares
+    """``F.multi_head_attention_forward``: torch's own Python code, whose functions then run on parts, past its first question."""
+    names = {**func.__globals__, "has_torch_function": lambda tensors: False}
+    return FunctionType(func.__code__, names, func.__name__, func.__defaults__)(*args, **kwargs)
 
 
 def attend(
@@ -497,7 +469,8 @@ def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: in
         return NotImplemented
     nothing = local.narrow(place.dim, 0, 0)
     mine = local.select(place.dim, held[0][0]) if held else nothing.sum(place.dim, dtype=local.dtype)
-    return sum_over_ranks(mine[(*items[:number], *items[number + 1 :])], place.chunks)
+    rest = (*items[:number], *items[number + 1 :])
+    return sum_over_ranks(mine[rest], place.chunks)
 
 
 @handles("cat concat concatenate stack")

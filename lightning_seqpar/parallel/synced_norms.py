@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.nn.batch_norm import BatchNorm, make_synced
+from lightning_seqpar.nn.batch_norm import make_synced
 from lightning_seqpar.parallel.compiled_blocks import is_compiled
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
 from lightning_seqpar.topology.process_groups import ParallelGroups
