@@ -6,8 +6,12 @@ from collections.abc import Iterator
 
 from torch import nn
 
-BASE, DOWN, UP = "base_layer", "lora_A", "lora_B"
-"""Names, inside an adapter, of the adapted linear, and of the linears ``A``, ``[h → r]``, and ``B``, ``[r → f]``, by adapter."""
+BASE = "base_layer"
+"""Name of the adapted linear inside an adapter."""
+DOWN = "lora_A"
+"""Name of the linears ``A``, ``[h → r]``, by adapter name."""
+UP = "lora_B"
+"""Name of the linears ``B``, ``[r → f]``, by adapter name."""
 
 
 def is_adapted(module: nn.Module) -> bool:
