@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from lightning_seqpar.distributed.counters import ExchangeRole
 from lightning_seqpar.distributed.gloo import Exchange, end_sum, start_sum, uses_exchanges
 from lightning_seqpar.distributed.padding import pad, shard_length, with_memory
 
@@ -84,7 +83,7 @@ class PendingGather:
         size, shape = group.size(), x.shape
         self._exchange: Exchange | None = None
         if x.is_cpu and uses_exchanges(x, group):
-            self._exchange = Exchange([x] * size, group, async_op, ExchangeRole.ALL_GATHER)
+            self._exchange = Exchange([x] * size, group, async_op, ("all_gather", x.nbytes))
             return
         # Kept until the collective is done: the backend reads it meanwhile.
         self._input = x.contiguous()
@@ -133,7 +132,7 @@ class PendingReduceScatter:
             x = x.clone()
         self._exchange: Exchange | None = None
         if x.is_cpu and uses_exchanges(x, group):
-            self._exchange = Exchange(x.chunk(size, dim), group, async_op, ExchangeRole.REDUCE_SCATTER)
+            self._exchange = Exchange(x.chunk(size, dim), group, async_op, ("reduce_scatter", x.nbytes))
             return
         self._out = out = x.new_empty(*shape[:dim], chunk, *shape[dim + 1 :])
         if dim == 0:

@@ -91,13 +91,9 @@ def describe_model(model: nn.Module) -> dict[str, str]:
 
 def _settings(module: nn.Module) -> str:
     """The numbers and switches among a module's own attributes, but for those that may rightly differ, as a text."""
-    shown = [
-        f"{name}={value}"
-        for name, value in sorted(vars(module).items())
-        if isinstance(value, bool | int | float)
-        and not name.startswith("_")
-        and not any(word in name for word in ("rank", "device", "training"))
-    ]
+    own = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float)}
+    differs = ("rank", "device", "training")
+    shown = [f"{n}={own[n]}" for n in sorted(own) if n[0] != "_" and not any(word in n for word in differs)]
     return f" with {', '.join(shown)}" if shown else ""
 
 

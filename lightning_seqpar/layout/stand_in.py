@@ -56,8 +56,7 @@ class Later(Tensor):
         if func.__name__ in ("__get__", "size", "dim", "numel"):
             with without_subclasses():
                 return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(Later, Later._read, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -69,8 +68,7 @@ class Later(Tensor):
     def _read(self) -> Tensor:
         if self.made is None:
             with torch.no_grad():
-                self.made = made = self.make().requires_grad_(self.requires_grad)
-            return made
+                self.made = self.make().requires_grad_(self.requires_grad)
         return self.made
 
 

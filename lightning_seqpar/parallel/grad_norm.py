@@ -20,13 +20,8 @@ def global_grad_norm(
     """The norm of the whole model's gradient (0-dim, equal on all ranks), which must be synced before.
 
     Shards count from every rank of tp (and of dp, where replicas split them), the rest once; what several stages hold on the first
-    of them. Collective over tp, over pp, and over dp if the replicas split parameters.
-
-    Args:
-        parameters: those whose gradients count, the same on every rank.
-        layout: where each of them lies.
-        groups: the process groups.
-        norm_type: 2, another positive number, or infinity.
+    of them. ``parameters`` are the same on every rank; ``norm_type`` is 2, another positive number, or infinity. Collective over
+    tp, over pp, and over dp if the replicas split parameters.
     """
     parameters = list(parameters)
     highest = norm_type == float("inf")

@@ -30,7 +30,7 @@ class Message(NamedTuple):
     micro_batch: int
     chunk: int  # that takes the activation, or has taken it and sends its gradient
     slot: int = (
-        0  # 0: the activation between two blocks; 1, 2, ...: what goes beside it; -1, -2, ...: the end of a stack
+        0  # 0: between two blocks the activation; 1, 2, ...: what goes beside it; -1, -2, ...: the end of a stack
     )
 
 
@@ -46,9 +46,7 @@ def _facts(x: Tensor, message: Message = _NONE, wants_gradient: bool = False, be
         )
     facts = [*message, _DTYPES.index(x.dtype), int(wants_gradient), x.ndim, *x.shape]
     known = torch.tensor(facts + [0] * (_FACTS - 2 - len(facts)), dtype=torch.int64, device=x.device)
-    return torch.cat(
-        [torch.zeros(2, dtype=torch.int64, device=x.device) if beside is None else beside.view(torch.int64), known]
-    )
+    return torch.cat([known.new_zeros(2) if beside is None else beside.view(torch.int64), known])
 
 
 def _empty(facts: Tensor) -> tuple[Tensor, bool, Message]:

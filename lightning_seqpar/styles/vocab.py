@@ -10,7 +10,8 @@ from torch import nn
 from lightning_seqpar.distributed.meeting import Meeting
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead, VocabPart, unfit_forward
+from lightning_seqpar.nn.logits_storage import VocabPart
+from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead, unfit_forward
 from lightning_seqpar.styles.style import Application, PlannedModel, Rule
 
 

@@ -172,9 +172,9 @@ def check_equal(method: str) -> tuple[int, list[str]]:
 )
 @sees(
     "cp: keys of the wrong neighbour",
-    "_RingAttention.forward",
-    "source, behind = (rank - step) % size,",
-    "source, behind = (rank + step) % size,",
+    "ring:_travel",
+    "source = (ring.rank - step) % size",
+    "source = (ring.rank + step) % size",
     case="4-ring",
 )
 @sees(

@@ -185,8 +185,8 @@ def numbers(row: dict[str, str]) -> dict[str, float]:
 @sees(
     "pp: an evaluation without the head",
     "HeldParameters.begin_evaluation",
-    "if name not in wanted:",
-    "if name:",
+    "if name not in self._cut.held[-1] or",
+    "if name or",
     case="pp2-within",
 )
 @sees(

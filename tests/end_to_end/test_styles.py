@@ -15,7 +15,8 @@ from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.layout.attribute_override import AttributeOverride
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead, VocabPart
+from lightning_seqpar.nn.logits_storage import VocabPart
+from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import compare
