@@ -278,12 +278,10 @@ def _state_kept(holders: Sequence[Any], levels: int) -> Iterator[None]:
             if id(value) in seen or isinstance(value, Tensor | np.ndarray | type | types.ModuleType):
                 continue
             seen.add(id(value))
-            if isinstance(value, torch.Generator):
+            if isinstance(value, torch.Generator | np.random.RandomState):
                 back.append(functools.partial(value.set_state, value.get_state()))
             elif isinstance(value, random.Random):
                 back.append(functools.partial(value.setstate, value.getstate()))
-            elif isinstance(value, np.random.RandomState):
-                back.append(functools.partial(value.set_state, value.get_state()))
             elif isinstance(value, np.random.Generator):
                 back.append(functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state))
             elif isinstance(value, list | tuple | dict):
@@ -302,11 +300,8 @@ def _state_kept(holders: Sequence[Any], levels: int) -> Iterator[None]:
             put_back()
 
 
-_LEVELS = 5
-"""How deep generators and counters are sought."""
-
-_FEW = 64
-"""Among how many items of a container they are."""
+_LEVELS = 5  # how deep generators and counters are sought
+_FEW = 64  # among how many items of a container they are
 
 
 def _put_back(held: Any, counts: Mapping[str, int | float], lists: Sequence[tuple[list[Any], list[Any]]]) -> None:
@@ -321,26 +316,20 @@ def _first(loader: Any, what: str) -> Any:
     """The first batch of one loader, which is put back to where it was."""
     if not isinstance(loader, DataLoader):
         return next(_reading(loader, f"{what} loader"))
-    inner = getattr(loader.batch_sampler, "sampler", None)
-    with _state_kept([loader, loader.sampler, loader.batch_sampler, inner, loader.dataset], _LEVELS):
-        return _first_of(loader, what)
-
-
-def _first_of(loader: DataLoader[Any], what: str) -> Any:
-    """The first batch of one loader, read without its workers."""
-    data = loader.dataset
-    if isinstance(data, IterableDataset):
-        iterator = _reading(data, f"{what} data set")
-        if loader.batch_size is None:
-            return loader.collate_fn(next(iterator))
-        samples = list(islice(iterator, loader.batch_size))
-    elif loader.batch_sampler is not None:
-        samples = [data[index] for index in next(iter(loader.batch_sampler))]
-    else:
-        return loader.collate_fn(data[next(iter(loader.sampler))])
-    if not samples:
-        raise NoExampleError(f"the {what} loader is empty; {_ADVICE}")
-    return loader.collate_fn(samples)
+    inner, data = getattr(loader.batch_sampler, "sampler", None), loader.dataset
+    with _state_kept([loader, loader.sampler, loader.batch_sampler, inner, data], _LEVELS):  # read without its workers
+        if isinstance(data, IterableDataset):
+            iterator = _reading(data, f"{what} data set")
+            if loader.batch_size is None:
+                return loader.collate_fn(next(iterator))
+            samples = list(islice(iterator, loader.batch_size))
+        elif loader.batch_sampler is not None:
+            samples = [data[index] for index in next(iter(loader.batch_sampler))]
+        else:
+            return loader.collate_fn(data[next(iter(loader.sampler))])
+        if not samples:
+            raise NoExampleError(f"the {what} loader is empty; {_ADVICE}")
+        return loader.collate_fn(samples)
 
 
 def _reading(data: Any, what: str) -> Iterator[Any]:
