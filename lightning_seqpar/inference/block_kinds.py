@@ -40,7 +40,7 @@ def kind_of(module: nn.Module, decisive: dict[type, frozenset[str]] | None = Non
 
     def settings(part: nn.Module) -> tuple[Any, ...]:
         return tuple(
-            (key, _setting(value))
+            (key, setting_key(value))
             for key, value in sorted(vars(part).items())
             if key not in _TOLD_OTHERWISE and (not _INDEX.search(key) or decides(type(part), key))
         )
@@ -63,14 +63,14 @@ _TOLD_OTHERWISE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffe
 """Attributes of modules that say nothing of their own, or that a kind has anyway."""
 
 
-def _setting(value: Any, depth: int = 3) -> Any:
+def setting_key(value: Any, depth: int = 3) -> Any:
     """A key that is equal for values that let a block do the same: their content if that is known, else their identity."""
     if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device):
         return type(value), repr(value)
     if depth and isinstance(value, list | tuple):
-        return type(value), tuple(_setting(one, depth - 1) for one in value)
+        return type(value), tuple(setting_key(one, depth - 1) for one in value)
     if depth and isinstance(value, dict):
-        return type(value), tuple((_setting(key, 0), _setting(one, depth - 1)) for key, one in value.items())
+        return type(value), tuple((setting_key(key, 0), setting_key(one, depth - 1)) for key, one in value.items())
     if isinstance(value, set | frozenset):
         return type(value), tuple(sorted(map(str, value)))
     if isinstance(value, Tensor):
@@ -79,11 +79,11 @@ def _setting(value: Any, depth: int = 3) -> Any:
         return "method", value.__func__
     if depth and isinstance(value, types.FunctionType):
         held = [cell.cell_contents for cell in value.__closure__ or ()]
-        return "function", value.__code__, _setting((value.__defaults__, value.__kwdefaults__, held), depth - 1)
+        return "function", value.__code__, setting_key((value.__defaults__, value.__kwdefaults__, held), depth - 1)
     if depth and isinstance(value, partial):
-        return "partial", _setting((value.func, value.args, value.keywords), depth)
+        return "partial", setting_key((value.func, value.args, value.keywords), depth)
     if depth and is_settings(value):
-        return type(value), _setting(vars(value), depth - 1)
+        return type(value), setting_key(vars(value), depth - 1)
     return type(value), id(value)
 
 

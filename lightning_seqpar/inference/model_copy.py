@@ -287,7 +287,9 @@ def _without_meta(model: nn.Module, device: torch.device) -> None:
     change_attribute_tensors(model, lambda x: x.is_meta, lambda x: torch.zeros_like(x, device=device))
 
 
-_PERIOD = 1_048_573  # numbers of noise before they come again: a prime, so that no two rows of a matrix have the same ones
+_PERIOD = (
+    1_048_573  # numbers of noise before they come again: a prime, so that no two rows of a matrix have the same ones
+)
 
 
 def move_weights(model: nn.Module) -> None:

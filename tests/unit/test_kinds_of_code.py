@@ -111,9 +111,9 @@ def build(kind: str) -> nn.Module:
 )
 @sees(
     "a parametrized weight is not seen as one",
-    "BlockReader._parametrized",
-    "if not any(",
-    "if any(",
+    "BlockReader._step",
+    "any(around[-1:])",
+    "not any(around[-1:])",
     case="parametrized",
 )
 @sees(
@@ -147,9 +147,9 @@ def build(kind: str) -> nn.Module:
 )
 @sees(
     "an input made inside a module is gathered nowhere",
-    "GatherPoints._gather_sources",
-    "return True",
-    "return False",
+    "GatherPoints.find",
+    "if keys and self._can_gather(call, keys):",
+    "if False:",
     case="shifted_inside",
 )
 @sees(
