@@ -90,8 +90,9 @@ def setting_key(value: Any, depth: int = 3) -> Any:
 _INDEX = re.compile(r"(idx|index|layer_id|layer_number|depth)$", re.IGNORECASE)
 """Names of attributes that hold a block's own index in its stack."""
 
-_INDEX_READ = re.compile(r"\.\w*(idx|index|layer_id|layer_number|depth)\b", re.IGNORECASE)
-"""How such an attribute is read."""
+_INDEX_READ = re.compile(
+    r"\.\w*(idx|index|layer_id|layer_number|depth)\b", re.IGNORECASE
+)  # how such an attribute is read
 
 
 def _attributes_that_decide(kind: type) -> frozenset[str]:
@@ -101,30 +102,23 @@ def _attributes_that_decide(kind: type) -> frozenset[str]:
     """
     found: set[str] = set()
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        if base.__module__.startswith("torch."):
+            continue
         try:
             source = class_source(base)
-        except (OSError, TypeError):
+            tree = ast.parse(textwrap.dedent(source) if _INDEX_READ.search(source) else "")
+        except (OSError, TypeError, SyntaxError):
             continue
-        if not base.__module__.startswith("torch.") and _INDEX_READ.search(source):
-            found |= _names_decided_by(source)
+        around = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        found |= {
+            node.attr
+            for method in ast.walk(tree)
+            if isinstance(method, ast.FunctionDef) and method.name != "__init__" and method.args.args
+            for node in ast.walk(method)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _INDEX.search(node.attr)
+            if isinstance(node.value, ast.Name) and node.value.id == method.args.args[0].arg and _decides(node, around)
+        }
     return frozenset(found)
-
-
-def _names_decided_by(source: str) -> set[str]:
-    """The same for the source of one class."""
-    try:
-        tree = ast.parse(textwrap.dedent(source))
-    except SyntaxError:
-        return set()
-    around = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    return {
-        node.attr
-        for method in ast.walk(tree)
-        if isinstance(method, ast.FunctionDef) and method.name != "__init__" and method.args.args
-        for node in ast.walk(method)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _INDEX.search(node.attr)
-        if isinstance(node.value, ast.Name) and node.value.id == method.args.args[0].arg and _decides(node, around)
-    }
 
 
 def _decides(value: ast.AST, around: Mapping[ast.AST, ast.AST]) -> bool:

@@ -23,8 +23,7 @@ from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.module_names import Argument, inside
 
-_Rule = tuple[str, str, dict[str, Any]]
-"""The name of a module or parameter, the style, and its options."""
+_Rule = tuple[str, str, dict[str, Any]]  # the name of a module or parameter, the style, and its options
 
 
 @dataclass

@@ -186,7 +186,11 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
         yield from _of_loop(module, trainer, getattr(trainer, loop), ("training_step", step), name)
     except NoExampleError as error:
         refused = error
-    yield from _dummies(module)
+    for path, part in module.named_modules():
+        given = getattr(part, "dummy_inputs", None)
+        if isinstance(given, Mapping) and any(isinstance(value, Tensor) for value in given.values()):
+            yield Example(f"the dummy_inputs of {path or type(part).__name__}", "forward", (), given, path=path)
+            break
     if refused is not None:
         raise refused
 
@@ -222,15 +226,6 @@ def _of_loop(
     for one, method in steps.items():
         takes = (read, 0, 0) if one in iterating else _step_args(method, batch, several and one != "training_step")
         yield Example(f"the first {name} batch", one, takes, {}, iterates=one in iterating)
-
-
-def _dummies(module: nn.Module) -> Iterator[Example]:
-    """The ``dummy_inputs`` of the first submodule that has some."""
-    for path, part in module.named_modules():
-        given = getattr(part, "dummy_inputs", None)
-        if isinstance(given, Mapping) and any(isinstance(value, Tensor) for value in given.values()):
-            yield Example(f"the dummy_inputs of {path or type(part).__name__}", "forward", (), given, path=path)
-            return
 
 
 def peek_batch(make_loaders: Callable[[], Any], what: str, *, in_turn: bool = False) -> Any:

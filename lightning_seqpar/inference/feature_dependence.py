@@ -22,8 +22,9 @@ from lightning_seqpar.layout.linear_kind import is_parametrized
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.user_input import sizes_that_divide
 
-_MAX_DRAWS = 16
-"""Inputs that are tried at most before an out-feature counts as one that nothing depends on (ReLU hides some)."""
+_MAX_DRAWS = (
+    16  # inputs that are tried at most before an out-feature counts as one that nothing depends on (ReLU hides some)
+)
 
 Ranges = tuple[tuple[int, int], ...]
 """Ranges ``(start, stop)`` of features."""
@@ -296,10 +297,7 @@ class _FeatureSupport:
 
         If another column reads it, out-features that only that column needs are not counted.
         """
-        owners = self._owners(column)
-        if column in self._feeding:
-            owners = owners[owners > 0]
-        return bool((owners == self._tp).all())
+        return self.mixes(column) if column in self._feeding else self.shared(column) == len(self._owners(column))
 
     def mixes(self, column: str) -> bool:
         """Whether what a rank needs of a column at all, every rank needs."""

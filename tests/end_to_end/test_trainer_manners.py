@@ -217,7 +217,7 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
 )
 @sees(
     "habits: schedulers of the class, not of the instance",
-    "_configured",
+    "trainer_view:_configured",
     "model.configure_optimizers()",
     "type(model).configure_optimizers(model)",
 )

@@ -200,7 +200,7 @@ UNLIKE: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
 )
 @sees(
     "blocks that decide by their index pass for equal ones",
-    "_names_decided_by",
+    "_attributes_that_decide",
     "method.args.args[0].arg and _decides(node, around)",
     "method.args.args[0].arg and False",
     case="its own index",
