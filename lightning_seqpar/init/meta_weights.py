@@ -403,7 +403,8 @@ class LateWeights:
         rank = record.groups.rank("tp") if record is not None else 0
         drawn: dict[int, list[_Place]] = {}
         for key, places in wanted.items():
-            if not any([self._read(place, _layout(record, place), rank) for place in places]):
+            read = [self._read(place, _layout(record, place), rank) for place in places]
+            if not any(read):
                 drawn[key] = places
 
         def draw(key: int, tensor: Callable[[TensorRef], Tensor]) -> None:

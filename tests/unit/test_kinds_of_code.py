@@ -210,9 +210,9 @@ def build(kind: str) -> nn.Module:
 )
 @sees(
     "a scale of a row's input is left whole",
-    "summed_rows:_Candidate._ways",
-    '["local"] if len(vector) == self._features else []',
-    "[]",
+    "summed_rows:_Candidate.try_all",
+    '("once", "local", "whole") if len(vector) == self._features else ',
+    "",
     case="biased_row",
 )
 @sees(
@@ -467,16 +467,16 @@ NO_ROWS = [
 )
 @sees(
     "what saturates is tried in small numbers alone",
-    "summed_rows:_Candidate._inputs",
-    "noise * scale",
-    "noise * 1e-3",
+    "summed_rows:_Candidate._sums_up",
+    "dtype=torch.float64) * scale)",
+    "dtype=torch.float64) * 1e-3)",
     case="Saturating",
 )
 @sees(
     "a row that is linear in evaluation alone",
     "summed_rows:_Candidate._sums_up",
-    "product((True, False), self._inputs())",
-    "product((False,), self._inputs())",
+    "product((True, False), enumerate(_SCALES))",
+    "product((False,), enumerate(_SCALES))",
     case="BentInTraining",
 )
 @sees(
