@@ -90,9 +90,7 @@ def setting_key(value: Any, depth: int = 3) -> Any:
 _INDEX = re.compile(r"(idx|index|layer_id|layer_number|depth)$", re.IGNORECASE)
 """Names of attributes that hold a block's own index in its stack."""
 
-_INDEX_READ = re.compile(
-    r"\.\w*(idx|index|layer_id|layer_number|depth)\b", re.IGNORECASE
-)  # how such an attribute is read
+_INDEX_READ = re.compile(r"\.\w*(idx|index|layer_id|layer_number|depth)\b", re.IGNORECASE)  # how it is read
 
 
 def _attributes_that_decide(kind: type) -> frozenset[str]:

@@ -347,14 +347,14 @@ class BlockReader:
         sides = [self.upstream_of[n] for n in op.inputs if self.upstream_of.get(n)]
         through = [side for side in sides if RESIDUAL in side]
         added = [side for side in sides if RESIDUAL not in side]
-        shape = self.value(op.outputs[0]).shape
+        shape = self.value(op.outputs[0]).shape if through and added else ()
         # As many numbers and features as one of the block's activations, or as all of them.
-        if through and added and math.prod(shape) in self.counts and shape[-1] == self.width:
-            for side in added:
-                for name in sorted(side - {OTHER_INPUT}):
-                    self.rows[name] = None
-            return frozenset({RESIDUAL})
-        return result
+        if math.prod(shape) not in self.counts or shape[-1:] != (self.width,):
+            return result
+        for side in added:
+            for name in sorted(side - {OTHER_INPUT}):
+                self.rows[name] = None
+        return frozenset({RESIDUAL})
 
     def _leave(self) -> None:
         """Count as rows what made the block's output without a residual, and linears in between that feed a column."""
