@@ -70,7 +70,7 @@ def part_of_segments(segments: Sequence[int], rank: int, tp: int) -> Tensor:
 def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
     """Split one row and its columns over ``tp`` ranks.
 
-    Raises CantInferError if the features can't be split into ``tp`` independent parts, UserDecidesError if into others.
+    Raises CantInferError if the features can't be split into ``tp`` independent parts, UserDecidesError if another tp could.
     """
     columns = block.flow.columns[row]
     for name in (row, *columns):
