@@ -97,9 +97,9 @@ def detached_copy(
     if reduction.vocabularies:
         tell_vocabularies(copied, model, reduction)
     for module in copied.modules() if reduction.skips_repeats else ():
-        # Blocks that share one module would read each other's keys and values.
-        if getattr(settings := getattr(module, "config", None), "use_cache", None) is True:
-            settings.use_cache = False
+        settings: Any = getattr(module, "config", None)
+        if getattr(settings, "use_cache", None) is True:
+            settings.use_cache = False  # blocks that share one module would read each other's keys and values
     _without_meta(copied, device)
     copied = copied.to(device)
     if dtype is not None:
