@@ -274,7 +274,8 @@ def _state_kept(holders: Sequence[Any], levels: int) -> Iterator[None]:
                 continue
             seen.add(id(value))
             if isinstance(value, torch.Generator | np.random.RandomState):
-                back.append(functools.partial(value.set_state, value.get_state()))
+                state: Any = value.get_state()
+                back.append(functools.partial(value.set_state, state))
             elif isinstance(value, random.Random):
                 back.append(functools.partial(value.setstate, value.getstate()))
             elif isinstance(value, np.random.Generator):
