@@ -20,8 +20,7 @@ from lightning_seqpar.layout.module_names import inside
 
 _OWN_OF_MODULES = ("_parameters", "_buffers", "_modules", "_forward", "_backward", "_state_dict", "_load_state")
 """Beginnings of the attributes in which every ``nn.Module`` keeps its parts and hooks."""
-_MAX_TRIES = 600
-"""Sets of edits that are rehearsed at most, the smallest first."""
+_MAX_TRIES = 600  # sets of edits that are rehearsed at most, the smallest first
 
 
 def _local_numbers(block: Block, groups: Sequence[GroupLayout], tp: int) -> dict[int, int]:

@@ -186,7 +186,11 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
         yield from _of_loop(module, trainer, getattr(trainer, loop), ("training_step", step), name)
     except NoExampleError as error:
         refused = error
-    yield from _dummies(module)
+    for path, part in module.named_modules():
+        given = getattr(part, "dummy_inputs", None)
+        if isinstance(given, Mapping) and any(isinstance(value, Tensor) for value in given.values()):
+            yield Example(f"the dummy_inputs of {path or type(part).__name__}", "forward", (), given, path=path)
+            break
     if refused is not None:
         raise refused
 
@@ -222,15 +226,6 @@ def _of_loop(
     for one, method in steps.items():
         takes = (read, 0, 0) if one in iterating else _step_args(method, batch, several and one != "training_step")
         yield Example(f"the first {name} batch", one, takes, {}, iterates=one in iterating)
-
-
-def _dummies(module: nn.Module) -> Iterator[Example]:
-    """The ``dummy_inputs`` of the first submodule that has some."""
-    for path, part in module.named_modules():
-        given = getattr(part, "dummy_inputs", None)
-        if isinstance(given, Mapping) and any(isinstance(value, Tensor) for value in given.values()):
-            yield Example(f"the dummy_inputs of {path or type(part).__name__}", "forward", (), given, path=path)
-            return
 
 
 def peek_batch(make_loaders: Callable[[], Any], what: str, *, in_turn: bool = False) -> Any:
@@ -278,12 +273,11 @@ def _state_kept(holders: Sequence[Any], levels: int) -> Iterator[None]:
             if id(value) in seen or isinstance(value, Tensor | np.ndarray | type | types.ModuleType):
                 continue
             seen.add(id(value))
-            if isinstance(value, torch.Generator):
-                back.append(functools.partial(value.set_state, value.get_state()))
+            if isinstance(value, torch.Generator | np.random.RandomState):
+                state: Any = value.get_state()
+                back.append(functools.partial(value.set_state, state))
             elif isinstance(value, random.Random):
                 back.append(functools.partial(value.setstate, value.getstate()))
-            elif isinstance(value, np.random.RandomState):
-                back.append(functools.partial(value.set_state, value.get_state()))
             elif isinstance(value, np.random.Generator):
                 back.append(functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state))
             elif isinstance(value, list | tuple | dict):
@@ -302,11 +296,8 @@ def _state_kept(holders: Sequence[Any], levels: int) -> Iterator[None]:
             put_back()
 
 
-_LEVELS = 5
-"""How deep generators and counters are sought."""
-
-_FEW = 64
-"""Among how many items of a container they are."""
+_LEVELS = 5  # how deep generators and counters are sought
+_FEW = 64  # among how many items of a container they are
 
 
 def _put_back(held: Any, counts: Mapping[str, int | float], lists: Sequence[tuple[list[Any], list[Any]]]) -> None:
@@ -321,26 +312,20 @@ def _first(loader: Any, what: str) -> Any:
     """The first batch of one loader, which is put back to where it was."""
     if not isinstance(loader, DataLoader):
         return next(_reading(loader, f"{what} loader"))
-    inner = getattr(loader.batch_sampler, "sampler", None)
-    with _state_kept([loader, loader.sampler, loader.batch_sampler, inner, loader.dataset], _LEVELS):
-        return _first_of(loader, what)
-
-
-def _first_of(loader: DataLoader[Any], what: str) -> Any:
-    """The first batch of one loader, read without its workers."""
-    data = loader.dataset
-    if isinstance(data, IterableDataset):
-        iterator = _reading(data, f"{what} data set")
-        if loader.batch_size is None:
-            return loader.collate_fn(next(iterator))
-        samples = list(islice(iterator, loader.batch_size))
-    elif loader.batch_sampler is not None:
-        samples = [data[index] for index in next(iter(loader.batch_sampler))]
-    else:
-        return loader.collate_fn(data[next(iter(loader.sampler))])
-    if not samples:
-        raise NoExampleError(f"the {what} loader is empty; {_ADVICE}")
-    return loader.collate_fn(samples)
+    inner, data = getattr(loader.batch_sampler, "sampler", None), loader.dataset
+    with _state_kept([loader, loader.sampler, loader.batch_sampler, inner, data], _LEVELS):  # read without its workers
+        if isinstance(data, IterableDataset):
+            iterator = _reading(data, f"{what} data set")
+            if loader.batch_size is None:
+                return loader.collate_fn(next(iterator))
+            samples = list(islice(iterator, loader.batch_size))
+        elif loader.batch_sampler is not None:
+            samples = [data[index] for index in next(iter(loader.batch_sampler))]
+        else:
+            return loader.collate_fn(data[next(iter(loader.sampler))])
+        if not samples:
+            raise NoExampleError(f"the {what} loader is empty; {_ADVICE}")
+        return loader.collate_fn(samples)
 
 
 def _reading(data: Any, what: str) -> Iterator[Any]:

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnevenError
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UserDecidesError
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.layout.linear_kind import is_parametrized
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.user_input import sizes_that_divide
 
-_MAX_DRAWS = 16
-"""Inputs that are tried at most before an out-feature counts as one that nothing depends on (ReLU hides some)."""
+_MAX_DRAWS = (
+    16  # inputs that are tried at most before an out-feature counts as one that nothing depends on (ReLU hides some)
+)
 
 Ranges = tuple[tuple[int, int], ...]
 """Ranges ``(start, stop)`` of features."""
@@ -69,7 +70,7 @@ def part_of_segments(segments: Sequence[int], rank: int, tp: int) -> Tensor:
 def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
     """Split one row and its columns over ``tp`` ranks.
 
-    Raises CantInferError if the features can't be split into ``tp`` independent parts, UnevenError if into another number of them.
+    Raises CantInferError if the features can't be split into ``tp`` independent parts, UserDecidesError if another tp could.
     """
     columns = block.flow.columns[row]
     for name in (row, *columns):
@@ -98,10 +99,10 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
             f"{row}: each of its {support.features} in-features depends on all features of {', '.join(columns)}, so they "
             f"can't be dealt out to tp={tp} ranks (a norm or a mix over the whole width?)"
         )
-    units = [_units_of(support, sharded, at) for at in range(len(support.segments))]
+    units = [support.units(sharded, at) for at in range(len(support.segments))]
     heads = min(units)
     if heads % tp:
-        raise UnevenError(
+        raise UserDecidesError(
             f"{row}: its {support.features} in-features fall apart into {heads} units (heads), which do not divide by "
             f"tp={tp}; {sizes_that_divide('tp', heads)}"
         )
@@ -109,13 +110,6 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
     for column in sharded:
         out.columns[column] = support.deal(column, min((units[at] for at in support.feeds(column)), default=heads))
     return out
-
-
-def _units_of(support: _FeatureSupport, columns: Sequence[str], segment: int) -> int:
-    """The number of units (heads) in a segment of a row's input."""
-    size = support.segments[segment]
-    counts = [n for column in columns if segment in support.feeds(column) for n in support.units(column)]
-    return max((count for count in counts if count < size), default=size)
 
 
 def mixes_positions(flow: BlockFlow, row: str, *, unknown: bool = False) -> bool:
@@ -264,7 +258,7 @@ class _FeatureSupport:
         self.segments = segments if sum(segments) == self.features else (self.features,)
         if any(size % tp for size in self.segments):
             works = sizes_that_divide("tp", math.gcd(*self.segments))
-            raise UnevenError(f"{row}: its {self.features} in-features do not divide by tp={tp}; {works}")
+            raise UserDecidesError(f"{row}: its {self.features} in-features do not divide by tp={tp}; {works}")
         self._parts = self._all_parts()
         self._fed: dict[str, list[int]] = {}
         for seed in range(1, _MAX_DRAWS):
@@ -303,10 +297,7 @@ class _FeatureSupport:
 
         If another column reads it, out-features that only that column needs are not counted.
         """
-        owners = self._owners(column)
-        if column in self._feeding:
-            owners = owners[owners > 0]
-        return bool((owners == self._tp).all())
+        return self.mixes(column) if column in self._feeding else self.shared(column) == len(self._owners(column))
 
     def mixes(self, column: str) -> bool:
         """Whether what a rank needs of a column at all, every rank needs."""
@@ -321,13 +312,18 @@ class _FeatureSupport:
         """For each rank, the ranges of a column's out-features that it needs."""
         return _split_at_all_ends([_runs(part[column]) for part in self._parts])
 
-    def units(self, column: str) -> list[int]:
-        """For each segment of a column (queries, keys, ...), the number of independent units that the row's in-features form."""
-        try:
-            segments = _segments(column, self._runs(column))
-        except CantInferError:
-            return [self._units(column, 0, None)]
-        return [self._units(column, start, stop) for start, stop, _ in segments]
+    def units(self, columns: Sequence[str], segment: int) -> int:
+        """The number of units (heads) in a segment of the row's input: of those that a part of a column (queries, keys) feeds."""
+        counts: list[int] = []
+        for column in (one for one in columns if segment in self.feeds(one)):
+            try:
+                segments = _segments(column, self._runs(column))
+            except CantInferError:
+                counts.append(self._units(column, 0, None))
+            else:
+                counts += [self._units(column, start, stop) for start, stop, _ in segments]
+        size = self.segments[segment]
+        return max((count for count in counts if count < size), default=size)
 
     def _units(self, column: str, start: int, stop: int | None) -> int:
         """The number of the smallest units, from ``start`` to ``stop`` of a column, that share no out-feature with the rest."""

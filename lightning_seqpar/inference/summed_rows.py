@@ -22,10 +22,8 @@ from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.layout.linear_kind import is_parametrized
 from lightning_seqpar.layout.module_names import inside
 
-_SCALES = (1.0, 100.0)
-"""Sizes of the inputs that a module is tried on: what saturates is nearly linear in small ones."""
-_MAX_TRIES = 64
-"""Ways to treat a module's vectors that are tried at most, the likeliest first."""
+_SCALES = (1.0, 100.0)  # sizes of the inputs that a module is tried on: what saturates is nearly linear in small ones
+_MAX_TRIES = 64  # ways to treat a module's vectors that are tried at most, the likeliest first
 
 
 def summed_rows(flow: BlockFlow) -> dict[str, SummedRow]:
@@ -100,7 +98,12 @@ class _Candidate:
             return None
         if self._features < 2 or not self._readers or (len(self._readers) == 1 and self._count > 1):
             return None  # a chain of linears is no sum: one of them can be a row by itself
-        for ways in islice(product(*map(self._ways, self._vectors.values())), _MAX_TRIES):
+        # A vector is added by one rank, cut with the input's features, or left whole.
+        all_ways = [
+            ("once", "local", "whole") if len(vector) == self._features else ("once", "whole")
+            for vector in self._vectors.values()
+        ]
+        for ways in islice(product(*all_ways), _MAX_TRIES):
             chosen = dict(zip(self._vectors, ways, strict=True))
             once, local = ([n for n, way in chosen.items() if way == one] for one in ("once", "local"))
             if self._sums_up(once, local) and self._draws_for_features(once, local):
@@ -111,20 +114,11 @@ class _Candidate:
                 return SummedRow(tuple(rows), tuple(once), tuple(local))
         return None
 
-    def _ways(self, vector: Tensor) -> list[str]:
-        """What may be done with a vector: added by one rank, cut with the input's features, or left whole."""
-        return ["once", *(["local"] if len(vector) == self._features else []), "whole"]
-
-    def _inputs(self) -> Iterator[Tensor]:
-        """Inputs to try, of the shape of the recorded one."""
-        for seed, scale in enumerate(_SCALES):
-            generator = torch.Generator().manual_seed(31 + seed)
-            noise = torch.randn(self._x.shape, generator=generator, dtype=torch.float64)
-            yield (noise * scale).to(self._x)
-
     def _sums_up(self, once: Iterable[str], local: Iterable[str]) -> bool:
         """Whether what the module makes of two parts of an input sums up to what it makes of the whole input."""
-        for training, x in product((True, False), self._inputs()):
+        for training, (seed, scale) in product((True, False), enumerate(_SCALES)):
+            generator = torch.Generator().manual_seed(31 + seed)
+            x = (torch.randn(self._x.shape, generator=generator, dtype=torch.float64) * scale).to(self._x)
             with self._mode(training), torch.no_grad():
                 whole = self._run(x)
                 if whole is None:

@@ -113,8 +113,8 @@ def grouped(cases: list[tuple[str, str, str]], size: int, *marks: Any) -> list[A
 @sees(
     "segments of a column share one count of units",
     "_FeatureSupport.units",
-    "        return [self._units(column, start, stop) for start, stop, _ in segments]",
-    "        return [self._units(column, 0, None)] * len(segments)",
+    "counts += [self._units(column, start, stop) for start, stop, _ in segments]",
+    "counts += [self._units(column, 0, None)] * len(segments)",
     case="infer-phi3-attentions",
 )
 @sees(

@@ -217,9 +217,9 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
 )
 @sees(
     "habits: schedulers of the class, not of the instance",
-    "_Steps._configured",
-    "self._model.configure_optimizers()",
-    "type(self._model).configure_optimizers(self._model)",
+    "trainer_view:_configured",
+    "model.configure_optimizers()",
+    "type(model).configure_optimizers(model)",
 )
 @sees(
     "habits: updates before a rate is found pass for others",

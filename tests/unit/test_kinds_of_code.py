@@ -111,9 +111,9 @@ def build(kind: str) -> nn.Module:
 )
 @sees(
     "a parametrized weight is not seen as one",
-    "BlockReader._parametrized",
-    "if not any(",
-    "if any(",
+    "BlockReader._step",
+    "any(around[-1:])",
+    "not any(around[-1:])",
     case="parametrized",
 )
 @sees(
@@ -147,9 +147,9 @@ def build(kind: str) -> nn.Module:
 )
 @sees(
     "an input made inside a module is gathered nowhere",
-    "GatherPoints._gather_sources",
-    "return True",
-    "return False",
+    "GatherPoints.find",
+    "if keys and self._can_gather(call, keys):",
+    "if False:",
     case="shifted_inside",
 )
 @sees(
@@ -210,9 +210,9 @@ def build(kind: str) -> nn.Module:
 )
 @sees(
     "a scale of a row's input is left whole",
-    "summed_rows:_Candidate._ways",
-    '["local"] if len(vector) == self._features else []',
-    "[]",
+    "summed_rows:_Candidate.try_all",
+    '("once", "local", "whole") if len(vector) == self._features else ',
+    "",
     case="biased_row",
 )
 @sees(
@@ -467,16 +467,16 @@ NO_ROWS = [
 )
 @sees(
     "what saturates is tried in small numbers alone",
-    "summed_rows:_Candidate._inputs",
-    "noise * scale",
-    "noise * 1e-3",
+    "summed_rows:_Candidate._sums_up",
+    "dtype=torch.float64) * scale)",
+    "dtype=torch.float64) * 1e-3)",
     case="Saturating",
 )
 @sees(
     "a row that is linear in evaluation alone",
     "summed_rows:_Candidate._sums_up",
-    "product((True, False), self._inputs())",
-    "product((False,), self._inputs())",
+    "product((True, False), enumerate(_SCALES))",
+    "product((False,), enumerate(_SCALES))",
     case="BentInTraining",
 )
 @sees(

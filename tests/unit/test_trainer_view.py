@@ -527,8 +527,8 @@ class Keeps(nn.Module):
 @sees(
     "hooks of a copy lead to the model itself",
     "_Leads._function",
-    "cell.cell_contents = self._held(content)",
-    "cell.cell_contents = content",
+    "led = [self._held(one) for one in held]",
+    "led = held",
     case="lambda-False",
 )
 @pytest.mark.parametrize("ran", [False, True])
