@@ -16,15 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync
-from lightning_seqpar.checkpoint.contents import (
-    FileSource,
-    Form,
-    Source,
-    find_folder,
-    identity,
-    is_meta,
-    walk,
-)
+from lightning_seqpar.checkpoint.contents import FileSource, Form, Source, find_folder, identity, is_meta, walk
 from lightning_seqpar.checkpoint.folder import (
     Opened,
     Part,

@@ -400,11 +400,7 @@ def _configured(model: nn.Module) -> nn.Module:
 
 @unset_fake_temporarily()
 def _infer(
-    model: nn.Module,
-    step: TracedStep,
-    config: ParallelConfig,
-    known: Explanations,
-    beside: Sequence[ShardingPlan] = (),
+    model: nn.Module, step: TracedStep, config: ParallelConfig, known: Explanations, beside: Sequence[ShardingPlan] = ()
 ) -> ShardingPlan:
     """Infer a plan from a small input with real numbers, outside the mode that makes tensors without memory."""
     if step.missing:

@@ -79,11 +79,7 @@ class ObservedRun:
 
 @contextmanager
 def _noting(
-    model: nn.Module,
-    names: Sequence[str],
-    observer: _Observer,
-    outputs: list[tuple[str, Tensor]],
-    ran: set[str],
+    model: nn.Module, names: Sequence[str], observer: _Observer, outputs: list[tuple[str, Tensor]], ran: set[str]
 ) -> Iterator[None]:
     """While open, note the modules that are called, and the outputs of those of ``names``; sharded ones are gathered."""
     with ExitStack() as stack:

@@ -19,12 +19,7 @@ from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitEr
 from lightning_seqpar.inference.infer import PROPOSAL, infer_blocks, infer_plan
 from lightning_seqpar.inference.pipeline_cut import HowToCut, find_cut, leaves_blocks
 from lightning_seqpar.inference.stack_planner import Inference
-from lightning_seqpar.inference.trainer_view import (
-    NoExampleError,
-    OneRankOnly,
-    PlainBackwardError,
-    attach_view,
-)
+from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, PlainBackwardError, attach_view
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.layout.module_names import likely_blocks
 from lightning_seqpar.pipeline.cut import Cut

@@ -18,8 +18,8 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.comparison import (
     COPIES,
     WrongTensor,
-    compare_gradients,
     compare_losses,
+    compare_tensors,
     is_close,
     largest_number,
     norm_of,
@@ -85,13 +85,11 @@ def compare_runs(
 
 
 def wrong_gradients(
-    dense: ObservedRun,
-    got: Iterable[tuple[str, Tensor | None]],
-    part: Callable[[str, Tensor], Tensor] | None = None,
+    dense: ObservedRun, got: Iterable[tuple[str, Tensor | None]], part: Callable[[str, Tensor], Tensor] | None = None
 ) -> list[WrongTensor]:
-    """The gradients of a copy that are not those of the whole one, the worst first; ``part`` is :func:`compare_gradients`'s."""
+    """The gradients of a copy that are not those of the whole one, the worst first; ``part`` is :func:`compare_tensors`'s."""
     limits = COPIES[dense.narrow]
-    wrong = compare_gradients("gradients", dense.grads, got, norm_of(dense.grads), limits, part).wrong
+    _, wrong = compare_tensors("gradients", dense.grads, got, limits, norm_of(dense.grads), part)
     return sorted(wrong, key=lambda one: -one.error)
 
 

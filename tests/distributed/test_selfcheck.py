@@ -24,7 +24,7 @@ from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.inference.reduction import Reduction
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify import self_check as selfcheck
-from lightning_seqpar.verify.comparison import COPIES, RUNS, compare_gradients, norm_of
+from lightning_seqpar.verify.comparison import COPIES, RUNS, compare_tensors, norm_of
 from lightning_seqpar.verify.self_check import CalledApartError, Sharding, self_check
 from tests.helpers import models, zoo
 from tests.helpers.fit import fit, quiet_trainer
@@ -333,7 +333,7 @@ def test_a_start_says_why_what_is_whole_is_whole_and_where_the_rules_are(tmp_pat
 
 @sees(
     "small gradients may be twice too large",
-    "comparison:_compare",
+    "comparison:compare_tensors",
     "own > OWN_LIMIT and",
     "False and",
     case="True",
@@ -345,7 +345,7 @@ def test_a_small_gradient_that_is_counted_twice_is_seen(narrow):
 
     def wrong(whole: Any, sharded: Any) -> list[str]:
         for limits in (COPIES[narrow], RUNS[narrow]):
-            row, found = compare_gradients("gradients", whole, sharded.items(), norm_of(whole), limits)
+            row, found = compare_tensors("gradients", whole, sharded.items(), limits, norm_of(whole))
             assert row.ok is not bool(found)
         return [one.name for one in found]
 
