@@ -67,10 +67,6 @@ class Source:
         """Read a tensor of :attr:`tree`; returns it with its numbers."""
         return value
 
-    def fill(self, value: Tensor, target: Tensor) -> None:
-        """Read a tensor of :attr:`tree` into another tensor of its shape."""
-        target.copy_(self.read(value))
-
 
 class FileSource(Source):
     """A checkpoint that is one file. It is mapped into memory, so that only what is used gets read."""
@@ -80,21 +76,16 @@ class FileSource(Source):
     def __init__(self, path: Path, *, trust: bool) -> None:
         if not path.exists():
             raise missing(path)
-        self.path, self.tree = path, _load_file(path, trust=trust)
-        self.origin = {key: self.tree[key] for key in ("epoch", "global_step") if key in self.tree}
-
-
-def _load_file(path: Path, *, trust: bool) -> dict[str, Any]:
-    """Map a file into memory and check that it is a checkpoint; raises ValueError if not."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        hint = "" if trust else "; if it holds objects of yours and you trust who wrote it, add --trust"
-        raise ValueError(f"{path}: it can't be read ({reason}){hint}") from None
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
-        raise ValueError(f"{path}: it is no checkpoint of Lightning's (no state_dict in it)")
-    return checkpoint
+        try:
+            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            hint = "" if trust else "; if it holds objects of yours and you trust who wrote it, add --trust"
+            raise ValueError(f"{path}: it can't be read ({reason}){hint}") from None
+        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+            raise ValueError(f"{path}: it is no checkpoint of Lightning's (no state_dict in it)")
+        self.path, self.tree = path, checkpoint
+        self.origin = {key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint}
 
 
 def is_meta(value: object) -> bool:
@@ -118,18 +109,15 @@ def contents_of(source: Source) -> Contents:
         top, _, name = key.partition("/")
         if isinstance(leaf, Tensor) and top in ("state_dict", "optimizer_states"):
             shape_and_dtype = list(leaf.shape), str(leaf.dtype).removeprefix("torch.")
-            size = leaf.numel() * leaf.element_size()
             if top == "optimizer_states":
                 contents.moments[name] = shape_and_dtype
-                contents.optimizer_bytes += size
-                return leaf
-            contents.tensors[name] = shape_and_dtype
-            tensor_id = identity(leaf)
-            if tensor_id in first_names:
-                contents.tied[name] = first_names[tensor_id]
+                contents.optimizer_bytes += leaf.nbytes
             else:
-                contents.model_bytes += size
-            first_names.setdefault(tensor_id, name)
+                contents.tensors[name] = shape_and_dtype
+                if (first := first_names.setdefault(identity(leaf), name)) != name:
+                    contents.tied[name] = first
+                else:
+                    contents.model_bytes += leaf.nbytes
         return leaf
 
     walk(source.tree, note)

@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,21 +72,19 @@ def read_all(
     source: Source, metas: Mapping[K, Tensor], path: Path, progress: Callable[[int, int], None]
 ) -> Iterator[dict[K, Tensor]]:
     """Reads tensors of a source, one by one, into a mapped file that is removed at the end: they need no memory."""
-    places, size = {}, 0
-    for name, meta in metas.items():
-        places[name] = size
-        size += -(-meta.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    starts = accumulate((-(-meta.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for meta in metas.values()), initial=0)
+    *places, size = starts
     total, done, found = sum(meta.nbytes for meta in metas.values()), 0, {}
     try:
         with path.open("w+b") as file:
             file.truncate(max(size, 1))
             memory = mmap.mmap(file.fileno(), 0)
-        for name, meta in metas.items():
+        for place, (name, meta) in zip(places, metas.items(), strict=True):
             found[name] = torch.empty(meta.shape, dtype=meta.dtype)
             if meta.nbytes:
-                room = torch.frombuffer(memory, dtype=torch.uint8, count=meta.nbytes, offset=places[name])
+                room = torch.frombuffer(memory, dtype=torch.uint8, count=meta.nbytes, offset=place)
                 found[name] = room.view(meta.dtype).view(meta.shape)
-            source.fill(meta, found[name])
+            found[name].copy_(source.read(meta))
             done += meta.nbytes
             progress(done, total)
         yield found

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -124,9 +124,7 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sha
     """
     names = [[one.drawn.name for one in draws] for draws in (dense, sharded)]
     if names[0] != names[1]:
-        alike = next(
-            (at for at, (one, other) in enumerate(zip(*names, strict=False)) if one != other), min(map(len, names))
-        )
+        alike = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*names, strict=False))])
         first = max(dense[alike:], sharded[alike:], key=len)[0]
         text = (
             f"{first.where or 'the step'} (or what is behind it) draws random numbers ({first.drawn.name}) in one of them alone: "
@@ -217,22 +215,18 @@ def _wrong_buffers(
     return [f"the buffer {name} is not what the whole model's forward makes of it" for name in wrong[:3]]
 
 
-class WrongValues(NamedTuple):
-    """What an evaluation of the sharded copy logged or returned otherwise than the whole one."""
-
-    # a sentence for each such value, by its place; -1 if there are no values, and the last output differs
-    texts: dict[int, str]
-    first: str | None  # a sentence on the first module that differs
-
-
 def compare_evaluations(
     dense: ObservedEvaluation, sharded: ObservedEvaluation, record: ShardedModel, groups: ParallelGroups
-) -> WrongValues:
-    """Compare the evaluation of the whole copy with that of the sharded one; collective over tp."""
+) -> tuple[dict[int, str], str | None]:
+    """Compare what evaluations of the whole and the sharded copy logged and returned; collective over tp.
+
+    Returns a sentence for each value that differs, by its place (-1 if there are no values, and the last output differs), and one
+    on the first module that does.
+    """
     limit = COPIES[dense.narrow].tensors
     first, last_differs = _first_difference(dense.outputs, sharded.outputs, record, groups, limit)
     if [what for what, _ in dense.values] != [what for what, _ in sharded.values]:
-        return WrongValues({-1: f"it gives {len(sharded.values)} values, and whole {len(dense.values)}"}, first)
+        return {-1: f"it gives {len(sharded.values)} values, and whole {len(dense.values)}"}, first
     texts = {}
     for at, ((what, a), (_, b)) in enumerate(zip(dense.values, sharded.values, strict=True)):
         if not is_close(a, b, limit) and not _is_of_heads(a, b):
@@ -240,20 +234,18 @@ def compare_evaluations(
             texts[at] = f"{what} differs: {how}" if a.numel() == 1 else f"{what} ({list(a.shape)}) {how}"
     if not dense.values and last_differs:
         texts[-1] = "modules return other numbers"
-    return WrongValues(texts, first)
+    return texts, first
 
 
-def without_unstable(wrong: WrongValues, dense: ObservedEvaluation, moved: ObservedEvaluation) -> WrongValues:
+def without_unstable(wrong: dict[int, str], dense: ObservedEvaluation, moved: ObservedEvaluation) -> dict[int, str]:
     """The wrong values without those that are others whole too, once weights moved by rounding: times, differences that cancel."""
     limit = COPIES[dense.narrow].tensors
     values = dict(enumerate(zip(dense.values, moved.values, strict=False)))
-    return wrong._replace(
-        texts={
-            at: text
-            for at, text in wrong.texts.items()
-            if at not in values or is_close(values[at][0][1], values[at][1][1], limit)
-        }
-    )
+    return {
+        at: text
+        for at, text in wrong.items()
+        if at not in values or is_close(values[at][0][1], values[at][1][1], limit)
+    }
 
 
 def _is_of_heads(a: Tensor, b: Tensor) -> bool:
@@ -282,25 +274,19 @@ def _first_difference(
     for index, ((name, a), (other, b)) in enumerate(zip(whole, local, strict=False)):
         if name != other:
             break
-        gaps = [_gap(a, b, padded=False)] if a.shape == b.shape else []
-        shards = [split(a, region.dim, group) for region in record.regions if a.ndim > region.dim]
-        gaps += [_gap(part, b, padded=True) for part in shards if part.shape == b.shape]
+        gaps = [largest_number(a.double() - b.double())] if a.shape == b.shape else []
+        for part in (split(a, region.dim, group) for region in record.regions if a.ndim > region.dim):
+            if part.shape == b.shape:
+                # It may end in padding: zeros in the part that was split off, and anything in what the model made.
+                gaps.append(largest_number(part.double() - b.double().masked_fill(part == 0, 0.0)))
         if not gaps:
             continue
-        gaps = [gap / max(largest_number(a), 1e-12) for gap in gaps]
-        differs = not min(gaps) <= 100 * limit
+        gap = min(gaps) / max(largest_number(a), 1e-12)
+        differs = not gap <= 100 * limit
         if differs and not size:
-            at, size = index, min(gaps)
+            at, size = index, gap
     answers: list[Any] = [None] * groups.size("tp")
     dist.all_gather_object(answers, (at, size, differs), group=group)
-    first, gap, _ = min(answers)
-    text = f"the first wrong output is that of {whole[first][0]} (off by {gap:.1e} of its size)" if gap else None
+    first, size, _ = min(answers)
+    text = f"the first wrong output is that of {whole[first][0]} (off by {size:.1e} of its size)" if size else None
     return text, any(differs for *_, differs in answers)
-
-
-def _gap(part: Tensor, got: Tensor, *, padded: bool) -> float:
-    """The largest difference of two tensors; with ``padded``, places where ``part`` is zero are left out."""
-    if padded:
-        # A shard may end in padding: zeros in the part that was split off, and anything in what the model made.
-        got = torch.where(part == 0, torch.zeros_like(got), got)
-    return largest_number(part.double() - got.double())

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.context.axis import Method
 from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, nudge_weights, release
@@ -20,7 +19,7 @@ from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.parallel.apply import has_context, parallelize
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.grad_checks import check_replicated
-from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError, Recompute
+from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError
 from lightning_seqpar.parallel.sharded_model import ShardedModel, whole_model
 from lightning_seqpar.parallel.unsharded import change_unsharded
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -48,38 +47,26 @@ class CalledApartError(RuntimeError):
     """A step calls sharded modules on some ranks alone."""
 
 
-class Sharding(NamedTuple):
-    """How a copy is sharded: fields of the configuration."""
-
-    sp: bool = True
-    regather: bool = True
-    loss_chunk: int | None = None
-    recompute: Recompute = "none"
-    cp_method: Method = "auto"
-    tile_mlp: int | None = None
-
-    @classmethod
-    def of(cls, config: ParallelConfig) -> Sharding:
-        """That of a configuration."""
-        return cls(config.sp, config.regather, config.loss_chunk, config.recompute, config.cp_method, config.tile_mlp)
-
-    def shard(
-        self, copied: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, tiles: MLPTiles | None
-    ) -> ShardedModel:
-        """Shard a copy as the model will be, its MLPs in ``tiles``; raises ValueError if the plans can't be carried out on it."""
-        if groups.size("tp") == 1:
-            change_unsharded(copied, plans, groups, tiles=tiles, loss_chunk=self.loss_chunk)
-            context = has_context(groups)
-            record = split_context(copied, plans, groups, self.cp_method) if context else whole_model(copied, groups)
-        else:
-            options = {**self._asdict(), "tiles": tiles}
-            del options["tile_mlp"]
-            try:
-                record = parallelize(copied, plans, groups, **options)
-            except NoAttentionError:  # which training is refused for; no fault of the plan's
-                record = parallelize(copied, plans, groups, **{**options, "recompute": "none"})
-        record.is_copy = True
-        return record
+def shard_copy(
+    copied: nn.Module,
+    plans: Sequence[ShardingPlan],
+    config: ParallelConfig,
+    groups: ParallelGroups,
+    tiles: MLPTiles | None,
+) -> ShardedModel:
+    """Shard a copy as the model will be, its MLPs in ``tiles``; raises ValueError if the plans can't be carried out on it."""
+    if groups.size("tp") == 1:
+        change_unsharded(copied, plans, groups, tiles=tiles, loss_chunk=config.loss_chunk)
+        context = has_context(groups)
+        record = split_context(copied, plans, groups, config.cp_method) if context else whole_model(copied, groups)
+    else:
+        options: dict[str, Any] = config.model_dump(include={"sp", "regather", "loss_chunk", "cp_method"})
+        try:
+            record = parallelize(copied, plans, groups, tiles=tiles, recompute=config.recompute, **options)
+        except NoAttentionError:  # which training is refused for; no fault of the plan's
+            record = parallelize(copied, plans, groups, tiles=tiles, **options)
+    record.is_copy = True
+    return record
 
 
 class _Again(NamedTuple):
@@ -98,7 +85,7 @@ class _Again(NamedTuple):
 def self_check(
     model: nn.Module,
     plans: Sequence[ShardingPlan],
-    how: Sharding,
+    config: ParallelConfig,
     groups: ParallelGroups,
     example: Example,
     evaluation: Example | None = None,
@@ -119,6 +106,7 @@ def self_check(
         CalledApartError: if a step calls sharded modules on some ranks alone.
     """
     example = example.to(device, dtype)
+    # Behind a training step: a later one, which reads what modules keep of the first, and evaluations.
     again = [_Again(example, training=True), _Again(example)]
     again += [] if evaluation is None else [_Again(evaluation.to(device, dtype))]
     rules = rules_by_name(model, plans)
@@ -145,16 +133,17 @@ def self_check(
     def compare_copies() -> Verdict:
         dense, evaluated, names = run_whole()
         called = {f"{example.method} with {example.source}": [name for name, _ in dense.outputs]}
-        ran = [(one, seen) for one, seen in zip(again, evaluated, strict=True) if isinstance(seen, ObservedEvaluation)]
-        _refuse_apart(called | {one.name: [name for name, _ in seen.outputs] for one, seen in ran}, groups)
-        if how.tile_mlp is None:
+        for one, seen in zip(again, evaluated, strict=True):
+            if isinstance(seen, ObservedEvaluation):
+                called[one.name] = [name for name, _ in seen.outputs]
+        _refuse_apart(called, groups)
+        if config.tile_mlp is None:
             return compare_with(dense, evaluated, names, None)
-        tiles = MLPTiles(how.tile_mlp, least=3)
-        if not dense.drawn:
-            return compare_with(dense, evaluated, names, tiles)
+        tiles = MLPTiles(config.tile_mlp, least=3)
         # In tiles numbers are drawn more often, and fewer at a time: another copy shows that their streams are right.
-        verdict = compare_with(dense, evaluated, names, None)
-        return verdict if verdict.wrong else compare_with(dense, evaluated, names, tiles)
+        if dense.drawn and (verdict := compare_with(dense, evaluated, names, None)).wrong:
+            return verdict
+        return compare_with(dense, evaluated, names, tiles)
 
     def compare_with(
         dense: ObservedRun, evaluated: list[ObservedEvaluation | str], names: list[str], tiles: MLPTiles | None
@@ -162,7 +151,7 @@ def self_check(
         copied = detached_copy(model, device, dtype, example.reduction, rules, frozen=example.frozen)
         prepare(copied)
         try:
-            record = how.shard(copied, plans, groups, tiles)
+            record = shard_copy(copied, plans, config, groups, tiles)
         except ValueError as error:
             raise PlanError from error
         sharded = observe_run(copied, record, example, names, groups)
@@ -176,8 +165,7 @@ def self_check(
         flags = torch.tensor([bool(verdict.wrong), *map(bool, failures)], dtype=torch.int32, device=device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=groups[groups.replica_axes])
         training_wrong, *failed = flags.tolist()
-        for at, one in enumerate(again):
-            whole = evaluated[at]
+        for at, (one, whole) in enumerate(zip(again, evaluated, strict=True)):
             if training_wrong or failed[at] or isinstance(whole, str):
                 continue
             try:
@@ -185,12 +173,12 @@ def self_check(
             except Exception as error:
                 verdict.failure = f"{one.name}: {describe_failure(error)}"
                 break
-            wrong = compare_evaluations(whole, parts, record, groups)
-            if wrong.texts and isinstance(moved := run_whole(nudged=True)[1][at], ObservedEvaluation):
+            wrong, first = compare_evaluations(whole, parts, record, groups)
+            if wrong and isinstance(moved := run_whole(nudged=True)[1][at], ObservedEvaluation):
                 wrong = without_unstable(wrong, whole, moved)
-            if wrong.texts:
-                said = [*list(wrong.texts.values())[:2], *([wrong.first] if wrong.first else [])]
-                verdict.wrong.append(f"{one.name} {'; '.join(said)}. The first step of a training is right")
+            if wrong:
+                said = "; ".join([*list(wrong.values())[:2], *([first] if first else [])])
+                verdict.wrong.append(f"{one.name} {said}. The first step of a training is right")
         release(copied)
         return verdict
 
@@ -201,8 +189,7 @@ def compare_on_copies(
     compare: Callable[[], Verdict], groups: ParallelGroups, device: torch.device, dtype: torch.dtype | None
 ) -> Verdict:
     """The verdict of a comparison that makes copies and lets go of them, shared by the replica; raises as :func:`self_check`."""
-    failure: str | None = None
-    verdict = Verdict()
+    failure, verdict = None, Verdict()
     with kept_streams(device), default_dtype(dtype):
         try:
             verdict = compare()
@@ -234,18 +221,17 @@ def _refuse_apart(called: Mapping[str, Sequence[str]], groups: ParallelGroups) -
                 )
 
 
-def has_room(model: nn.Module, example: Example, dtype: torch.dtype | None, free: int) -> bool:
-    """Whether copies of type ``dtype`` (None: the model's own) find room in ``free`` bytes of an accelerator."""
-    widths = {parameter.element_size() for parameter in model.parameters()} if dtype is None else {dtype.itemsize}
-    # Weights, their noise, gradients of both copies, one gathered gradient, and activations.
-    return _COPIES * example.reduction.numel(model) * max(widths, default=4) + _SLACK <= free
-
-
 _COPIES = 6
-"""As many times a copy's weights the check needs at most."""
+"""As many times a copy's weights the check needs at most: weights, noise, gradients of both copies, one that is gathered."""
 
 _SLACK = 512 * 1024**2
 """Bytes for activations, and for what an allocator can't give back."""
+
+
+def has_room(model: nn.Module, example: Example, dtype: torch.dtype | None, free: int) -> bool:
+    """Whether copies of type ``dtype`` (None: the model's own) find room in ``free`` bytes of an accelerator."""
+    widths = {parameter.element_size() for parameter in model.parameters()} if dtype is None else {dtype.itemsize}
+    return _COPIES * example.reduction.numel(model) * max(widths, default=4) + _SLACK <= free
 
 
 def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups) -> Verdict:
@@ -255,12 +241,8 @@ def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups
     _await_others(failure, world)
     dist.all_gather_object(answers, (verdict.wrong, failure, verdict.draws), group=world)
     verdict.draws = any(draws for *_, draws in answers)
-    for wrong, raised, _ in answers:
-        if raised is not None:
-            wrong = [f"it does not run: {raised}"]
-        if wrong:
-            verdict.wrong = wrong
-            break
+    told = ([f"it does not run: {raised}"] if raised is not None else wrong for wrong, raised, _ in answers)
+    verdict.wrong = next(filter(None, told), verdict.wrong)
     return verdict
 
 
@@ -293,7 +275,6 @@ def rules_by_name(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, 
     """What the plans say of each module and parameter: its rules without their patterns, as text."""
     found: dict[str, list[str]] = {}
     for match in (match for plan in plans for match in plan.match(model)):
-        found.setdefault(match.name, []).append(
-            repr(sorted(match.rule.model_dump(exclude={"pattern"}).items(), key=str))
-        )
+        rule = match.rule.model_dump(exclude={"pattern"})
+        found.setdefault(match.name, []).append(repr(sorted(rule.items(), key=str)))
     return {name: "; ".join(rules) for name, rules in found.items()}

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.inference.block_kinds import spread_equal_blocks
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import detached_copy, release
@@ -18,10 +19,10 @@ from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.comparison import COPIES, compare_losses
-from lightning_seqpar.verify.observed_run import ObservedRun, observe_run
+from lightning_seqpar.verify.observed_run import observe_run
 from lightning_seqpar.verify.parity import each_gradient
 from lightning_seqpar.verify.run_comparison import Verdict, describe_wrong, wrong_gradients
-from lightning_seqpar.verify.self_check import Sharding, compare_on_copies
+from lightning_seqpar.verify.self_check import compare_on_copies, shard_copy
 
 _NO_NUMBERS = (
     "it is made of an activation between blocks, or of a parameter, that another stage has (a hidden state in the loss, or "
@@ -33,7 +34,7 @@ def stage_check(
     model: nn.Module,
     plans: Sequence[ShardingPlan],
     cut: Cut,
-    how: Sharding,
+    config: ParallelConfig,
     groups: ParallelGroups,
     example: Example,
     *,
@@ -74,7 +75,7 @@ def stage_check(
         dense = observe_run(whole, None, own, [], groups)
         release(whole)
         parts = copied()
-        record = how.shard(parts, plans, groups, None)
+        record = shard_copy(parts, plans, config, groups, None)
         record.layout.note_stages(cut.shared)
         record.stage = Stage(parts, cut, groups, device, own_streams=False)
         stages = observe_run(parts, record, own, [], groups)
@@ -90,7 +91,13 @@ def stage_check(
             elif not math.isnan(stages.loss):
                 verdict.wrong.append(f"the gradient of {one.name} is no number: {_NO_NUMBERS}")
         equal = {name for name, _ in record.equal_buffers()}
-        stale = [name for name in sorted(dense.changed & equal) if not _equal(dense, stages, name)]
+        made, wanted, limit = stages.buffers, dense.buffers, COPIES[dense.narrow].tensors
+        stale = [
+            name
+            for name in sorted(dense.changed & equal)
+            if wanted[name].shape != made[name].shape
+            or not torch.allclose(wanted[name], made[name], rtol=limit, atol=0)
+        ]
         if stale:
             verdict.wrong.append(
                 f"the step writes to the buffer {stale[0]} where one stage alone comes (a batch norm's statistics, a counter), and "
@@ -100,9 +107,3 @@ def stage_check(
         return verdict
 
     return compare_on_copies(compare, groups, device, dtype)
-
-
-def _equal(dense: ObservedRun, stages: ObservedRun, name: str) -> bool:
-    """Whether a buffer of a copy in stages has, number by number, the values that the step gave it in the whole one."""
-    one, other = dense.buffers[name], stages.buffers[name]
-    return one.shape == other.shape and torch.allclose(one, other, rtol=COPIES[dense.narrow].tensors, atol=0)
