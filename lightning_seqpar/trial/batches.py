@@ -90,12 +90,9 @@ def make_batch(model: nn.Module, samples: int, length: int | None) -> Any:
     size = getattr(config, "image_size", None)
     if "pixel_values" in takes and size is not None:
         height, width = (size, size) if isinstance(size, int) else size
-        channels = getattr(config, "num_channels", 3)
-        return {
-            "pixel_values": torch.randn(samples, channels, height, width, generator=torch.Generator().manual_seed(1234))
-        }
-    example = getattr(model, "example_input_array", None)
-    if example is None:
+        shape = samples, getattr(config, "num_channels", 3), height, width
+        return {"pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(1234))}
+    if (example := getattr(model, "example_input_array", None)) is None:
         raise TrialError(
             "batch: nothing says what the model takes; give a batch (--batch package.module:function that returns one, or a YAML "
             "file with data), or set example_input_array on the module"

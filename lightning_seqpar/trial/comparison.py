@@ -174,8 +174,8 @@ def describe_difference(right: Tensor | None, got: Tensor | None, sizes: Mapping
         return "not finite"
     if (multiple := _multiple(right, got)) is not None:
         return _of_multiple(multiple, sizes)
-    ordered = (x.flatten().sort()[0] for x in (right, got))
-    if right.numel() > 1 and torch.allclose(*ordered, rtol=_EXACT, atol=0):
+    one, other = (x.flatten().sort()[0] for x in (right, got))
+    if right.numel() > 1 and torch.allclose(one, other, rtol=_EXACT, atol=0):
         return "the same numbers in other places: are rows, heads or parts of a fused weight in another order?"
     similar = float((right * got).sum() / (right.norm() * got.norm()).clamp_min(1e-300))
     return f"{_NO_MULTIPLE} (cosine {similar:.4f}): is something left out of a sum, or counted twice in it?"

@@ -31,8 +31,7 @@ class RandomDraw(NamedTuple):
     where: str  # name of the module that was entered last
     drawn: Drawn  # the operation and the shape that it filled
     own: bool  # whether it came from this rank's own stream rather than from the one that the replica shares
-    # of each region that was open, the tensor dim of the sequence and its whole length
-    sequences: tuple[tuple[int, int], ...]
+    sequences: tuple[tuple[int, int], ...]  # of each region that was open, the dim of the sequence and its whole length
 
 
 class _Observer(Quiet):
@@ -64,11 +63,11 @@ class _Observer(Quiet):
 class ObservedRun:
     """What one forward and backward of a copy did, on this rank."""
 
-    loss: float  # the loss
-    # of a whole copy, gradients by parameter name, None where there is none; a sharded one's stay where they are
-    grads: dict[str, Tensor | None]
-    # name and (first) output of the planned modules, in the order in which they returned; local on the sharded copy
-    outputs: list[tuple[str, Tensor]]
+    loss: float
+    grads: dict[str, Tensor | None]  # of a whole copy, by parameter name; a sharded one's stay where they are
+    outputs: list[
+        tuple[str, Tensor]
+    ]  # (first) output of each planned module in the order in which they returned; local ones
     narrow: bool  # whether something was computed in less than float64
     buffers: dict[str, Tensor]  # the buffers after the run, by name
     changed: set[str]  # names of buffers that the run changed
