@@ -306,7 +306,7 @@ def _maker(module_or_factory: Any, name: str) -> Callable[[], nn.Module]:
 def _giver(batch: Any) -> Callable[[], Any] | None:
     """What gives a batch: a function as it is."""
     if batch is None or (callable(batch) and not isinstance(batch, Mapping | Sequence)):
-        return batch  # type: ignore[no-any-return]
+        return batch
     return functools.partial(_itself, batch)
 
 

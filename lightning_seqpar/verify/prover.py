@@ -41,8 +41,7 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.coverage import Explanations
 from lightning_seqpar.verify.example_search import ExampleSearch, FoundExample
 from lightning_seqpar.verify.run_comparison import Verdict
-from lightning_seqpar.verify.self_check import SelfCheckError, self_check
-from lightning_seqpar.verify.stage_check import stage_check
+from lightning_seqpar.verify.self_check import SelfCheckError, self_check, stage_check
 
 _WAYS_OUT = (
     "set example_input_array on the module (a tensor, tuple or dict that its forward takes), or self_check=False to train "
@@ -375,9 +374,10 @@ class Prover:
         for part in () if self._draws_differ else self._parts[:_MOST_PARTS]:
             rules = ShardingPlan.from_rules([part]).rules
             fewer = [replace(plan, rules=(*plan.rules, *rules)) for plan in inferred]
-            yield f"{part['pattern']} whole", lambda fewer=fewer: list(fewer)
+            yield f"{part['pattern']} whole", functools.partial(list, fewer)
             if self._config.sp:
-                yield f"{part['pattern']} whole with sp=False", lambda fewer=fewer: [one.without_sp() for one in fewer]
+                wide = [plan.without_sp() for plan in fewer]
+                yield f"{part['pattern']} whole with sp=False", functools.partial(list, wide)
         if self._beside:
             yield "the shipped plan alone", list
 

@@ -69,8 +69,7 @@ def compare_runs(
 
     wrong = wrong_gradients(dense, own(), part)
     verdict.wrong += _unproved_modules(dense, record)
-    shared = any(layout.shard is not None and layout.shard.has_shared for layout in record.layout.values())
-    drawn_wrong = _wrong_draws(dense.drawn, sharded.drawn, groups.size("tp") if shared else 0) if draws else []
+    drawn_wrong = _wrong_draws(dense.drawn, sharded.drawn) if draws else []
     verdict.wrong += [text for _, text in drawn_wrong]
     verdict.draws = any(_is_own_code(record.model, where) for where, _ in drawn_wrong)
     verdict.wrong += _wrong_buffers(dense, sharded, record, limits.tensors, groups)
@@ -117,7 +116,7 @@ def _unproved_modules(dense: ObservedRun, record: ShardedModel) -> list[str]:
     ]
 
 
-def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sharers: int) -> list[tuple[str, str]]:
+def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw]) -> list[tuple[str, str]]:
     """The first random draw that comes from the wrong stream: the module behind which it is drawn, and a sentence; or none.
 
     Numbers for a whole activation must come from the stream that the ranks share, numbers for a part of one from the rank's own.
@@ -138,13 +137,6 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sha
             continue
         whole, shape = one.drawn.shape, draw.drawn.shape
         text = f"random numbers ({draw.drawn.name}) of shape {list(shape)}, drawn in {draw.where or 'the step'} (or behind it), "
-        if draw.own and sharers and _is_drawn_by_several(whole, shape, draw.sequences, sharers):
-            text += (
-                f"are more than a rank's part of {list(whole)} in the whole model: some of {sharers} ranks hold the same key "
-                "and value heads, and each would draw its own for the same head. Draw them for the query or the attention's "
-                "weights, or use no more ranks than key and value heads"
-            )
-            return [(draw.where, text)]
         if (whole == shape) is not draw.own:
             continue
         if draw.own:
@@ -174,35 +166,10 @@ def _is_own_code(model: nn.Module, name: str) -> bool:
     return True
 
 
-def _is_drawn_by_several(
-    whole: tuple[int, ...], shape: tuple[int, ...], sequences: Sequence[tuple[int, int]], ranks: int
-) -> bool:
-    """Whether a draw covers heads that several ranks hold: along a dim that is no sequence, more than ``1 / ranks`` of it."""
-    if len(whole) != len(shape):
-        return False
-
-    def is_sequence(at: int, size: int) -> bool:
-        flat = len(whole) == 2 and at == 0
-        return any((at == dim and size == length) or (flat and size % length == 0) for dim, length in sequences)
-
-    return any(
-        part != size and part * ranks > size and not is_sequence(at, size)
-        for at, (size, part) in enumerate(zip(whole, shape, strict=True))
-    )
-
-
 def _wrong_buffers(
     dense: ObservedRun, sharded: ObservedRun, record: ShardedModel, limit: float, groups: ParallelGroups
 ) -> list[str]:
     """Sentences on buffers that the sharded forward changes otherwise than the whole one (counts of tokens, running means)."""
-    whole = {match.name for match in record.matches if match.rule.enters_whole}
-    for name in sorted(dense.changed):
-        holder = name.rpartition(".")[0]
-        if record.on_shard(holder) and not any(inside(holder, one) for one in whole):
-            return [
-                f"the buffer {name} is changed by the forward, where each rank sees its part of the sequence, so that ranks would "
-                "come to differ"
-            ]
     wrong = []
     for name, buffer in dense.buffers.items():
         other = sharded.buffers.get(name)
@@ -212,7 +179,10 @@ def _wrong_buffers(
         wanted = buffer if layout is None or layout.shard is None else layout.shard.take(buffer, groups.rank("tp"))
         if not is_close(wanted, other, limit, least=1.0):
             wrong.append(name)
-    return [f"the buffer {name} is not what the whole model's forward makes of it" for name in wrong[:3]]
+    return [
+        f"the buffer {name} is not what the whole model's forward makes of it: does a rank see a part of the sequence there?"
+        for name in wrong[:3]
+    ]
 
 
 def compare_evaluations(

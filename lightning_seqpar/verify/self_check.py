@@ -1,9 +1,11 @@
-"""The proof before training: a copy of the model, dense against sharded, forward and backward, on the real groups."""
+"""The proof before training: a copy of the model, whole against sharded or in stages, forward and backward, on the real groups."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -13,19 +15,32 @@ from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.distributed.rng import kept_streams
+from lightning_seqpar.inference.block_kinds import spread_equal_blocks
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, nudge_weights, release
 from lightning_seqpar.inference.trainer_view import describe_failure
+from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.apply import has_context, parallelize
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.grad_checks import check_replicated
 from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError
 from lightning_seqpar.parallel.sharded_model import ShardedModel, whole_model
 from lightning_seqpar.parallel.unsharded import change_unsharded
+from lightning_seqpar.pipeline.cut import Cut
+from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.comparison import COPIES, compare_losses
 from lightning_seqpar.verify.observed_run import ObservedEvaluation, ObservedRun, observe_evaluation, observe_run
-from lightning_seqpar.verify.run_comparison import Verdict, compare_evaluations, compare_runs, without_unstable
+from lightning_seqpar.verify.parity import each_gradient
+from lightning_seqpar.verify.run_comparison import (
+    Verdict,
+    compare_evaluations,
+    compare_runs,
+    describe_wrong,
+    without_unstable,
+    wrong_gradients,
+)
 
 GRACE = timedelta(minutes=1)
 """How long a rank that failed waits for the others to fail or finish too, before it assumes that they wait for it."""
@@ -47,7 +62,7 @@ class CalledApartError(RuntimeError):
     """A step calls sharded modules on some ranks alone."""
 
 
-def shard_copy(
+def _shard_copy(
     copied: nn.Module,
     plans: Sequence[ShardingPlan],
     config: ParallelConfig,
@@ -109,7 +124,7 @@ def self_check(
     # Behind a training step: a later one, which reads what modules keep of the first, and evaluations.
     again = [_Again(example, training=True), _Again(example)]
     again += [] if evaluation is None else [_Again(evaluation.to(device, dtype))]
-    rules = rules_by_name(model, plans)
+    rules = _rules_by_name(model, plans)
 
     def run_whole(*, nudged: bool = False) -> tuple[ObservedRun, list[ObservedEvaluation | str], list[str]]:
         whole = detached_copy(model, device, dtype, example.reduction, rules, frozen=example.frozen)
@@ -151,7 +166,7 @@ def self_check(
         copied = detached_copy(model, device, dtype, example.reduction, rules, frozen=example.frozen)
         prepare(copied)
         try:
-            record = shard_copy(copied, plans, config, groups, tiles)
+            record = _shard_copy(copied, plans, config, groups, tiles)
         except ValueError as error:
             raise PlanError from error
         sharded = observe_run(copied, record, example, names, groups)
@@ -182,10 +197,95 @@ def self_check(
         release(copied)
         return verdict
 
-    return compare_on_copies(compare_copies, groups, device, dtype)
+    return _compare_on_copies(compare_copies, groups, device, dtype)
 
 
-def compare_on_copies(
+_NO_NUMBERS = (
+    "it is made of an activation between blocks, or of a parameter, that another stage has (a hidden state in the loss, or "
+    "torch.utils.checkpoint around a block, in whose place recompute='full' can stand)"
+)
+
+
+def stage_check(
+    model: nn.Module,
+    plans: Sequence[ShardingPlan],
+    cut: Cut,
+    config: ParallelConfig,
+    groups: ParallelGroups,
+    example: Example,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = torch.float64,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+) -> Verdict:
+    """Run a copy of ``model`` whole and another one in stages, and compare them; collective over the world.
+
+    The plans are proved already. What is new here: a stage has no numbers of parameters that others hold, and blocks of other
+    stages do not run on it. The verdict is the same on every rank of the replica.
+
+    Raises:
+        FailedAloneError: on a rank whose copy raises while others wait for it.
+    """
+    example = example.to(device, dtype)
+    # Of a large model two blocks of each stage are computed, the first one's gradients alone are kept, in both copies.
+    firsts = {stack.blocks[0] for stack in cut.stacks}  # which make what the others are given
+    passed_by = [name for names in cut.blocks for name in names[2:] if name not in firsts]
+    passed_by = passed_by if example.reduction.skips_repeats else []
+    kept = [name for names in cut.blocks for name in names[:1]]
+
+    def copied() -> nn.Module:
+        made = detached_copy(model, device, dtype, example.reduction, {}, frozen=example.frozen)
+        prepare(made)
+        if example.reduction.skips_repeats:
+            spread_equal_blocks(made)
+            for name in passed_by:
+                made.get_submodule(name).forward = cut.stack_of(name).passing_by(name)
+            for name, parameter in made.named_parameters():
+                if any(inside(name, one) for names in cut.blocks for one in names if one not in kept):
+                    parameter.requires_grad_(False)
+        return made
+
+    def compare() -> Verdict:
+        whole = copied()
+        own = replace(example, reduction=replace(example.reduction, skips_repeats=False))
+        dense = observe_run(whole, None, own, [], groups)
+        release(whole)
+        parts = copied()
+        record = _shard_copy(parts, plans, config, groups, None)
+        record.layout.note_stages(cut.shared)
+        record.stage = Stage(parts, cut, groups, device, own_streams=False)
+        stages = observe_run(parts, record, own, [], groups)
+        verdict = Verdict()
+        loss = compare_losses("the loss", [dense.loss], [stages.loss], COPIES[dense.narrow])
+        if math.isnan(stages.loss):
+            verdict.wrong.append(f"the loss is no number instead of {dense.loss:.9g}: {_NO_NUMBERS}")
+        elif not loss.ok:
+            verdict.wrong.append(f"the loss differs: {loss.where}")
+        for one in wrong_gradients(dense, each_gradient(parts))[:1]:
+            if not math.isnan(one.ratio):
+                verdict.wrong.append(describe_wrong(one))
+            elif not math.isnan(stages.loss):
+                verdict.wrong.append(f"the gradient of {one.name} is no number: {_NO_NUMBERS}")
+        equal = {name for name, _ in record.equal_buffers()}
+        made, wanted, limit = stages.buffers, dense.buffers, COPIES[dense.narrow].tensors
+        stale = [
+            name
+            for name in sorted(dense.changed & equal)
+            if wanted[name].shape != made[name].shape
+            or not torch.allclose(wanted[name], made[name], rtol=limit, atol=0)
+        ]
+        if stale:
+            verdict.wrong.append(
+                f"the step writes to the buffer {stale[0]} where one stage alone comes (a batch norm's statistics, a counter), and "
+                "the others would have an old one"
+            )
+        release(parts)
+        return verdict
+
+    return _compare_on_copies(compare, groups, device, dtype)
+
+
+def _compare_on_copies(
     compare: Callable[[], Verdict], groups: ParallelGroups, device: torch.device, dtype: torch.dtype | None
 ) -> Verdict:
     """The verdict of a comparison that makes copies and lets go of them, shared by the replica; raises as :func:`self_check`."""
@@ -271,7 +371,7 @@ def _await_others(failure: str | None, group: dist.ProcessGroup) -> None:
         ) from None
 
 
-def rules_by_name(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, str]:
+def _rules_by_name(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, str]:
     """What the plans say of each module and parameter: its rules without their patterns, as text."""
     found: dict[str, list[str]] = {}
     for match in (match for plan in plans for match in plan.match(model)):
