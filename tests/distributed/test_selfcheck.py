@@ -52,7 +52,9 @@ def verdicts(cases: list[tuple[str, Rules]]) -> list[str]:
     out = []
     for kind, rules in cases:
         plan = ShardingPlan.from_rules(rules)
-        out.append("; ".join(self_check(zoo.Zoo(kind), [plan], ParallelConfig(), groups_of(2), example(), device=CPU).wrong))
+        out.append(
+            "; ".join(self_check(zoo.Zoo(kind), [plan], ParallelConfig(), groups_of(2), example(), device=CPU).wrong)
+        )
     return out
 
 

@@ -33,9 +33,9 @@ from tests.helpers import models
 PACKAGE = Path(lightning_seqpar.__file__).parent
 UNPICKLES = {
     ("data/broadcast.py", "__iter__"): "a batch of another rank of this run, by a collective that unpickles by itself",
-    ("trial/training.py", "read_trial"): "what the process that started this one wrote into its arguments",
-    ("trial/ranks.py", "_collect"): "what a child that this process started wrote into a pipe",
-    ("checkpoint/folder_index.py", "_Index"): "makes the classes of an index alone",
+    ("verify/training.py", "read_trial"): "what the process that started this one wrote into its arguments",
+    ("verify/ranks.py", "_collect"): "what a child that this process started wrote into a pipe",
+    ("checkpoint/folder.py", "_Index"): "makes the classes of an index alone",
 }
 """Functions and classes that unpickle without ``weights_only``, and why they may."""
 IMPORTS_BY_NAME = {

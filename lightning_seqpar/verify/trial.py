@@ -23,14 +23,13 @@ from lightning.pytorch.strategies import (
 from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.strategy.strategy import SeqParallelStrategy
 from lightning_seqpar.topology.grid import ProcessTopology
-from lightning_seqpar.trial.batches import TrialError
-from lightning_seqpar.trial.comparison import Group, Sides, Wrong, group_first_wrong
-from lightning_seqpar.trial.ranks import RankFailedError, RankFailure, run_alone, run_distributed
-from lightning_seqpar.trial.training import AT_ONCE, Outcome, Trial, train_alone, train_on_ranks
 from lightning_seqpar.user_input import nearest
+from lightning_seqpar.verify.batches import TrialError
 from lightning_seqpar.verify.comparison import ParityReport, Row
+from lightning_seqpar.verify.ranks import RankFailedError, RankFailure, run_alone, run_distributed
+from lightning_seqpar.verify.training import AT_ONCE, Outcome, Trial, train_alone, train_on_ranks
+from lightning_seqpar.verify.trial_comparison import Group, Sides, Wrong, group_first_wrong
 
 DType = Literal["float64", "float32"]
 
@@ -235,7 +234,8 @@ def assert_parity(
 def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], ParallelConfig | None]:
     """What makes the strategy of the ranks and that of one process, and the configuration if the strategy is ours."""
     plain = functools.partial(_itself, "auto")
-    if isinstance(config, SeqParallelStrategy):
+    ours: Any = StrategyRegistry["seqpar"]["strategy"]  # whose module imports this package
+    if isinstance(config, ours):
         config = config.config
     if isinstance(config, str):
         known = StrategyRegistry.available_strategies()
@@ -244,7 +244,7 @@ def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], Para
                 f"config={config!r} is no strategy that Lightning knows; did you mean {nearest(config, known)}?"
             )
         entry = StrategyRegistry[config]
-        if entry["strategy"] is not SeqParallelStrategy:
+        if entry["strategy"] is not ours:
             _refuse_elsewhere(entry["strategy"], config)
             if entry["init_params"].get("start_method", "popen") != "popen":
                 raise TrialError(
@@ -255,7 +255,7 @@ def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], Para
     if config is None or isinstance(config, Mapping):
         config = ParallelConfig(**(config or {}))
     if isinstance(config, ParallelConfig):
-        return functools.partial(SeqParallelStrategy, config=config), plain, config
+        return functools.partial(ours, config=config), plain, config
     made, make = config, functools.partial(copy.deepcopy, config)
     if not isinstance(config, Strategy):
         if not callable(config):

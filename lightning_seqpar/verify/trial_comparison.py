@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_seqpar.trial.training import ALONE, Digest, Outcome, Trial
 from lightning_seqpar.verify.comparison import (
     RUNS,
     ParityReport,
@@ -23,6 +22,7 @@ from lightning_seqpar.verify.comparison import (
     norm_of,
     spread,
 )
+from lightning_seqpar.verify.training import ALONE, Digest, Outcome, Trial
 
 _EXACT_RANKS = 1e-9
 """Relative difference of two ranks' digests from which on they hold different tensors."""
