@@ -30,9 +30,6 @@ def _with_dot(prefix: str | None) -> str:
     return f"{prefix.rstrip('.')}." if prefix else ""
 
 
-# ---- from safetensors ----------------------------------------------------------------------------------------------
-
-
 class HuggingFaceSource(Source):
     """A folder that ``save_pretrained`` wrote, as a checkpoint of weights; ``prefix`` is the attribute that holds the model.
 
@@ -72,9 +69,6 @@ class HuggingFaceSource(Source):
         return value if name is None else self._files.read(name)
 
 
-# ---- to safetensors ------------------------------------------------------------------------------------------------
-
-
 class HuggingFaceTarget:
     """Writes the model of a checkpoint as a folder that ``from_pretrained`` reads.
 
@@ -107,9 +101,8 @@ class HuggingFaceTarget:
         self._state: dict[str, Tensor] = {
             name: value for name, value in source.tree["state_dict"].items() if isinstance(value, Tensor)
         }
-        own: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
         ignored = set(getattr(self._model, "_keys_to_ignore_on_save", None) or ())
-        own = {name: value for name, value in own.items() if name not in ignored}
+        own = {name: value for name, value in self._model.state_dict(keep_vars=True).items() if name not in ignored}
         self._names = self._find_names(own, prefix)
         self._check(own)
         self._check_ties(own)
@@ -147,12 +140,10 @@ class HuggingFaceTarget:
 
         def under(start: str) -> dict[str, str]:
             """The names of those tensors of the model that the checkpoint has under a prefix."""
-            names_there = {}
+            names_there: dict[str, str] = {}
             for names in tied.values():
-                there = [start + name for name in names if start + name in self._state]
-                names_there.update(
-                    {name: start + name if start + name in there else there[0] for name in names if there}
-                )
+                if there := [start + name for name in names if start + name in self._state]:
+                    names_there |= {name: start + name if start + name in there else there[0] for name in names}
             return names_there
 
         starts = self._prefixes(own) if prefix is None else [_with_dot(prefix)]
@@ -218,8 +209,6 @@ class HuggingFaceTarget:
                     f"{self._like / 'config.json'} ties them; set tie_word_embeddings to false there if they were trained apart"
                 )
             self._names[name] = first
-
-    # ---- writing ---------------------------------------------------------------------------------------------
 
     def write(self, target: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Writes the folder under another name by the library's ``save_pretrained``, and renames it."""
