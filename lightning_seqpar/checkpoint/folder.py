@@ -13,7 +13,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -298,18 +298,31 @@ _OF_INDEX = {
 """All that an index is made of, beside types of numbers. Other classes of these modules open or empty files when they are made."""
 
 
-class Folder:
-    """Reads a sharded checkpoint. Reading is not collective, and any number of ranks may read.
+class _Reader(FileSystemReader):
+    """Reads the files of a folder with an index that was read before."""
 
-    Attributes:
-        path: the folder.
-        marker: what its marker says: the format, and facts of the run that wrote it.
+    def __init__(self, path: Path, index: Metadata) -> None:
+        super().__init__(path)
+        self._index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index."""
+        return self._index
+
+
+class Opened(Source):
+    """A sharded checkpoint whose :attr:`tree` has a meta tensor for each tensor that the ranks wrote.
+
+    Lightning passes the tree around. ``weights_only`` is torch's, for everything that the ranks did not write in parts. Reading is
+    not collective, and any number of ranks may read.
 
     Raises:
-        ValueError: if it is not whole, or not one of ours.
+        ValueError: if the folder is not whole, damaged, or not one of ours.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    form: Form = "sharded"
+
+    def __init__(self, path: str | Path, *, weights_only: bool | None = None) -> None:
         self.path = find_folder(Path(path))
         if not self.path.is_dir():
             raise missing(self.path)
@@ -318,21 +331,28 @@ class Folder:
                 f"{self.path}: no {MARKER} in it, so it is not a sharded checkpoint of lightning_seqpar, or not a whole one"
             )
         try:
-            self.marker: dict[str, Any] = json.loads((self.path / MARKER).read_text())
+            marker = json.loads((self.path / MARKER).read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"{self.path / MARKER}: it can't be read ({error}); the checkpoint is damaged") from None
-        if self.marker.get("format") != FORMAT:
+        if marker.get("format") != FORMAT:
             raise ValueError(
-                f"{self.path}: written in format {self.marker.get('format')!r}, and this version reads {FORMAT}; use the version "
-                f"of lightning_seqpar that wrote it ({self.marker.get('version', 'unknown')})"
+                f"{self.path}: written in format {marker.get('format')!r}, and this version reads {FORMAT}; use the version "
+                f"of lightning_seqpar that wrote it ({marker.get('version', 'unknown')})"
             )
+        self.origin = {key: value for key, value in marker.items() if key != "format"}
         self._check_files()
+        try:
+            self.tree = torch.load(self.path / STATE, map_location="cpu", weights_only=weights_only)
+        except (OSError, EOFError, RuntimeError) as error:
+            raise ValueError(f"{self.path / STATE}: it can't be read ({error}); the checkpoint is damaged") from None
+        self._keys: dict[int, tuple[str, Tensor]] = {}  # with the meta tensor, so that no other one gets its id
+        walk(self.tree, lambda key, leaf: self._keys.setdefault(id(leaf), (key, leaf)) if is_meta(leaf) else None)
 
-    def index(self) -> Any:
+    def index(self) -> Metadata:
         """Reads where each tensor's parts lie in its files; raises ValueError if it can't be read."""
         try:
             with (self.path / ".metadata").open("rb") as file:
-                return _Index(file).load()
+                return cast("Metadata", _Index(file).load())
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(
                 f"{self.path}: its index .metadata can't be read ({error}); the checkpoint is damaged"
@@ -354,19 +374,11 @@ class Folder:
                 what = "is missing" if size is None else f"holds {size} bytes of {length}"
                 raise ValueError(f"{file}: it {what}; the checkpoint is damaged")
 
-    def state(self, *, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads the checkpoint, with a meta tensor for each tensor that ranks wrote; raises ValueError if the file is damaged."""
-        try:
-            state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=weights_only)
-        except (OSError, EOFError, RuntimeError) as error:
-            raise ValueError(f"{self.path / STATE}: it can't be read ({error}); the checkpoint is damaged") from None
-        return state
-
-    def read(self, parts: Mapping[str, Part]) -> None:
+    def _read_parts(self, parts: Mapping[str, Part]) -> None:
         """Reads parts of tensors, by key, into their memory; raises ValueError for one that is not there, or has another shape."""
         if not parts:
             return
-        index: Metadata = self.index()
+        index = self.index()
         for key, part in parts.items():
             metadata = index.state_dict_metadata.get(key)
             if not isinstance(metadata, TensorStorageMetadata):
@@ -383,34 +395,6 @@ class Folder:
             except CheckpointException as error:
                 causes = "; ".join(describe_error(cause[0]) for cause in error.failures.values())
                 raise ValueError(f"{self.path}: a part can't be read: {causes}") from None
-
-
-class _Reader(FileSystemReader):
-    """Reads the files of a folder with an index that was read before."""
-
-    def __init__(self, path: Path, index: Metadata) -> None:
-        super().__init__(path)
-        self._index = index
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index."""
-        return self._index
-
-
-class Opened(Source):
-    """A sharded checkpoint whose :attr:`tree` has a meta tensor for each tensor that the ranks wrote.
-
-    Lightning passes the tree around. ``weights_only`` is torch's, for everything that the ranks did not write in parts.
-    """
-
-    form: Form = "sharded"
-
-    def __init__(self, path: str | Path, *, weights_only: bool | None = None) -> None:
-        self.folder = Folder(path)
-        self.path, self.tree = self.folder.path, self.folder.state(weights_only=weights_only)
-        self.origin = {key: value for key, value in self.folder.marker.items() if key != "format"}
-        self._keys: dict[int, tuple[str, Tensor]] = {}  # with the meta tensor, so that no other one gets its id
-        walk(self.tree, lambda key, leaf: self._keys.setdefault(id(leaf), (key, leaf)) if is_meta(leaf) else None)
 
     def key_of(self, value: object) -> str | None:
         """The key in the folder of the tensor that a meta tensor stands for; None for anything else."""
@@ -450,7 +434,7 @@ class Opened(Source):
                 found[key] = empty_like_rows(like, shape, value.dtype)
                 parts[key] = Part(found[key], layout, rank, writes=False)
             out[name] = found[key]
-        self.folder.read(parts)
+        self._read_parts(parts)
         return out
 
 

@@ -31,8 +31,11 @@ from lightning_seqpar.inference.examples import peek_batch, project
 from lightning_seqpar.inference.model_copy import default_dtype, move_weights
 from lightning_seqpar.parallel.grad_norm import global_grad_norm
 from lightning_seqpar.parallel.sharded_model import record_of
-from lightning_seqpar.verify.batches import (
+from lightning_seqpar.verify.comparison import norm_of
+from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight
+from lightning_seqpar.verify.trial_inputs import (
     Feed,
+    KeepFloat64,
     TrialError,
     length_of,
     make_batch,
@@ -40,10 +43,8 @@ from lightning_seqpar.verify.batches import (
     reverse_samples,
     shorten,
     split_samples,
+    switch_off_dropout,
 )
-from lightning_seqpar.verify.comparison import norm_of
-from lightning_seqpar.verify.determinism import KeepFloat64, switch_off_dropout
-from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight
 
 SEED = 20_260_101
 

@@ -25,11 +25,11 @@ from torch import nn
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.user_input import nearest
-from lightning_seqpar.verify.batches import TrialError
 from lightning_seqpar.verify.comparison import ParityReport, Row
 from lightning_seqpar.verify.ranks import RankFailedError, RankFailure, run_alone, run_distributed
 from lightning_seqpar.verify.training import AT_ONCE, Outcome, Trial, train_alone, train_on_ranks
 from lightning_seqpar.verify.trial_comparison import Group, Sides, Wrong, group_first_wrong
+from lightning_seqpar.verify.trial_inputs import TrialError
 
 DType = Literal["float64", "float32"]
 
@@ -154,6 +154,12 @@ def verify_parity(
     Raises:
         TrialError: for arguments that make no trial, or a module that one process can't train.
     """
+    for name, given in (
+        ("module_or_factory", module_or_factory),
+        ("reference", nn.Module if reference is None else reference),
+    ):
+        if not callable(given):  # a module is, too
+            raise TrialError(f"{name}={given!r} is neither a module nor a function that makes one; give one of them")
     strategy, alone, parallel = _strategies(config)
     if world_size is None:
         dp = parallel.dp if parallel is not None and isinstance(parallel.dp, int) else 1
@@ -166,10 +172,10 @@ def verify_parity(
         micro_batches = micro_batches or parallel.pp
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(
-            make=_maker(module_or_factory, "module_or_factory"),
-            reference=None if reference is None else _maker(reference, "reference"),
-            batch=_giver(batch),
-            second=_giver(second_batch),
+            make=_maker(module_or_factory),
+            reference=_maker(reference),
+            batch=_maker(batch),
+            second=_maker(second_batch),
             samples=samples,
             length=length,
             strategy=strategy,
@@ -181,16 +187,16 @@ def verify_parity(
             dtype=torch.float64 if dtype == "float64" else torch.float32,
             folder=folder,
         )
-        given = _pickled(trial)
+        sent = _pickled(trial)
         setting = _in_words(parallel, config, world_size)
-        whole, same_length, notes = _train_alone(given, replicas, timeout)
+        whole, same_length, notes = _train_alone(sent, replicas, timeout)
         try:
-            ranks = run_distributed(train_on_ranks, world_size, given, same_length, whole.casts > 0, timeout=timeout)
+            ranks = run_distributed(train_on_ranks, world_size, sent, same_length, whole.casts > 0, timeout=timeout)
         except RankFailedError as error:
             return _not_trained(error, setting, notes)
         first = ranks[0][0]
         if first.replicas != replicas:
-            whole, same_length, notes = _train_alone(given, first.replicas, timeout)
+            whole, same_length, notes = _train_alone(sent, first.replicas, timeout)
         sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp} if parallel is not None else {}
         if parallel is None:
             sizes["model-parallel"] = world_size // first.replicas
@@ -200,7 +206,7 @@ def verify_parity(
         if not found.ok and first.replicas > 1 and whole.parts > 1:
             # Losses that ranks make from what they gather, or divide by numbers of the whole batch, are those of the whole batch.
             with contextlib.suppress(RankFailedError):  # it takes no batch of that size
-                together = run_alone(train_alone, given, first.replicas, same_length, AT_ONCE, timeout=timeout)
+                together = run_alone(train_alone, sent, first.replicas, same_length, AT_ONCE, timeout=timeout)
                 if together.is_complete and not together.failed_length:
                     others = Sides(trial, together, ranks, sizes, AT_ONCE)
                     if (other := others.compare()).ok:
@@ -233,7 +239,7 @@ def assert_parity(
 
 def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], ParallelConfig | None]:
     """What makes the strategy of the ranks and that of one process, and the configuration if the strategy is ours."""
-    plain = functools.partial(_itself, "auto")
+    plain = functools.partial(copy.copy, "auto")
     ours: Any = StrategyRegistry["seqpar"]["strategy"]  # whose module imports this package
     if isinstance(config, ours):
         config = config.config
@@ -250,7 +256,7 @@ def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], Para
                 raise TrialError(
                     f"config={config!r} starts the ranks itself, which a trial does; give 'ddp', which computes the same"
                 )
-            return functools.partial(_itself, config), plain, None
+            return functools.partial(copy.copy, config), plain, None
         config = entry["init_params"]
     if config is None or isinstance(config, Mapping):
         config = ParallelConfig(**(config or {}))
@@ -287,27 +293,10 @@ def _refuse_elsewhere(kind: type, strategy: Any) -> None:
         )
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _maker(module_or_factory: Any, name: str) -> Callable[[], nn.Module]:
-    """What makes the module anew, as often as it is called."""
-    if isinstance(module_or_factory, nn.Module):
-        return functools.partial(copy.deepcopy, module_or_factory)
-    if not callable(module_or_factory):
-        raise TrialError(
-            f"{name}={module_or_factory!r} is neither a module nor a function that makes one; give one of them"
-        )
-    made: Callable[[], nn.Module] = module_or_factory
-    return made
-
-
-def _giver(batch: Any) -> Callable[[], Any] | None:
-    """What gives a batch: a function as it is."""
-    if batch is None or (callable(batch) and not isinstance(batch, Mapping | Sequence)):
-        return batch
-    return functools.partial(_itself, batch)
+def _maker(given: Any) -> Any:
+    """What makes a module or a batch anew: a function as it is, else a copy; None of nothing."""
+    is_function = callable(given) and not isinstance(given, nn.Module | Mapping | Sequence)
+    return given if given is None or is_function else functools.partial(copy.deepcopy, given)
 
 
 def _pickled(trial: Trial) -> bytes:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 import lightning_seqpar
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan, describe
 from lightning_seqpar.checkpoint.convert import open_source
-from lightning_seqpar.checkpoint.folder import FORMAT, MARKER, Folder
+from lightning_seqpar.checkpoint.folder import FORMAT, MARKER, Opened
 from lightning_seqpar.checkpoint.whole_file import WholeFileIO
 from lightning_seqpar.init.model_source import model_from_folder
 from lightning_seqpar.plan.choice import check_plan
@@ -261,7 +261,7 @@ def test_the_index_of_a_checkpoint_empties_no_file(kind, tmp_path):
     (tmp_path / MARKER).write_text(json.dumps({"format": FORMAT}))
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Made(getattr(torch.serialization, kind), *given)))
     with pytest.raises(ValueError, match=f"torch.serialization.{kind} has no place in the index of a checkpoint"):
-        Folder(tmp_path)
+        Opened(tmp_path)
     assert kept.read_text() == "precious"
 
 
@@ -271,7 +271,7 @@ def test_the_index_of_a_checkpoint_names_files_of_its_folder(name, tmp_path):
     (tmp_path / MARKER).write_text(json.dumps({"format": FORMAT}))
     (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(ValueError, match="which is no file in it; the checkpoint is damaged"):
-        Folder(tmp_path)
+        Opened(tmp_path)
 
 
 class Quiet(SimpleHTTPRequestHandler):

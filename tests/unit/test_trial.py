@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from lightning_seqpar.init.shrink import shrink
-from lightning_seqpar.verify.batches import make_batch, reverse_samples, shorten, split_samples
 from lightning_seqpar.verify.comparison import largest_gap
-from lightning_seqpar.verify.determinism import KeepFloat64, switch_off_dropout
 from lightning_seqpar.verify.parity import Trace, compare
 from lightning_seqpar.verify.training import Digest
 from lightning_seqpar.verify.trial import verify_parity
@@ -21,6 +19,14 @@ from lightning_seqpar.verify.trial_comparison import (
     describe_late,
     describe_ranks,
     group_first_wrong,
+)
+from lightning_seqpar.verify.trial_inputs import (
+    KeepFloat64,
+    make_batch,
+    reverse_samples,
+    shorten,
+    split_samples,
+    switch_off_dropout,
 )
 from tests.mutants import sees
 
