@@ -116,13 +116,11 @@ class Prover:
                 raise type(error)(f"{error}\nPEFT with tp={self._tp}: {'; '.join(limits)}") from None
             raise
         out.known = self._known
-        found = self._vocabulary
+        reasons: list[str] = []
         if inferred := _inferred(out):
             rules = inferred[0].to_yaml().splitlines()[1:]
-            found = (
-                [f"why: {one}" for one in self._reasons] + [f"rule: {one.removeprefix('- ')}" for one in rules] + found
-            )
-        out.lines[:0] = found
+            reasons = [f"why: {one}" for one in self._reasons] + [f"rule: {one.removeprefix('- ')}" for one in rules]
+        out.lines[:0] = reasons + self._vocabulary
         return out
 
     def find_unsharded(self) -> list[ShardingPlan]:
@@ -180,7 +178,6 @@ class Prover:
         matches = [match for plan in plans for match in plan.match(self._module)]
         places = [match for match in matches if match.rule.style in ("blocks", "scatter", "exit")]
         stacks = PlannedModel(self._module, places, list(STYLES), 1, False).stacks
-
         how = HowToCut.of(self._config)
         options: dict[str, Any] = {"dtype": dtype, "prepare": self._prepare}
         return cast("Cut", self._from_first_rank(lambda: find_cut(self._module, example, stacks, how, **options)))

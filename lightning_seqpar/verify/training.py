@@ -122,9 +122,7 @@ class Outcome:
     """What one process of a trial did; tensors are in files of the trial's folder, written by the first rank."""
 
     losses: list[float] = field(default_factory=list)  # of each step, averaged over replicas and micro-batches
-    norms: list[float] = field(
-        default_factory=list
-    )  # of each step, the global gradient norm as the strategy computes it
+    norms: list[float] = field(default_factory=list)  # of each step, the global norm as the strategy computes it
     digests: list[dict[str, Digest]] = field(default_factory=list)  # of each step, of every whole gradient on this rank
     weight_digests: dict[str, Digest] = field(default_factory=dict)  # of the weights after two steps
     replicas: int = 1  # how many replicas read batches of their own
@@ -147,6 +145,35 @@ class TrialRecorder(ParityRecorder):
         self._of: dict[int, int] = {}  # steps that each optimizer has taken
         self._grads: dict[str, Tensor | None] = {}
         self._written = 0
+
+    def fit(
+        self,
+        module: L.LightningModule,
+        strategy: Any,
+        devices: int,
+        batches: Callable[[int], Any],
+        ckpt: Path | None = None,
+    ) -> L.Trainer:
+        """Train a module on batches, from a checkpoint on if there is one."""
+        # ModelParallelStrategy refuses float64, which module and batches have without it too.
+        narrow = isinstance(strategy, ModelParallelStrategy) or self._trial.dtype is torch.float32
+        options = {
+            "accelerator": "cpu",
+            "devices": devices,
+            "strategy": strategy,
+            "precision": "32-true" if narrow else "64-true",
+            "max_epochs": 2,
+            "reload_dataloaders_every_n_epochs": 1,
+            "accumulate_grad_batches": self._parts,
+            "callbacks": [self],
+            "use_distributed_sampler": False,
+            "limit_val_batches": 0,
+            "num_sanity_val_steps": 0,
+        }
+        silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        trainer = L.Trainer(**{**options, **dict.fromkeys(silent, False), **self._trial.trainer})
+        trainer.fit(module, Feed(batches, self._parts), ckpt_path=None if ckpt is None else str(ckpt))
+        return trainer
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note the replicas."""
@@ -261,36 +288,6 @@ def quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _fit(
-    trial: Trial,
-    module: L.LightningModule,
-    strategy: Any,
-    recorder: TrialRecorder,
-    batches: Callable[[int], list[Any]],
-    **how: Any,
-) -> L.Trainer:
-    """Train a module on batches; ``how`` are the devices, the micro-batches of a replica, and a checkpoint to resume from."""
-    # ModelParallelStrategy refuses float64, which module and batches have without it too.
-    narrow = isinstance(strategy, ModelParallelStrategy) or trial.dtype is torch.float32
-    options = {
-        "accelerator": "cpu",
-        "devices": how["devices"],
-        "strategy": strategy,
-        "precision": "32-true" if narrow else "64-true",
-        "max_epochs": 2,
-        "reload_dataloaders_every_n_epochs": 1,
-        "accumulate_grad_batches": how["micro_batches"],
-        "callbacks": [recorder],
-        "use_distributed_sampler": False,
-        "limit_val_batches": 0,
-        "num_sanity_val_steps": 0,
-    }
-    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = L.Trainer(**{**options, **dict.fromkeys(silent, False), **trial.trainer})
-    trainer.fit(module, Feed(batches, how["micro_batches"]), ckpt_path=how.get("ckpt_path"))
-    return trainer
-
-
 def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALONE) -> Outcome:
     """Train the module in this process, which reads the parts of all replicas; the outcome tells of a shorter batch that fails."""
     trial = read_trial(given)
@@ -311,7 +308,7 @@ def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALON
         outcome.parts = parts
         try:
             with mode:
-                _fit(trial, module, trial.alone(), recorder, lambda count: batches, devices=1, micro_batches=parts)
+                recorder.fit(module, trial.alone(), 1, lambda count: batches)
         except Exception as error:
             if not outcome.digests or same_length or trial.second is not None:
                 raise
@@ -330,12 +327,12 @@ def train_on_ranks(given: bytes, same_length: bool, wide: bool) -> tuple[Outcome
             module = build(trial.make, trial.dtype)
             # The second time with other weights, so that only the checkpoint can bring the right ones.
             _load(module, trial.path("initial", "weights"), factor=1.5 if resumed else 1.0)
-            how: dict[str, Any] = {"devices": dist.get_world_size()}
-            how["micro_batches"] = trial.micro_batches if module.automatic_optimization else 1
-            how["ckpt_path"] = str(checkpoint) if resumed else None
-            recorder = TrialRecorder(trial, "resumed" if resumed else "ranks", how["micro_batches"], stops=not resumed)
+            parts = trial.micro_batches if module.automatic_optimization else 1
+            recorder = TrialRecorder(trial, "resumed" if resumed else "ranks", parts, stops=not resumed)
             batches = functools.partial(make_batches, trial, module, same_length=same_length)
-            trainer = _fit(trial, module, trial.strategy(), recorder, batches, **how)
+            trainer = recorder.fit(
+                module, trial.strategy(), dist.get_world_size(), batches, checkpoint if resumed else None
+            )
             if not resumed:
                 trainer.save_checkpoint(checkpoint)
             outcomes.append(recorder.outcome)
