@@ -13,8 +13,7 @@ from lightning_seqpar.checkpoint.atomic_files import SaveError
 class Background:
     """A thread that writes one checkpoint at a time, and then does what must wait until that is complete.
 
-    Writing is collective, over a process group that nothing else uses. So every rank must make the same calls of this object
-    in the same order.
+    Writing is collective, over a group that nothing else uses: every rank must make the same calls of it in the same order.
     """
 
     def __init__(self) -> None:

@@ -23,25 +23,20 @@ Form = Literal["single", "sharded", "safetensors"]
 
 @dataclass
 class Contents:
-    """What a checkpoint holds.
-
-    Attributes:
-        origin: what is known of the run that wrote it, of: version, topology, epoch, global_step.
-        tensors: shape and dtype of each tensor of the model, by name.
-        moments: shape and dtype of each tensor of the optimizers, by its path in the checkpoint.
-        tied: of each name whose tensor has another name too, that first name.
-        other: the checkpoint's other keys.
-        model_bytes: bytes of the model's tensors, of which tied ones count once.
-    """
+    """What a checkpoint holds."""
 
     path: Path
     form: Form
-    origin: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, tuple[list[int], str]] = field(default_factory=dict)
-    moments: dict[str, tuple[list[int], str]] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    other: list[str] = field(default_factory=list)
-    model_bytes: int = 0
+    origin: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the run that wrote it: version, topology, epoch, global_step
+    tensors: dict[str, tuple[list[int], str]] = field(default_factory=dict)  # the model's by name: shape and dtype
+    moments: dict[str, tuple[list[int], str]] = field(
+        default_factory=dict
+    )  # the optimizers', by path in the checkpoint
+    tied: dict[str, str] = field(default_factory=dict)  # of a name whose tensor has another name too, that first name
+    other: list[str] = field(default_factory=list)  # the checkpoint's other keys
+    model_bytes: int = 0  # of tied tensors one counts
     optimizer_bytes: int = 0
 
     @property

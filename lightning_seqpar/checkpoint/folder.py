@@ -237,9 +237,7 @@ def write_folder(
 
     ``checkpoint`` has a :class:`Part` for each tensor that the ranks write; ``facts`` go into the marker. With ``later``, a second
     group of all ranks, parts are copied to the CPU at once, and the function may run in another thread, collectively over it.
-
-    Raises:
-        SaveError: on every rank, if the folder can't be made; the function raises it, too.
+    Both raise SaveError on every rank.
     """
     state, parts = split_parts(checkpoint)
     packed: list[bytes] = []
@@ -269,10 +267,7 @@ def _write(
 
 
 class _Index(pickle.Unpickler):
-    """Reads the index that torch writes into a folder, a pickle, and refuses any class that is not part of an index.
-
-    Reading a pickle of arbitrary classes may run code.
-    """
+    """Reads the index of a folder, a pickle, and refuses any class that is not part of an index, which may run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns the class of that name; raises UnpicklingError if indexes are not made of it."""
@@ -314,10 +309,7 @@ class Opened(Source):
     """A sharded checkpoint whose :attr:`tree` has a meta tensor for each tensor that the ranks wrote.
 
     Lightning passes the tree around. ``weights_only`` is torch's, for everything that the ranks did not write in parts. Reading is
-    not collective, and any number of ranks may read.
-
-    Raises:
-        ValueError: if the folder is not whole, damaged, or not one of ours.
+    not collective. Raises ValueError if the folder is not whole, damaged, or not one of ours.
     """
 
     form: Form = "sharded"
@@ -415,10 +407,7 @@ class Opened(Source):
         """Reads this rank's parts of meta tensors of :attr:`tree`, by any names; anything else is returned as it is.
 
         ``layouts`` has, by the same names, how a tensor is divided over tp; one without a layout is read whole. ``likes`` has the
-        parameters that they are for: of one that the replicas split, a rank reads its rows.
-
-        Raises:
-            ValueError: for a tensor of another shape than its layout has, naming it.
+        parameters that they are for: of one that the replicas split, a rank reads its rows. Raises ValueError for another shape.
         """
         out, parts, found = dict(tensors), dict[str, Part](), dict[str, Tensor]()
         for name, value in tensors.items():

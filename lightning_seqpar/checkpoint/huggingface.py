@@ -31,11 +31,7 @@ def _with_dot(prefix: str | None) -> str:
 
 
 class HuggingFaceSource(Source):
-    """A folder that ``save_pretrained`` wrote, as a checkpoint of weights; ``prefix`` is the attribute that holds the model.
-
-    Raises:
-        ValueError: if the folder holds no model, or another one than its config says.
-    """
+    """A folder that ``save_pretrained`` wrote, as a checkpoint of weights; ``prefix`` is the attribute that holds the model."""
 
     form: Form = "safetensors"
 
@@ -72,19 +68,9 @@ class HuggingFaceSource(Source):
 class HuggingFaceTarget:
     """Writes the model of a checkpoint as a folder that ``from_pretrained`` reads.
 
-    Args:
-        source: the checkpoint.
-        like: the folder that the model was made from. Its ``config.json`` says what the tensors are called; that file and
-            the others that hold no weights (tokenizer, generation config) are copied.
-        prefix: the attribute of the LightningModule that holds the model; None to find it by the names of the tensors.
-        max_shard_size: the size of a file at most, as for ``save_pretrained``.
-
-    Attributes:
-        tensors: shape and dtype of each tensor that is written, by its name in the files.
-        left_out: names of tensors of the checkpoint that are no part of the model.
-
-    Raises:
-        ValueError: if the checkpoint does not hold this model, or the size can't be read.
+    The ``config.json`` of ``like``, the folder that the model was made from, says what the tensors are called; that file and the
+    others that hold no weights (tokenizer, generation config) are copied. ``prefix`` is the attribute of the LightningModule that
+    holds the model; None finds it by the names of the tensors. ``left_out`` are tensors that are no part of the model.
     """
 
     def __init__(

@@ -95,12 +95,7 @@ class Prover:
         self._why_wide = ""  # what the self-check found wrong with the plan that shards more
 
     def prove(self) -> Proved:
-        """Find the plans for the model and prove them.
-
-        Raises:
-            ValueError: if no plan is found; the message says what to write.
-            SelfCheckError: if the plan that was found is wrong.
-        """
+        """Find the plans for the model and prove them; the ValueError of a model without a plan says what to write."""
         out, started = Proved(), time.monotonic()
         try:
             with self._phases.phase("finding a plan"):
@@ -124,11 +119,7 @@ class Prover:
         return out
 
     def find_unsharded(self) -> list[ShardingPlan]:
-        """Plans that name the blocks of a model of which nothing is sharded (tp 1); nothing is proved. Collective over the world.
-
-        Raises:
-            ValueError: if no plan is found; the message says what to write.
-        """
+        """Plans that name the blocks of a model of which nothing is sharded (tp 1), unproved. Collective over the world."""
         spec = self._config.plan
         own = ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) else None
         needs_linears = self._config.recompute == "selective" or self._config.tile_mlp is not None

@@ -188,10 +188,9 @@ def _wrong_buffers(
 def compare_evaluations(
     dense: ObservedEvaluation, sharded: ObservedEvaluation, record: ShardedModel, groups: ParallelGroups
 ) -> tuple[dict[int, str], str | None]:
-    """Compare what evaluations of the whole and the sharded copy logged and returned; collective over tp.
+    """A sentence for each value of an evaluation that differs, by its place, and one on the first module that does.
 
-    Returns a sentence for each value that differs, by its place (-1 if there are no values, and the last output differs), and one
-    on the first module that does.
+    The place is -1 if there are no values, and the last output differs. Collective over tp.
     """
     limit = COPIES[dense.narrow].tensors
     first, last_differs = _first_difference(dense.outputs, sharded.outputs, record, groups, limit)
@@ -231,16 +230,9 @@ def _first_difference(
     groups: ParallelGroups,
     limit: float,
 ) -> tuple[str | None, bool]:
-    """A sentence on the first module whose output differs on some rank, and whether the last differs.
-
-    An output is right if it is the whole one's or a shard of it. Collective over tp.
-    """
+    """A sentence on the first module whose output is no shard of the whole one's on some rank; whether the last is none."""
     group = groups["tp"]
-    at, size, differs = (
-        len(whole),
-        0.0,
-        False,
-    )  # of this rank's first wrong output: its place in the order, and its error
+    at, size, differs = len(whole), 0.0, False  # of this rank's first wrong output: its place, and its error
     for index, ((name, a), (other, b)) in enumerate(zip(whole, local, strict=False)):
         if name != other:
             break

@@ -113,12 +113,7 @@ def self_check(
 
     Both run forward and backward as in training, forward once more if a module keeps a tensor of that, and forward as in
     evaluation. What does not run whole is not compared. Every rank must hold the same ``model`` and examples; the verdict is the
-    same on every rank of the replica.
-
-    Raises:
-        ValueError: if the plan can't be carried out on the model.
-        FailedAloneError: on a rank whose sharded copy raises while others wait for it.
-        CalledApartError: if a step calls sharded modules on some ranks alone.
+    same on every rank of the replica. Raises ValueError if the plan can't be carried out on the model.
     """
     example = example.to(device, dtype)
     # Behind a training step: a later one, which reads what modules keep of the first, and evaluations.
@@ -218,13 +213,9 @@ def stage_check(
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> Verdict:
-    """Run a copy of ``model`` whole and another one in stages, and compare them; collective over the world.
+    """Run a copy of ``model`` whole and another one in stages, by plans that are proved; collective over the world.
 
-    The plans are proved already. What is new here: a stage has no numbers of parameters that others hold, and blocks of other
-    stages do not run on it. The verdict is the same on every rank of the replica.
-
-    Raises:
-        FailedAloneError: on a rank whose copy raises while others wait for it.
+    A stage has no numbers of parameters that others hold, and blocks of other stages do not run on it.
     """
     example = example.to(device, dtype)
     # Of a large model two blocks of each stage are computed, the first one's gradients alone are kept, in both copies.
@@ -288,7 +279,10 @@ def stage_check(
 def _compare_on_copies(
     compare: Callable[[], Verdict], groups: ParallelGroups, device: torch.device, dtype: torch.dtype | None
 ) -> Verdict:
-    """The verdict of a comparison that makes copies and lets go of them, shared by the replica; raises as :func:`self_check`."""
+    """The verdict of a comparison that makes copies and lets go of them, shared by the replica.
+
+    Raises FailedAloneError on a rank whose copy raises while others wait for it; CalledApartError and ValueError on all alike.
+    """
     failure, verdict = None, Verdict()
     with kept_streams(device), default_dtype(dtype):
         try:
