@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import shutil
 import warnings
@@ -55,23 +56,16 @@ def check_free(target: Path) -> None:
 
 
 def _to_file(source: Source, target: Path, progress: Callable[[int, int], None]) -> None:
-    """Writes the single form."""
+    """Writes the single form; what has no numbers yet is read into a mapped file first, tensor by tensor."""
+    unread: dict[int, Tensor] = {}
+    walk(source.tree, lambda _, leaf: unread.setdefault(id(leaf), leaf) if is_meta(leaf) else leaf)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = beside(target, UNFINISHED)
-    with _with_numbers(source, target, progress) as tree:
-        torch.save(tree, unfinished)
+    with read_all(source, unread, beside(target, ".scratch"), progress) as found:
+        torch.save(walk(source.tree, lambda _, leaf: found.get(id(leaf), leaf)), unfinished)
     sync(unfinished)
     unfinished.replace(target)
     sync(target.parent)
-
-
-@contextmanager
-def _with_numbers(source: Source, target: Path, progress: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
-    """The tree of a source; what has no numbers yet is read into a mapped file beside the target first, tensor by tensor."""
-    unread: dict[int, Tensor] = {}
-    walk(source.tree, lambda _, leaf: unread.setdefault(id(leaf), leaf) if is_meta(leaf) else leaf)
-    with read_all(source, unread, beside(target, ".scratch"), progress) as found:
-        yield walk(source.tree, lambda _, leaf: found.get(id(leaf), leaf))
 
 
 @contextmanager
@@ -99,27 +93,43 @@ def read_all(
         path.unlink(missing_ok=True)
 
 
+class _DeferredPart(Part):
+    """Holds the place of a whole tensor, which is read from the source only when it is about to be written."""
+
+    def __init__(self, meta: Tensor, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(meta, None, 0, writes=True)
+        self._read = functools.partial(read, meta)
+
+    def piece(self, offsets: torch.Size | None) -> Tensor:
+        return self._read()
+
+
 def _to_folder(source: Source, target: Path, progress: Callable[[int, int], None]) -> None:
     """Write the sharded form, as one process: all parts are whole tensors."""
     parts: dict[Any, Part] = {}  # by what tied tensors have in common
+    done = 0
+
+    def read(leaf: Tensor) -> Tensor:
+        nonlocal done
+        done += leaf.nbytes
+        progress(done, total)
+        return source.read(leaf)
 
     def part(key: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and key.partition("/")[0] in ("state_dict", "optimizer_states"):
-            return parts.setdefault(identity(leaf), Part(leaf, None, 0, writes=True))
+            return parts.setdefault(identity(leaf), _DeferredPart(leaf, read))
         return leaf
 
+    state, deferred = split_parts(walk(source.tree, part))
+    total = sum(item.local.nbytes for item in deferred.values())
     begin_folder(target)
     try:
-        with _with_numbers(source, target, progress) as tree, warnings.catch_warnings():
-            # torch warns that one process writes alone, which is intended
+        with warnings.catch_warnings():  # torch warns that one process writes alone, which is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            state, written = split_parts(walk(tree, part))
             writer = FileSystemWriter(beside(target, UNFINISHED))
-            save(written, storage_writer=writer, planner=SavingPlanner(), no_dist=True)
-            packed = pack(state)
+            save(deferred, storage_writer=writer, planner=SavingPlanner(), no_dist=True)
     except Exception:
         shutil.rmtree(beside(target, UNFINISHED), ignore_errors=True)
         raise
-    finish_folder(target, packed, {"version": None, "topology": None, **source.origin})
-    size = sum(item.local.nbytes for item in parts.values())
-    progress(size, size)
+    finish_folder(target, pack(state), {"version": None, "topology": None, **source.origin})
+    progress(total, total)
