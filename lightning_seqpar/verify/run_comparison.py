@@ -69,9 +69,9 @@ def compare_runs(
 
     wrong = wrong_gradients(dense, own(), part)
     verdict.wrong += _unproved_modules(dense, record)
-    drawn_wrong = _wrong_draws(dense.drawn, sharded.drawn) if draws else []
-    verdict.wrong += [text for _, text in drawn_wrong]
-    verdict.draws = any(_is_own_code(record.model, where) for where, _ in drawn_wrong)
+    if draws and (wrong_draw := _wrong_draw(dense.drawn, sharded.drawn)):
+        verdict.wrong.append(wrong_draw[1])
+        verdict.draws = _is_own_code(record.model, wrong_draw[0])
     verdict.wrong += _wrong_buffers(dense, sharded, record, limits.tensors, groups)
     first, _ = _first_difference(dense.outputs, sharded.outputs, record, groups, limits.tensors)
     if not loss.ok:
@@ -116,8 +116,8 @@ def _unproved_modules(dense: ObservedRun, record: ShardedModel) -> list[str]:
     ]
 
 
-def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw]) -> list[tuple[str, str]]:
-    """The first random draw that comes from the wrong stream: the module behind which it is drawn, and a sentence; or none.
+def _wrong_draw(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw]) -> tuple[str, str] | None:
+    """The first random draw that comes from the wrong stream: the module behind which it is drawn, and a sentence.
 
     Numbers for a whole activation must come from the stream that the ranks share, numbers for a part of one from the rank's own.
     """
@@ -130,7 +130,7 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw]) -> 
             f"the sharded model draws {len(sharded)} times, the whole one {len(dense)} times, or in other ways; let the forward "
             "draw alike, whatever the shape of its input"
         )
-        return [(first.where, text)]
+        return first.where, text
     for one, draw in zip(dense, sharded, strict=True):
         # One position is as long as a shard of it, so shapes say nothing.
         if any(length == 1 for _, length in draw.sequences):
@@ -146,14 +146,14 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw]) -> 
                 "MLP (an adapter's dropout in front of the adapted linear), in a module whose class is called ...DropPath or "
                 "...StochasticDepth, or not at all"
             )
-            return [(draw.where, text)]
+            return draw.where, text
         text += (
             f"are a part of {list(whole)} in the whole model, so that each rank must draw its own, but between the "
             "blocks, in a DropPath, behind a row linear and from a generator of your own all ranks draw the same; draw them inside "
             "a block, from torch's own generator, or not at all"
         )
-        return [(draw.where, text)]
-    return []
+        return draw.where, text
+    return None
 
 
 def _is_own_code(model: nn.Module, name: str) -> bool:

@@ -300,7 +300,7 @@ def fit_stray(where: str, sp: bool, *, length: int = 16, tp: int = 2) -> tuple[s
 
 @sees(
     "the self-check does not look at what is drawn",
-    "_wrong_draws",
+    "_wrong_draw",
     "if (whole == shape) is not draw.own:",
     "if (whole == shape) is not None:",
     case="shared-True-shape0",

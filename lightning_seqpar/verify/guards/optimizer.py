@@ -88,12 +88,8 @@ def _is_named(kind: type, path: str) -> bool:
     return _path(kind) == path or getattr(sys.modules.get(module), name, None) is kind
 
 
-_NO_UPDATE = {
-    *("__init__", "__repr__", "__getstate__", "__setstate__", "__reduce__", "__doc__", "__module__", "__qualname__"),
-    *("__annotations__", "__dict__", "__weakref__", "__parameters__", "__orig_bases__", "__firstlineno__"),
-    *("__static_attributes__", "elementwise", "zero_grad", "add_param_group", "state_dict", "load_state_dict"),
-}
-"""What a subclass of an optimizer may define and still update as that does."""
+_UPDATES = ("step", "_init_group", "_group_tensors_by_device_and_dtype")
+"""The methods by which torch's optimizers update."""
 
 
 def _leaves_alone(optimizer: Optimizer, known: Sequence[type]) -> bool:
@@ -102,13 +98,9 @@ def _leaves_alone(optimizer: Optimizer, known: Sequence[type]) -> bool:
     base = next((kind for kind in kinds if kind in (*known, _MockOptimizer)), None)
     if base is None:
         return False
-    updates = {name for kind in base.__mro__[:-1] for name in vars(kind)} - _NO_UPDATE
-
-    def own(kind: type, name: str) -> Any:
-        return inspect.unwrap(getattr(kind, name)) if callable(getattr(kind, name)) else getattr(kind, name)
-
     # torch gives each class a step of its own that wraps the inherited one.
-    return all(own(kind, name) is own(base, name) for kind in kinds[: kinds.index(base)] for name in updates)
+    made = ((getattr(kinds[0], name), getattr(base, name)) for name in _UPDATES if hasattr(base, name))
+    return all(inspect.unwrap(one) is inspect.unwrap(other) for one, other in made)
 
 
 _SHAPES = ((8,), (8, 6), (4, 6, 2), (4, 2, 6, 2))
