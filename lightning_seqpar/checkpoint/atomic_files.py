@@ -91,7 +91,7 @@ def on_every_rank(work: Callable[[], T], group: ProcessGroup, what: str) -> T:
     except Exception as error:  # the other ranks must hear of it before this one raises
         failed = error
     errors: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(errors, failed and describe_error(failed), group=group)
+    dist.all_gather_object(errors, None if failed is None else describe_error(failed), group=group)
     if failed is not None:
         raise failed
     for rank, error_of_rank in zip(dist.get_process_group_ranks(group), errors, strict=True):

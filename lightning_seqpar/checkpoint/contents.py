@@ -27,13 +27,9 @@ class Contents:
 
     path: Path
     form: Form
-    origin: dict[str, Any] = field(
-        default_factory=dict
-    )  # of the run that wrote it: version, topology, epoch, global_step
+    origin: dict[str, Any] = field(default_factory=dict)  # version, topology, epoch, global_step
     tensors: dict[str, tuple[list[int], str]] = field(default_factory=dict)  # the model's by name: shape and dtype
-    moments: dict[str, tuple[list[int], str]] = field(
-        default_factory=dict
-    )  # the optimizers', by path in the checkpoint
+    moments: dict[str, tuple[list[int], str]] = field(default_factory=dict)  # the optimizers', by path
     tied: dict[str, str] = field(default_factory=dict)  # of a name whose tensor has another name too, that first name
     other: list[str] = field(default_factory=list)  # the checkpoint's other keys
     model_bytes: int = 0  # of tied tensors one counts

@@ -36,9 +36,7 @@ class Explanations:
     """Why something is not sharded, as those who found the plans know it."""
 
     whole: dict[str, str] = field(default_factory=dict)  # by patterns of modules that inference left whole
-    no_sp: dict[str, str] = field(
-        default_factory=dict
-    )  # by patterns of blocks that an inferred plan gives whole sequences
+    no_sp: dict[str, str] = field(default_factory=dict)  # by patterns of blocks that are given whole sequences
     rest: str = ""  # of what shipped plans leave whole, if nothing was inferred for it
     vocabulary: dict[str, str] = field(default_factory=dict)  # by embeddings and heads; empty for one that is sharded
 

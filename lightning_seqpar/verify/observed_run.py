@@ -89,9 +89,7 @@ class ObservedRun:
 
     loss: float
     grads: dict[str, Tensor | None]  # of a whole copy, by parameter name; a sharded one's stay where they are
-    outputs: list[
-        tuple[str, Tensor]
-    ]  # (first) output of each planned module in the order in which they returned; local ones
+    outputs: list[tuple[str, Tensor]]  # (first) output of each planned module, in the order of returning; local
     narrow: bool  # whether something was computed in less than float64
     buffers: dict[str, Tensor]  # the buffers after the run, by name
     changed: set[str]  # names of buffers that the run changed
@@ -153,11 +151,7 @@ def observe_run(
         sync.flush()
         sync.remove()
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}  # another run may change them
-    changed = {
-        name
-        for name, buffer in buffers.items()
-        if name in before and not (buffer.shape == before[name].shape and torch.equal(buffer, before[name]))
-    }
+    changed = {name for name, buffer in buffers.items() if name in before and not torch.equal(buffer, before[name])}
     grads = {name: parameter.grad for name, parameter in model.named_parameters()} if record is None else {}
     keeps = not kept_tensors(model).keys() <= held.keys()
     made = float(loss.detach()), grads, observer.outputs, observer.narrow

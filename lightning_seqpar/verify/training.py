@@ -83,9 +83,7 @@ class Trial:
 
     make: Callable[[], nn.Module]  # makes the module, without arguments
     reference: Callable[[], nn.Module] | None  # makes the one that a single process trains; None for the same
-    batch: (
-        Callable[[], Any] | None
-    )  # makes the first batch, of all replicas; None to make one up or to read the module's own
+    batch: Callable[[], Any] | None  # makes the first one, of all replicas; None makes one up, or reads the module's
     second: Callable[[], Any] | None  # makes the second one; None for a shorter one of other samples
     samples: int  # samples of a micro-batch that is made up
     length: int | None  # positions of a sample that is made up

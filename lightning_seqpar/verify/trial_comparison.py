@@ -63,9 +63,7 @@ class Sides:
     ranks: Sequence[tuple[Outcome, Outcome]]
     sizes: Mapping[str, int]  # axes of the ranks by name
     side: str = ALONE
-    wrong: list[Wrong] = field(
-        default_factory=list
-    )  # the tensors that differ, in the order in which they were computed
+    wrong: list[Wrong] = field(default_factory=list)  # what differs, in the order of computation
 
     def __post_init__(self) -> None:
         self._first = self.ranks[0][0]
