@@ -21,8 +21,8 @@ from lightning_seqpar.cli.arguments import add_model_arguments, cause_of, config
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.init.model_source import TargetModel, batch_named, function_named, load_target
 from lightning_seqpar.init.shrink import shrink
-from lightning_seqpar.trial.batches import make_batch
-from lightning_seqpar.trial.verify import Verification, verify_parity
+from lightning_seqpar.public import Verification, verify_parity
+from lightning_seqpar.verify.trial_inputs import make_batch
 
 _COPIES = 7
 """How many times its weights a process of a trial holds at most: weights, gradients, two moments, and what it gathers."""

@@ -305,8 +305,10 @@ def move_weights(model: nn.Module) -> None:
                 continue
             fan_in = parameter.shape[-1] if parameter.ndim > 1 else 1
             scale = 0.5 / math.sqrt(fan_in) if parameter.ndim > 1 else 0.2
-            begin, count = (begin + 7919) % _PERIOD, parameter.numel()
-            noise = drawn.repeat(-(-(begin + count) // _PERIOD))[begin : begin + count].view(parameter.shape)
+            begin = (begin + 7919) % _PERIOD
+            end = begin + parameter.numel()
+            numbers = drawn if end <= _PERIOD else drawn.repeat(-(-end // _PERIOD))
+            noise = numbers[begin:end].view(parameter.shape)
             if parameter.ndim == 1 and float(parameter.detach().abs().max()) < 0.05:
                 parameter.add_(0.5)  # a layer scale near zero would hide its branch
             parameter.add_(noise.to(device=parameter.device), alpha=scale)

@@ -24,8 +24,8 @@ from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.inference.reduction import Reduction
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify import self_check as selfcheck
-from lightning_seqpar.verify.comparison import COPIES, RUNS, compare_gradients, norm_of
-from lightning_seqpar.verify.self_check import CalledApartError, Sharding, self_check
+from lightning_seqpar.verify.comparison import COPIES, RUNS, compare_tensors, norm_of
+from lightning_seqpar.verify.self_check import CalledApartError, self_check
 from tests.helpers import models, zoo
 from tests.helpers.fit import fit, quiet_trainer
 from tests.mutants import sees
@@ -52,7 +52,9 @@ def verdicts(cases: list[tuple[str, Rules]]) -> list[str]:
     out = []
     for kind, rules in cases:
         plan = ShardingPlan.from_rules(rules)
-        out.append("; ".join(self_check(zoo.Zoo(kind), [plan], Sharding(), groups_of(2), example(), device=CPU).wrong))
+        out.append(
+            "; ".join(self_check(zoo.Zoo(kind), [plan], ParallelConfig(), groups_of(2), example(), device=CPU).wrong)
+        )
     return out
 
 
@@ -117,7 +119,7 @@ def wrong_gradient(kind: str) -> list[str]:
         if isinstance(module, torch.nn.LayerNorm | zoo.RMSNorm):
             module.register_forward_hook(multiply)
     plan = ShardingPlan.from_rules(rules_of(kind))
-    return self_check(model, [plan], Sharding(), groups_of(2), example(), device=CPU).wrong
+    return self_check(model, [plan], ParallelConfig(), groups_of(2), example(), device=CPU).wrong
 
 
 @sees(
@@ -170,7 +172,7 @@ def evaluated() -> dict[str, tuple[list[str], str]]:
         model, given = Evaluated(how), example()
         plan = ShardingPlan.from_rules(rules_of("gqa"))
         step = replace(given, method="validation_step", source="the other batch")
-        found = self_check(model, [plan], Sharding(), groups, given, step, device=CPU)
+        found = self_check(model, [plan], ParallelConfig(), groups, given, step, device=CPU)
         out[how] = found.wrong, found.not_evaluated
     return out
 
@@ -333,7 +335,7 @@ def test_a_start_says_why_what_is_whole_is_whole_and_where_the_rules_are(tmp_pat
 
 @sees(
     "small gradients may be twice too large",
-    "comparison:_compare",
+    "comparison:compare_tensors",
     "own > OWN_LIMIT and",
     "False and",
     case="True",
@@ -345,7 +347,7 @@ def test_a_small_gradient_that_is_counted_twice_is_seen(narrow):
 
     def wrong(whole: Any, sharded: Any) -> list[str]:
         for limits in (COPIES[narrow], RUNS[narrow]):
-            row, found = compare_gradients("gradients", whole, sharded.items(), norm_of(whole), limits)
+            row, found = compare_tensors("gradients", whole, sharded.items(), limits, norm_of(whole))
             assert row.ok is not bool(found)
         return [one.name for one in found]
 
@@ -386,7 +388,7 @@ def verdicts_of_kinds(narrowed: list[tuple[str, str]]) -> list[str]:
         ]
         assert changed != rules or blocks == "*"
         plan = ShardingPlan.from_rules(changed)
-        out.append("; ".join(self_check(model, [plan], Sharding(), groups, small, device=CPU).wrong))
+        out.append("; ".join(self_check(model, [plan], ParallelConfig(), groups, small, device=CPU).wrong))
     # The model and the random streams stay as they were.
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), stream)
@@ -487,7 +489,7 @@ def check_with_ranks_that_fail(failing: list[int], patience: float) -> list[str]
     model = zoo.Zoo("gqa")
     plan = infer_plan(model, example(), 2).plan
     model.get_submodule("net.h.1.attn").register_forward_pre_hook(fail_on_a_shard)
-    return self_check(model, [plan], Sharding(), groups_of(2), example(), device=CPU).wrong
+    return self_check(model, [plan], ParallelConfig(), groups_of(2), example(), device=CPU).wrong
 
 
 @sees(

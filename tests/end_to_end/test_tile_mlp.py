@@ -203,7 +203,7 @@ def test_the_whole_model_has_no_tiles():
 @sees(
     "tile_mlp: the self-check's MLPs run whole",
     "self_check",
-    "tiles = MLPTiles(how.tile_mlp, least=3)",
+    "tiles = MLPTiles(config.tile_mlp, least=3)",
     "tiles = MLPTiles(how.tile_mlp)",
     case="1",
 )

@@ -135,7 +135,7 @@ def two_by_torch() -> ModelParallelStrategy:
 @sees(
     "verify: ranks are not compared with each other",
     "Sides._hint",
-    "if len(seen) == len(digests) and apart > _EXACT_RANKS * scale:",
+    "if len(seen) == len(digests) and _apart(seen) > _EXACT_RANKS * _largest(seen):",
     "if False:",
 )
 def test_a_plan_of_somebody_else_s_is_right_or_its_norms_are_not_summed():

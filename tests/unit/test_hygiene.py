@@ -14,11 +14,11 @@ from tests.mutants import Mutant, definitions, place_of, stale
 PACKAGE = Path(lightning_seqpar.__file__).parent
 ORDER = [
     "user_input", "config", "topology", "distributed", "layout", "context", "region", "nn", "styles", "plan",
-    "pipeline", "parallel", "data", "inference", "init", "checkpoint", "verify", "strategy", "trial", "public", "cli",
+    "pipeline", "parallel", "data", "inference", "init", "checkpoint", "verify", "strategy", "public", "cli",
     "__main__",
 ]  # fmt: skip
 """Packages (and modules that stand beside them): one imports from itself and from its left."""
-PUBLIC = {"collectives": "distributed", "measure": "distributed", "parity": "verify", "testing": "trial"}
+PUBLIC = {"collectives": "distributed", "measure": "distributed", "parity": "verify", "testing": "verify"}
 """Public paths, and the package that each of them shows names of."""
 
 

@@ -15,7 +15,7 @@ from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.layout.attribute_override import read_attribute, write_attribute
 from lightning_seqpar.layout.linear_kind import linear_kind, settings_of
 from lightning_seqpar.plan.choice import linears_beside, resolve_plans
-from lightning_seqpar.trial.determinism import KeepFloat64
+from lightning_seqpar.verify.trial_inputs import KeepFloat64
 from tests.helpers import models, third_party, zoo
 from tests.helpers.third_party import KINDS
 from tests.mutants import sees

@@ -9,13 +9,25 @@ import torch
 from torch import nn
 
 from lightning_seqpar.init.shrink import shrink
-from lightning_seqpar.trial.batches import make_batch, reverse_samples, shorten, split_samples
-from lightning_seqpar.trial.determinism import KeepFloat64, switch_off_dropout
-from lightning_seqpar.trial.hints import Wrong, describe_difference, describe_late, describe_ranks, group_first_wrong
-from lightning_seqpar.trial.training import Digest
-from lightning_seqpar.trial.verify import verify_parity
 from lightning_seqpar.verify.comparison import largest_gap
 from lightning_seqpar.verify.parity import Trace, compare
+from lightning_seqpar.verify.training import Digest
+from lightning_seqpar.verify.trial import verify_parity
+from lightning_seqpar.verify.trial_comparison import (
+    Wrong,
+    describe_difference,
+    describe_late,
+    describe_ranks,
+    group_first_wrong,
+)
+from lightning_seqpar.verify.trial_inputs import (
+    KeepFloat64,
+    make_batch,
+    reverse_samples,
+    shorten,
+    split_samples,
+    switch_off_dropout,
+)
 from tests.mutants import sees
 
 SIZES = {"tp": 2, "dp": 4}
