@@ -261,9 +261,7 @@ class InPlace(nn.Module):
 class Dropping(dropping.Dropping):
     """Drops out what is dealt out, and on request whole activations, or samples as stochastic depth does."""
 
-    def __init__(
-        self, before: float = 0.0, path: bool = False, breaks: bool = False, in_place: bool = False
-    ) -> None:
+    def __init__(self, before: float = 0.0, path: bool = False, breaks: bool = False, in_place: bool = False) -> None:
         super().__init__()
         for block in self.blocks:
             block.attn.before = InPlace() if in_place else nn.Dropout(before)
