@@ -20,8 +20,8 @@ _OPS = torch.ops._c10d_functional
 def behind(x: Tensor, grad: Tensor) -> Tensor:
     """``x`` in a new tensor, which is there no sooner than ``grad`` is.
 
-    What is made of it is made in the backward. Else a compiler finds that a gather in the backward gives what one in the forward has
-    given, and keeps that.
+    What is made of it is made in the backward. Else a compiler finds that a gather in the backward gives what one in the forward
+    gave, and keeps that.
     """
     return x.clone()
 
