@@ -114,8 +114,8 @@ def check(world: int, cases: dict[str, tuple[Case, dict[str, int]]]) -> None:
 @sees(
     "compiled: columns that multiply by themselves",
     "column_inputs:_take_made_in_graph",
-    "    del column.__dict__[_MADE]\n    return made.out",
-    "    return made.out * 2",
+    "    del column.__dict__[_MADE]\n    return out",
+    "    return out * 2",
 )
 @sees(
     "compiled: steps whose draws are watched run eagerly",

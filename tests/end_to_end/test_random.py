@@ -111,7 +111,7 @@ def test_what_is_dropped_of_a_whole_activation_behind_a_column_is_the_same_on_al
 @sees(
     "whole activations dropped out apart",
     "SequenceRegion.open_gather",
-    "            if self.streams.draws:\n                self.streams.end()\n",
+    "        if self.sp and self.streams.draws:\n            self.streams.end()\n",
     "",
     case="True",
 )

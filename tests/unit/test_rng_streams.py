@@ -143,8 +143,8 @@ def test_no_two_draws_of_parts_are_alike():
     assert len(seen) == 600
 
 
-@sees("a number in store is no part of a key", "_key", " + held[5016:].tobytes()", "")
-@sees("a key tells positions, and not among which numbers", "_key", "held[:56]", "held[:24]")
+@sees("a number in store is no part of a key", "rng:_key", " + held[5016:].tobytes()", "")
+@sees("a key tells positions, and not among which numbers", "rng:_key", "held[:56]", "held[:24]")
 @pytest.mark.parametrize("draw", [lambda: torch.randn(1), lambda: torch.rand(624), lambda: torch.randn(1).double()])
 def test_a_draw_is_seen_wherever_it_leaves_the_generator(draw):
     """Also where 624 numbers, which a CPU's generator makes at once, were drawn, or one in store was taken."""
