@@ -19,6 +19,7 @@ from lightning_seqpar.distributed.autograd import has_tensor_hooks
 from lightning_seqpar.layout.adapters import BASE, is_adapted
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.plan.weight_readers import weight_reader
 from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.styles.style import PlannedModel
 from lightning_seqpar.styles.vocab import VocabRule, unfit_for_vocab
@@ -95,6 +96,7 @@ def with_vocabulary(
     sp: bool,
     *,
     certain: bool = False,
+    callbacks: Sequence[object] = (),
 ) -> VocabularyChoice:
     """The plans of a model, with rules for its embeddings and heads over a vocabulary between the base's and the user's own.
 
@@ -108,6 +110,7 @@ def with_vocabulary(
         size: their number.
         sp: whether activations between blocks are shards along the sequence.
         certain: for plans that nothing proves: take only what accessors, ties or equal numbers of rows show to be a vocabulary.
+        callbacks: of the trainer; one that reads a weight, as a hook of the model may, leaves the vocabulary whole.
     """
     base = spec if isinstance(spec, str) else spec.base
     if base == "none" or base.endswith((".yaml", ".yml")):
@@ -118,6 +121,7 @@ def with_vocabulary(
         return VocabularyChoice(list(plans), "")  # carrying it out raises this, with its own message
     found = _Search(planned).found(certain)
     reasons = dict.fromkeys((one.name for one in found), "")
+    reader = weight_reader([model, *callbacks]) if found else None
     sharded: dict[int, list[_Found]] = defaultdict(list)
     whole = []
     tied: dict[int, list[_Found]] = defaultdict(list)  # modules that share a weight are sharded together or not at all
@@ -125,6 +129,11 @@ def with_vocabulary(
         tied[_weight_id(one.module)].append(one)
     for group in tied.values():
         reason = _why_whole(group, planned)
+        if reader is not None and not any(one.name in planned.named("vocab") for one in group):
+            reason = reason or (
+                f"{reader} names a weight, of which it would see this rank's part; if it is not this one, say so by a rule, "
+                f"{{pattern: {group[0].name}, style: vocab}}"
+            )
         if reason is None:
             sharded[group[0].rows] += group
         else:

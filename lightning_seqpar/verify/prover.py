@@ -390,8 +390,10 @@ class Prover:
             self._known.vocabulary = dict.fromkeys(names, VOCAB_OFF)
             return
         certain = not self._config.self_check or self._example().example is None
-        spec, sp = self._config.plan, self._config.sp
-        choice = with_vocabulary(out.plans, spec, self._module, self._tp, sp, certain=certain)
+        sizes, callbacks = (self._tp, self._config.sp), getattr(self._trainer, "callbacks", ())
+        choice = with_vocabulary(
+            out.plans, self._config.plan, self._module, *sizes, certain=certain, callbacks=callbacks
+        )
         out.plans, self._vocabulary, self._known.vocabulary = choice.plans, choice.lines, choice.reasons
 
     def _check_vocabulary(self, out: Proved) -> bool:

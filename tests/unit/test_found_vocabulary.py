@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_seqpar.config import PlanSpec
@@ -176,6 +178,82 @@ def test_the_search_leaves_weights_alone_that_are_computed_when_they_are_read():
     found(model)
     assert before
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
+class Freezing(models.GPT):
+    """Zeroes gradients of the first rows, by a method that its hook calls."""
+
+    def on_after_backward(self) -> None:
+        self.freeze()
+
+    def freeze(self) -> None:
+        with torch.no_grad():
+            self.model.tokens.weight.grad[:4] = 0
+
+
+class Manual(models.GPT):
+    """Steps by hand, and keeps the first rows as they were."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.model.tokens.weight.grad[:4] = 0
+        optimizer.step()
+
+
+class Weighted(models.GPT):
+    """Reads a weight for its loss, where the graph shows who reads it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.model.norm.weight.square().sum()
+
+
+class Shown(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        norms = [module.weight.norm() for module in pl_module.modules() if isinstance(module, nn.Embedding)]
+        self.shown = sum(norms)
+
+
+class Quiet(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.steps = trainer.global_step
+
+
+@sees(
+    "hooks that write rows of a weight pass by",
+    "weight_reader",
+    "if names & _WEIGHTS and",
+    "if False and",
+)
+@sees(
+    "hooks are asked for weights, and not what they call",
+    "_names",
+    "if not isinstance(called, types.FunctionType) or",
+    "if True or",
+)
+@sees(
+    "a training step that changes rows of a gradient passes by",
+    "weight_reader",
+    "(runs or names & _PAST_THE_GRAPH)",
+    "runs",
+)
+def test_code_beside_the_forward_that_names_a_weight_leaves_the_vocabulary_whole():
+    def outcome(model: Any, spec: Any = "auto", callbacks: Any = ()) -> VocabularyChoice:
+        return with_vocabulary(resolve_plans(spec, model), spec, model, 2, True, callbacks=callbacks)
+
+    assert outcome(models.GPT(), callbacks=[Quiet(), ModelCheckpoint()]).outcome.startswith("sharded: model.tokens")
+    for model, callbacks, reader in (
+        (Freezing(), [], "Freezing.on_after_backward"),
+        (Manual(), [], "Manual.training_step"),
+        (models.GPT(), [Shown()], "Shown.on_train_batch_end"),
+    ):
+        (said,) = outcome(model, callbacks=callbacks).whole
+        assert said.startswith(f"model.tokens, model.head whole: {reader} names a weight")
+    assert outcome(Weighted()).outcome.startswith("sharded: model.tokens")
+    rules = [{"pattern": "model.{tokens,head}", "style": "vocab"}]
+    chosen = outcome(Freezing(), PlanSpec(base="auto", rules=rules))
+    assert not chosen.whole
+    assert chosen.outcome.startswith("sharded: model.tokens")
 
 
 @sees(
