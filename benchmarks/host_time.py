@@ -65,9 +65,7 @@ KINDS = {
         {"attn": ({"qkv": 3}, "proj"), "mlp": ({"up": 1}, "down")},
         "byte_gpt",
     ),
-    "llama-like": Kind(
-        _llama_like, "layers", {"attn": ({"q": 1, "k": 1, "v": 1}, "o"), "mlp": ({"gate": 1, "up": 1}, "down")}
-    ),
+    "llama-like": Kind(_llama_like, "layers", {"attn": ({"q": 1, "k": 1, "v": 1}, "o"), "mlp": ({"gate": 1, "up": 1}, "down")}),
 }
 
 
@@ -225,9 +223,7 @@ def main(args: Sequence[str] | None = None) -> None:
     models: dict[str, Any] = {}
     for name, kind in KINDS.items():
         rows = measure(kind, size, given.rounds, given.steps)
-        models[name] = {
-            way: {"us": row.us, "of_minimal": row.of_minimal, **row.counts._asdict()} for way, row in rows.items()
-        }
+        models[name] = {way: {"us": row.us, "of_minimal": row.of_minimal, **row.counts._asdict()} for way, row in rows.items()}
         if not given.json:
             print(f"\n{name}\n\n{table(rows)}", flush=True)
     if given.json:

@@ -48,9 +48,7 @@ def imported(name: str) -> Counter[str]:
     """How many of a package's files import each other package."""
     found: Counter[str] = Counter()
     for path in sources(name):
-        modules = [
-            node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
-        ]
+        modules = [node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
         found.update({module.split(".")[1] for module in modules if module.startswith("lightning_seqpar.")} - {name})
     return found
 

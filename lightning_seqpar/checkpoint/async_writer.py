@@ -54,7 +54,5 @@ def _write_or_warn(write: Callable[[], None]) -> None:
     try:
         write()
     except SaveError as error:
-        rank_zero_warn(
-            f"lightning_seqpar: {error}; the run ends where its next checkpoint would be written, or at its end"
-        )
+        rank_zero_warn(f"lightning_seqpar: {error}; the run ends where its next checkpoint would be written, or at its end")
         raise

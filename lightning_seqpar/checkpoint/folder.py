@@ -212,9 +212,7 @@ def finish_folder(path: Path, state: bytes, facts: Mapping[str, Any]) -> None:
     """Completes a folder of written tensors: the rest (of :func:`pack`), then the marker, then its name, each on the disk."""
     unfinished, replaced = (beside(path, end) for end in (UNFINISHED, REPLACED))
     write_synced(unfinished / STATE, lambda file: file.write(state))
-    write_synced(
-        unfinished / MARKER, lambda file: file.write(json.dumps({"format": FORMAT, **facts}, indent=1).encode())
-    )
+    write_synced(unfinished / MARKER, lambda file: file.write(json.dumps({"format": FORMAT, **facts}, indent=1).encode()))
     sync(unfinished)
     if path.is_symlink():  # made by an earlier run with save_last="link"; what it points to stays
         path.unlink()
@@ -346,9 +344,7 @@ class Opened(Source):
             with (self.path / ".metadata").open("rb") as file:
                 return cast("Metadata", _Index(file).load())
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(
-                f"{self.path}: its index .metadata can't be read ({error}); the checkpoint is damaged"
-            ) from None
+            raise ValueError(f"{self.path}: its index .metadata can't be read ({error}); the checkpoint is damaged") from None
 
     def _check_files(self) -> None:
         """Raise ValueError unless every file is as long as the index says."""
@@ -358,9 +354,7 @@ class Opened(Source):
         for name, length in ends.items():
             file = self.path / name
             if file.parent != self.path or name in (".", ".."):
-                raise ValueError(
-                    f"{self.path}: its index names {name!r}, which is no file in it; the checkpoint is damaged"
-                )
+                raise ValueError(f"{self.path}: its index names {name!r}, which is no file in it; the checkpoint is damaged")
             size = file.stat().st_size if file.is_file() else None
             if size is None or size < length:
                 what = "is missing" if size is None else f"holds {size} bytes of {length}"

@@ -73,9 +73,7 @@ class HuggingFaceTarget:
     holds the model; None finds it by the names of the tensors. ``left_out`` are tensors that are no part of the model.
     """
 
-    def __init__(
-        self, source: Source, like: Path, prefix: str | None = None, max_shard_size: str | int = "5GB"
-    ) -> None:
+    def __init__(self, source: Source, like: Path, prefix: str | None = None, max_shard_size: str | int = "5GB") -> None:
         self._source, self._like = source, like
         if source.form == "safetensors":
             raise ValueError(f"{source.path}: it is in Hugging Face's layout already")
@@ -93,9 +91,7 @@ class HuggingFaceTarget:
         self._check(own)
         self._check_ties(own)
         written = self._in_files()
-        self.tensors = {
-            name: (list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in written.items()
-        }
+        self.tensors = {name: (list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in written.items()}
         self.nbytes = sum(value.nbytes for value in written.values())
         self._max_shard_size = max_shard_size
         from huggingface_hub import split_torch_state_dict_into_shards
@@ -103,9 +99,7 @@ class HuggingFaceTarget:
         try:
             split_torch_state_dict_into_shards(written, max_shard_size=max_shard_size)
         except ValueError:
-            raise ValueError(
-                f"--max-shard-size {max_shard_size}: write a number of bytes, such as 5GB or 500MB"
-            ) from None
+            raise ValueError(f"--max-shard-size {max_shard_size}: write a number of bytes, such as 5GB or 500MB") from None
 
     def _in_files(self) -> dict[str, Tensor]:
         """Meta tensors like those that ``save_pretrained`` will write, by their names in the files."""

@@ -41,9 +41,7 @@ def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device
     return whole if parts is None else layout.shard.assemble([part.to(local.device) for part in parts])
 
 
-def full_state_dict(
-    record: ShardedModel, device: torch.device, held: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def full_state_dict(record: ShardedModel, device: torch.device, held: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Makes ``state_dict()`` of the model as before sharding, with meta tensors on all ranks but the first. Collective.
 
     ``device`` is where collectives run; ``held`` the state dict of a copy that is sharded alike, in the place of the model's.
@@ -134,9 +132,7 @@ class _WriterChoice:
         self._groups = groups
         self._loads = torch.zeros(groups.size(groups.mean_axes), groups.size("tp"), dtype=torch.float64)
 
-    def part(
-        self, value: Tensor, layout: ParamLayout | None, stages: Sequence[int] = (), *, alike: bool = True
-    ) -> Part:
+    def part(self, value: Tensor, layout: ParamLayout | None, stages: Sequence[int] = (), *, alike: bool = True) -> Part:
         """Makes the part of the next tensor; every rank must ask for the same ones in the same order.
 
         Of buffers, which may differ between replicas (not ``alike``), those of the first are written; of stages the first writes.
@@ -159,9 +155,7 @@ class _WriterChoice:
         return Part(value, layout, tp, writes=here and writes)
 
 
-def load_full_state_dict(
-    record: ShardedModel, state: Mapping[str, Any], *, strict: bool, opened: Opened | None = None
-) -> Any:
+def load_full_state_dict(record: ShardedModel, state: Mapping[str, Any], *, strict: bool, opened: Opened | None = None) -> Any:
     """Loads the state dict of a whole model into one of shards; each rank takes its part, or reads it from ``opened``."""
     with record.allow_state_dict():
         local = record.model.state_dict(keep_vars=True)

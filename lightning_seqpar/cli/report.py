@@ -123,9 +123,7 @@ def _headline(described: Description) -> str:
 def _shape(tensor: tuple[str, tuple[int, ...], tuple[int, ...]]) -> str:
     """A tensor's name with its dims, of which sharded ones show the whole length and the rank's: ``weight [64→32, 16]``."""
     name, whole, local = tensor
-    dims = ", ".join(
-        str(length) if length == own else f"{length}→{own}" for length, own in zip(whole, local, strict=True)
-    )
+    dims = ", ".join(str(length) if length == own else f"{length}→{own}" for length, own in zip(whole, local, strict=True))
     return f"{name} [{dims}]"
 
 

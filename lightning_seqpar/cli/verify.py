@@ -54,9 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size", metavar="N", type=int, help="ranks (default: the smallest, or as the YAML says if 8 at most)"
     )
     parser.add_argument("--batch", metavar="FACTORY", help="package.module:function that returns the first batch")
-    parser.add_argument(
-        "--batch-size", metavar="N", type=int, default=1, help="samples of a micro-batch that is made up (1)"
-    )
+    parser.add_argument("--batch-size", metavar="N", type=int, default=1, help="samples of a micro-batch that is made up (1)")
     parser.add_argument("--length", metavar="N", type=int, help="positions of a sample that is made up (32)")
     parser.add_argument(
         "--micro-batches", metavar="N", type=int, help="that a replica accumulates for a step (the stages of pp)"
@@ -143,9 +141,7 @@ def _strategy_of(given: argparse.Namespace, target: TargetModel) -> ParallelConf
         if path in StrategyRegistry:
             return path
         module, _, kind = path.rpartition(".")
-        return functools.partial(
-            function_named(f"{module or 'lightning.pytorch.strategies'}:{kind}", "strategy"), **arguments
-        )
+        return functools.partial(function_named(f"{module or 'lightning.pytorch.strategies'}:{kind}", "strategy"), **arguments)
     return config_of(given, target.fields)
 
 

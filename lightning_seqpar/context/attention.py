@@ -34,9 +34,7 @@ Options = dict[str, Any]
 """Of the arguments of ``F.scaled_dot_product_attention`` ``dropout_p``, ``scale`` and ``enable_gqa``, where they are given."""
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, chunks: Chunks, *, is_causal: bool
-) -> Tensor:
+def _run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, chunks: Chunks, *, is_causal: bool) -> Tensor:
     """torch's own, on plain tensors; each rank drops out for itself."""
     with drawn_apart(chunks.rank) if options.get("dropout_p") else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)

@@ -210,9 +210,7 @@ _SUMS = frozenset(f for home in (torch, Tensor) for f in (home.sum, home.mean))
 _NORMS = frozenset([torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm])
 
 
-@handles(
-    "sum mean amax amin argmax argmin max min logsumexp all any prod var std norm", homes=(torch, Tensor), first=True
-)
+@handles("sum mean amax amin argmax argmin max min logsumexp all any prod var std norm", homes=(torch, Tensor), first=True)
 @handles("vector_norm norm", homes=(torch.linalg,), first=True)
 def reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A reduction over other dims; a sum or a mean also over the sequence, of which the ranks' are added."""

@@ -258,9 +258,7 @@ def _block(ring: Ring, piece: Piece, q: Tensor, k: Tensor, v: Tensor, mask: Tens
     return _Block(q[..., rows, :], k[..., keys, :], v[..., keys, :], mask, piece.diagonal, ring.scale)
 
 
-def _travel(
-    ring: Ring, heads: _Heads, k: Tensor, v: Tensor, masked: bool
-) -> Iterator[tuple[int, list[Piece], Tensor, Tensor]]:
+def _travel(ring: Ring, heads: _Heads, k: Tensor, v: Tensor, masked: bool) -> Iterator[tuple[int, list[Piece], Tensor, Tensor]]:
     """Each rank's keys and values, one head for each of the queries', as they pass by, with its number and what is computed."""
     here, size = _joined(k, v), ring.size
     for step in range(size):

@@ -93,9 +93,7 @@ class SeqPart(Tensor):
         """The sequence of which ``local`` is this rank's part."""
         shape = list(local.shape)
         if shape[place.dim] != place.local_size:
-            raise AssertionError(
-                f"a part of {shape[place.dim]} at dim {place.dim}, where {place} has {place.local_size}"
-            )
+            raise AssertionError(f"a part of {shape[place.dim]} at dim {place.dim}, where {place} has {place.local_size}")
         shape[place.dim] = place.whole_size
         out: SeqPart = Tensor._make_wrapper_subclass(
             SeqPart, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
@@ -158,9 +156,7 @@ class SeqPart(Tensor):
         inputs = [None if each is None else leaf_of(each) for each in nodes]
         missing = [at for at, found in enumerate(inputs) if found is None and nodes[at] is not None]
         known = not missing
-        if (
-            name == "CheckpointFunction"
-        ):  # it keeps its inputs, each with its graph; over cp it would give plain ones a part
+        if name == "CheckpointFunction":  # it keeps its inputs, each with its graph; over cp it would give plain ones a part
             known = self._place.chunks.axis == "tp"
             kept = node.saved_tensors if known and missing else ()
             inputs = [kept[at] if at in missing and known else found for at, found in enumerate(inputs)]
@@ -372,13 +368,9 @@ HANDLERS: dict[Any, Handling] = {}
 
 def functions(names: str, *homes: Any) -> list[Any]:
     """torch's functions of these names, in each of ``homes`` that has them; those of attributes are what reads them."""
-    found = (
-        getattr(home, name, None) for name in names.split() for home in ((Tensor,) if name.startswith("__") else homes)
-    )
+    found = (getattr(home, name, None) for name in names.split() for home in ((Tensor,) if name.startswith("__") else homes))
     return [
-        one.__get__ if isgetsetdescriptor(one) else one
-        for one in found
-        if one is not None and not isinstance(one, torch.dtype)
+        one.__get__ if isgetsetdescriptor(one) else one for one in found if one is not None and not isinstance(one, torch.dtype)
     ]
 
 

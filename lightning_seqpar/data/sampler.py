@@ -62,9 +62,7 @@ class ReplicaSampler(Sampler[Any]):
     ``DistributedSampler`` does; without it no sample comes twice. ``place`` counts loaders (0-based).
     """
 
-    def __init__(
-        self, order: Any, groups: ParallelGroups, seed: OrderSeed, *, repeat: bool = True, place: int = 0
-    ) -> None:
+    def __init__(self, order: Any, groups: ParallelGroups, seed: OrderSeed, *, repeat: bool = True, place: int = 0) -> None:
         self.order, self.groups, self.seed, self.repeat, self.place = order, groups, seed, repeat, place
         self.num_replicas, self.rank = groups.size("dp"), groups.rank("dp")
         self._agreed: list[Any] | None = None

@@ -206,9 +206,7 @@ class StepMeter(Callback):
         """What was measured; raises RuntimeError, which says what to do, if there are none."""
         if self._figures is not None:
             return self._figures
-        came = (
-            "no training batch has ended yet; give the meter to the Trainer's callbacks, and read it when fit is done"
-        )
+        came = "no training batch has ended yet; give the meter to the Trainer's callbacks, and read it when fit is done"
         if self._ended:
             came = (
                 f"{self._ended} ended, of which the highest index in an epoch was {self._highest}; use "

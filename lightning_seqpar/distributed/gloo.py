@@ -34,9 +34,7 @@ class Exchange:
     A ``Traffic`` counts it as ``counts_as``: the name of the collective that it makes and the bytes that are given to that.
     """
 
-    def __init__(
-        self, given: Sequence[Tensor], group: ProcessGroup, async_op: bool, counts_as: tuple[str, int]
-    ) -> None:
+    def __init__(self, given: Sequence[Tensor], group: ProcessGroup, async_op: bool, counts_as: tuple[str, int]) -> None:
         self._rank = group.rank()
         self._own, *others = given[self._rank], *given[: self._rank], *given[self._rank + 1 :]
         if async_op and self._own.nbytes < self._own.untyped_storage().nbytes():

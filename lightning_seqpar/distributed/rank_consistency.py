@@ -47,9 +47,7 @@ def check_agreement(own: Mapping[str, Any], group: ProcessGroup, device: torch.d
     differing = [name for name in names if len(set(values[name])) > 1]
     said = "; ".join(_who_says_what(name, values[name], ranks) for name in differing[:_SHOWN])
     said += f"; and {len(differing) - _SHOWN} more things" if len(differing) > _SHOWN else ""
-    raise ValueError(
-        f"the ranks were not told the same: {said}. Start every rank with the same code, files and arguments"
-    )
+    raise ValueError(f"the ranks were not told the same: {said}. Start every rank with the same code, files and arguments")
 
 
 def _who_says_what(name: str, values: list[str | None], ranks: list[int]) -> str:

@@ -48,9 +48,7 @@ class BlockPlanner:
     is reduced where it returns; ``stack`` are the names of all blocks of the stack.
     """
 
-    def __init__(
-        self, flow: BlockFlow, tp: int, covers: Callable[..., bool], stack: Sequence[str], *, sums: bool
-    ) -> None:
+    def __init__(self, flow: BlockFlow, tp: int, covers: Callable[..., bool], stack: Sequence[str], *, sums: bool) -> None:
         self._flow, self._model, self._tp = flow, flow.trace.model, tp
         self._covers, self._sums = covers, sums
         self._block = Block(flow, set(stack) - {flow.name})
@@ -313,9 +311,7 @@ class BlockPlanner:
             inner = any(inside(module, opener) for opener in openers)
             if flow.between(parameter, rows) and not inner:
                 self._rule(parameter, "gradient", summed=True)
-                self._reason(
-                    f"{parameter}: all heads or features share it, so its gradient is the sum of the ranks' parts"
-                )
+                self._reason(f"{parameter}: all heads or features share it, so its gradient is the sum of the ranks' parts")
             elif inner and flow.behind_rows(parameter):
                 self._rule(parameter, "gradient", summed=False)
                 self._reason(f"{parameter}: it is used behind the row, where every rank computes the same")

@@ -197,9 +197,7 @@ class BlockReader:
     ``streams`` are what :func:`find_streams` finds, and ``summed`` the modules inside the block that are one row each, by name.
     """
 
-    def __init__(
-        self, trace: ForwardTrace, call: Call, streams: tuple[Argument, ...], summed: Mapping[str, SummedRow]
-    ) -> None:
+    def __init__(self, trace: ForwardTrace, call: Call, streams: tuple[Argument, ...], summed: Mapping[str, SummedRow]) -> None:
         self.trace, self.call, self.summed = trace, call, summed
         arg = activation(trace, call)
         assert arg is not None
@@ -310,7 +308,9 @@ class BlockReader:
             owner, _, leaf = parameter.rpartition(".")
             own = [p for p in self.trace.modules[owner]._parameters.values() if p is not None and p.ndim > 1]
             if len(own) > 1 or leaf != "weight" or own[0].ndim > 2:
-                owner = parameter  # a module multiplies it that is no linear: it owns other matrices, or this one stacks several
+                owner = (
+                    parameter  # a module multiplies it that is no linear: it owns other matrices, or this one stacks several
+                )
         upstream = self._union(others)
         known = self.out.linears.get(owner)
         if known is not None and known.parameter != parameter:
@@ -322,9 +322,7 @@ class BlockReader:
         is_called = module is not None and linear_kind(module) is not None
         if known is None:
             out_dim = self._out_dim(op, weight)
-            self.out.linears[owner] = Linear(
-                owner, parameter, upstream, op.index, reads, op.outputs, is_called, out_dim
-            )
+            self.out.linears[owner] = Linear(owner, parameter, upstream, op.index, reads, op.outputs, is_called, out_dim)
         else:
             known.upstream |= upstream
             known.makes += op.outputs

@@ -209,9 +209,7 @@ def find_evaluation(module: LightningModule, trainer: Trainer) -> Example | None
     return next(_of_loop(module, trainer, loop, ("validation_step",), "validation"), None)
 
 
-def _of_loop(
-    module: LightningModule, trainer: Trainer, loop: Any, names: Sequence[str], name: str
-) -> Iterator[Example]:
+def _of_loop(module: LightningModule, trainer: Trainer, loop: Any, names: Sequence[str], name: str) -> Iterator[Example]:
     """The first batch of a loop, for each step of ``names`` that the module has. The user's hooks are called once, on this rank."""
     steps = {one: getattr(module, one) for one in dict.fromkeys(names) if is_overridden(one, module)}
     iterating = {one for one in steps if is_param_in_hook_signature(steps[one], "dataloader_iter", explicit=True)}

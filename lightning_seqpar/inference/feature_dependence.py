@@ -22,9 +22,7 @@ from lightning_seqpar.layout.linear_kind import is_parametrized
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.user_input import sizes_that_divide
 
-_MAX_DRAWS = (
-    16  # inputs that are tried at most before an out-feature counts as one that nothing depends on (ReLU hides some)
-)
+_MAX_DRAWS = 16  # inputs that are tried at most before an out-feature counts as one that nothing depends on (ReLU hides some)
 
 Ranges = tuple[tuple[int, int], ...]
 """Ranges ``(start, stop)`` of features."""
@@ -45,7 +43,9 @@ class GroupLayout:
 
     row: str  # the row's name
     features: int  # number of its in-features
-    units: int  # number of units (heads) among them that must stay whole; of several segments, of the one with the largest units
+    units: (
+        int  # number of units (heads) among them that must stay whole; of several segments, of the one with the largest units
+    )
     segments: tuple[
         int, ...
     ] = ()  # sizes of the parts of which its input is put together, `[attention|mlp]`; one for most rows
@@ -62,9 +62,7 @@ def part_of_segments(segments: Sequence[int], rank: int, tp: int) -> Tensor:
     """The indices of the features that a rank has, if each segment of them is dealt out in order."""
     starts = [sum(segments[:at]) for at in range(len(segments))]
     sizes = [size // tp for size in segments]
-    return torch.cat(
-        [torch.arange(at + rank * size, at + (rank + 1) * size) for at, size in zip(starts, sizes, strict=True)]
-    )
+    return torch.cat([torch.arange(at + rank * size, at + (rank + 1) * size) for at, size in zip(starts, sizes, strict=True)])
 
 
 def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
@@ -197,9 +195,7 @@ class _Probe:
                 block.run(args, kwargs)
         for name in (row, *columns):
             if not (self._reads if name == row else self.made[name]):
-                raise CantInferError(
-                    f"{name}: the block run by itself does not call it (a cache, or a state of its own?)"
-                )
+                raise CantInferError(f"{name}: the block run by itself does not call it (a cache, or a state of its own?)")
         # A row may be called with constants too: DoRA multiplies both halves of an adapter by the identity.
         self.read = next((read for read in self._reads if read.requires_grad), self._reads[0])
         if not self.read.requires_grad:
@@ -222,9 +218,7 @@ class _Probe:
         noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.read)
         cotangent.index_copy_(-1, features.to(self.read.device), noise)
         leaves = self.leaves()
-        grads = torch.autograd.grad(
-            self.read, [leaf for _, leaf in leaves], cotangent, retain_graph=True, allow_unused=True
-        )
+        grads = torch.autograd.grad(self.read, [leaf for _, leaf in leaves], cotangent, retain_graph=True, allow_unused=True)
         out: dict[str, Tensor] = {}
         for (name, leaf), grad in zip(leaves, grads, strict=True):
             dim = self._past.get(name, -1)
@@ -357,8 +351,7 @@ class _FeatureSupport:
         owners = self._owners(column)
         sizes = [stop - start for start, stop, _ in segments]
         counts = [
-            parts if owners[start] > 1 else min(self._units(column, start, stop), most)
-            for start, stop, parts in segments
+            parts if owners[start] > 1 else min(self._units(column, start, stop), most) for start, stop, parts in segments
         ]
         if Shard.by_segments(0, sizes, counts, len(ranges), column).ranges != ranges:
             raise CantInferError(f"{column}: its parts are not dealt out in order: {_shown(ranges)}")
@@ -407,6 +400,4 @@ def _split_at_all_ends(ranges: Sequence[Ranges]) -> tuple[Ranges, ...]:
 
 def _shown(ranges: Sequence[Ranges]) -> str:
     """The first two ranks' ranges, for messages."""
-    return "; ".join(
-        f"rank {rank}: {', '.join(f'{a}-{b - 1}' for a, b in runs)}" for rank, runs in enumerate(ranges[:2])
-    )
+    return "; ".join(f"rank {rank}: {', '.join(f'{a}-{b - 1}' for a, b in runs)}" for rank, runs in enumerate(ranges[:2]))

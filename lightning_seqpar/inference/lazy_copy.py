@@ -211,9 +211,7 @@ def _is_plain_class(cls: type) -> bool:
     return True
 
 
-def deep_copy(
-    model: nn.Module, memo: dict[int, Any], begin: Callable[[dict[int, Any]], None] = lambda memo: None
-) -> nn.Module:
+def deep_copy(model: nn.Module, memo: dict[int, Any], begin: Callable[[dict[int, Any]], None] = lambda memo: None) -> nn.Module:
     """``copy.deepcopy`` of a model, whose modules may hold what has no copy: locks, open files, tensors with a graph, ...
 
     ``memo`` gets all copies; ``begin`` is called with it before.

@@ -115,9 +115,7 @@ def detached_copy(
     return copied
 
 
-def change_attribute_tensors(
-    model: nn.Module, which: Callable[[Tensor], bool], change: Callable[[Tensor], Tensor]
-) -> None:
+def change_attribute_tensors(model: nn.Module, which: Callable[[Tensor], bool], change: Callable[[Tensor], Tensor]) -> None:
     """Replace tensors that a copy's modules have as plain attributes, in lists and dicts too, in place."""
     for module in model.modules():
         for key, value in vars(module).items():
@@ -287,9 +285,7 @@ def _without_meta(model: nn.Module, device: torch.device) -> None:
     change_attribute_tensors(model, lambda x: x.is_meta, lambda x: torch.zeros_like(x, device=device))
 
 
-_PERIOD = (
-    1_048_573  # numbers of noise before they come again: a prime, so that no two rows of a matrix have the same ones
-)
+_PERIOD = 1_048_573  # numbers of noise before they come again: a prime, so that no two rows of a matrix have the same ones
 
 
 def move_weights(model: nn.Module) -> None:

@@ -81,9 +81,7 @@ class Reduction:
 
     def numel(self, model: nn.Module) -> int:
         """How many parameters a copy has on which a plan is carried out."""
-        left_out = (
-            {id(p) for block in repeated_blocks(model) for p in block.parameters()} if self.skips_repeats else set()
-        )
+        left_out = {id(p) for block in repeated_blocks(model) for p in block.parameters()} if self.skips_repeats else set()
         return sum(
             math.prod(self.vocabularies.get(size, size) for size in parameter.shape)
             for parameter in model.parameters()
@@ -179,9 +177,7 @@ def tell_vocabularies(copied: nn.Module, original: nn.Module, reduction: Reducti
                 values[key] = reduction.of_id(value)
 
 
-_OTHER_SIZE = re.compile(
-    r"hidden|inter|ffn|ff_|dim|width|position|ctx|context|len|window|block|in_features", re.IGNORECASE
-)
+_OTHER_SIZE = re.compile(r"hidden|inter|ffn|ff_|dim|width|position|ctx|context|len|window|block|in_features", re.IGNORECASE)
 """Names of attributes that are no vocabulary's size, though they may be equal to one."""
 
 _TOKEN_NAME = re.compile(r"(id|idx|index|token|pad|mask|bos|eos|cls|sep|unk|sos)$", re.IGNORECASE)

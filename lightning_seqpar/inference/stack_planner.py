@@ -109,9 +109,7 @@ class StackPlanner:
         out: list[dict[str, Any]] = [{"pattern": blocks, **where}]
         args = {name: flow.arg for flow in flows if flow.arg != 0 for name in all_names(model, [flow.name])}
         for arg in dict.fromkeys(args.values()):
-            out.append(
-                {"pattern": pattern_of(model, [n for n in names if args.get(n) == arg]), "style": "scatter", "arg": arg}
-            )
+            out.append({"pattern": pattern_of(model, [n for n in names if args.get(n) == arg]), "style": "scatter", "arg": arg})
         out += _compress(model, names, plans)
         out += _whole_rules(flows, blocks, wholes)
         out += _exit_rules(trace, model, names, blocks, alone=alone)
@@ -227,9 +225,7 @@ def _whole_rules(flows: Sequence[BlockFlow], blocks: str, wholes: Iterable[str])
     return out
 
 
-def _refuse_idle_stack(
-    model: nn.Module, first: str, plans: Iterable[BlockPlan], wholes: Iterable[CantInferError] = ()
-) -> None:
+def _refuse_idle_stack(model: nn.Module, first: str, plans: Iterable[BlockPlan], wholes: Iterable[CantInferError] = ()) -> None:
     """Refuse a stack without a row linear; with adapters in all its linears it may be whole, between shards of the sequence."""
     if not any(style in ("row", "replace") for plan in plans for _, style, _ in plan.rules):
         reasons = [error.why for error in wholes]

@@ -108,9 +108,7 @@ class _Candidate:
             once, local = ([n for n, way in chosen.items() if way == one] for one in ("once", "local"))
             if self._sums_up(once, local) and self._draws_for_features(once, local):
                 dims = {name: dim for name, (_, dim) in self._weights.items()}
-                rows = [
-                    (one.name, None) if one.is_called else (one.parameter, dims[one.parameter]) for one in self._readers
-                ]
+                rows = [(one.name, None) if one.is_called else (one.parameter, dims[one.parameter]) for one in self._readers]
                 return SummedRow(tuple(rows), tuple(once), tuple(local))
         return None
 
@@ -172,13 +170,9 @@ class _Candidate:
             for module, mode in before.items():
                 module.training = mode
 
-    def _cut(
-        self, mine: Tensor, once: Iterable[str], local: Iterable[str], *, first: bool
-    ) -> AbstractContextManager[None]:
+    def _cut(self, mine: Tensor, once: Iterable[str], local: Iterable[str], *, first: bool) -> AbstractContextManager[None]:
         """While open, the module has the parameters of a rank with some of the input's features."""
-        parts = {
-            name: tensor.index_select(dim, mine.to(tensor.device)) for name, (tensor, dim) in self._weights.items()
-        }
+        parts = {name: tensor.index_select(dim, mine.to(tensor.device)) for name, (tensor, dim) in self._weights.items()}
         tensors = {name: tensor for name, (tensor, _) in self._weights.items()} | self._vectors
         parts |= {name: self._vectors[name].index_select(0, mine.to(self._vectors[name].device)) for name in local}
         held = [(tensors[name], part.detach()) for name, part in parts.items()]

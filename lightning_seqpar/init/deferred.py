@@ -173,9 +173,7 @@ class DeferredInit(TorchDispatchMode):
         self._states = states_and_numbers[0]
         numbers = iter(states_and_numbers[1])
         for op in self._ops:
-            op.args, op.kwargs = tree_map(
-                lambda x: next(numbers) if isinstance(x, Tensor) else x, (op.args, dict(op.kwargs))
-            )
+            op.args, op.kwargs = tree_map(lambda x: next(numbers) if isinstance(x, Tensor) else x, (op.args, dict(op.kwargs)))
 
     def digest(self) -> str:
         """A digest of the record without :attr:`shared`, to compare it over ranks."""
@@ -260,9 +258,7 @@ class DeferredInit(TorchDispatchMode):
         """The reference to a meta tensor."""
         storage = tensor.untyped_storage()
         self._storages.setdefault(storage_id(storage), storage)
-        return TensorRef(
-            storage_id(storage), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
-        )
+        return TensorRef(storage_id(storage), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def fills(self, tensor: Tensor) -> bool:
         """Whether the record gives values to a meta tensor."""
@@ -289,9 +285,7 @@ class DeferredInit(TorchDispatchMode):
         def tensor(ref: TensorRef) -> Tensor:
             """The real tensor of a reference, whose storage is made if there is none."""
             if ref.storage not in real:
-                real[ref.storage] = torch.zeros(
-                    self._storages[ref.storage].nbytes(), dtype=torch.uint8
-                ).untyped_storage()
+                real[ref.storage] = torch.zeros(self._storages[ref.storage].nbytes(), dtype=torch.uint8).untyped_storage()
             empty = torch.empty(0, dtype=ref.dtype)
             return empty.set_(real[ref.storage], ref.offset, ref.shape, ref.stride)
 

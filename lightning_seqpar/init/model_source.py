@@ -34,9 +34,7 @@ class TargetModel:
     world_size: int | None = None  # the number of ranks
     batch: Any = None  # the first training batch
     strategy: tuple[str, dict[str, Any]] | None = None  # class path and arguments of one that is not ours
-    clipping: dict[str, Any] = field(
-        default_factory=dict
-    )  # arguments of the Trainer that say how gradients are clipped
+    clipping: dict[str, Any] = field(default_factory=dict)  # arguments of the Trainer that say how gradients are clipped
     notes: list[str] = field(default_factory=list)  # sentences on what could not be read
 
 
@@ -269,9 +267,7 @@ def _strategy_of(setting: Any, file: Path, foreign: bool) -> tuple[tuple[str, di
 def _mapping(value: Any, name: str, file: Path) -> dict[str, Any]:
     """Copies a mapping below ``trainer.strategy`` of a YAML file; empty for nothing, ValueError for anything else."""
     if value is not None and not isinstance(value, Mapping):
-        raise ValueError(
-            f"{file}: {name}={shown(value)} of trainer.strategy is no mapping; write arguments by name, as tp: 2"
-        )
+        raise ValueError(f"{file}: {name}={shown(value)} of trainer.strategy is no mapping; write arguments by name, as tp: 2")
     return dict(value or {})
 
 

@@ -52,9 +52,7 @@ def take_rows(part: Tensor, like: Tensor) -> Tensor:
 
 def with_rows(rows: Tensor, like: DTensor) -> DTensor:
     """The ``DTensor`` of which this rank holds ``rows``, split as ``like`` is."""
-    return DTensor.from_local(
-        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return DTensor.from_local(rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def empty_like_rows(like: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

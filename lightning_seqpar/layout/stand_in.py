@@ -74,9 +74,7 @@ class Later(Tensor):
 
 def later(like: Tensor, shape: Sequence[int], make: Callable[[], Tensor], *, requires_grad: bool) -> Later:
     """A tensor of a shape, and of the type of ``like``, that ``make`` makes when it is read."""
-    out: Later = Tensor._make_wrapper_subclass(
-        Later, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
-    )
+    out: Later = Tensor._make_wrapper_subclass(Later, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad)
     out.make = make
     return out
 

@@ -191,9 +191,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         causal_hint = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal_hint else self._merge(attn_mask, key_padding_mask, b, s, k.shape[2], q.dtype)
         if need_weights and not average:
-            raise ValueError(
-                f"{self.full_name}: average_attn_weights=False would need every rank's heads; average them"
-            )
+            raise ValueError(f"{self.full_name}: average_attn_weights=False would need every rank's heads; average them")
         out, weights = attend(q, k, v, mask, self.dropout if self.training else 0.0, causal_hint, need_weights)
         if weights is not None:
             weights = self._sum_over_ranks(weights.sum(1)) / self.global_heads
@@ -269,10 +267,7 @@ class ParallelTransformerEncoder(nn.TransformerEncoder):
             and not self.layers[0].training
             and not (torch.is_grad_enabled() and any(p.requires_grad for p in (src, *self.layers[0].parameters())))
             and not torch.is_autocast_enabled(src.device.type)
-            and (
-                not self.mask_check
-                or bool(torch._nested_tensor_from_mask_left_aligned(src, _boolean(padding).logical_not()))
-            )
+            and (not self.mask_check or bool(torch._nested_tensor_from_mask_left_aligned(src, _boolean(padding).logical_not())))
         )
 
 

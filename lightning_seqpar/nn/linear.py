@@ -195,9 +195,7 @@ class RowParallelLinear(_ParallelLinear):
         region = self.region
         try:
             if self.leaves_partial:
-                partial: Tensor = Products.apply(
-                    (None, None, (self.transposed,), autocast_dtype(x)), x, self.weight, None
-                )
+                partial: Tensor = Products.apply((None, None, (self.transposed,), autocast_dtype(x)), x, self.weight, None)
             else:
                 tokens = region.path.row_tokens((*x.shape[:-1], self.out_features), self.full_name)
                 weight, frame, held = self._parameters.get("weight"), region.frames.current, None

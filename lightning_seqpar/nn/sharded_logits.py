@@ -99,9 +99,7 @@ class ShardedLogits(Tensor):
             return self._changed
         self._meet()
         local = self.local
-        return gather_replicated_from_sequence_parallel_region(
-            local, local.ndim - 1, self._of.group, self._of.shard.length
-        )
+        return gather_replicated_from_sequence_parallel_region(local, local.ndim - 1, self._of.group, self._of.shard.length)
 
     def _meet(self) -> None:
         """Wait for the other ranks, which must gather them too; raises RuntimeError if they do not."""
@@ -221,9 +219,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self.changed: weakref.ref[ShardedLogits] | None = None  # which of them were changed in place
-        self.copies: list[
-            GivenAway
-        ] = []  # gathered ones, of which an operation gave away what is a view of plain logits
+        self.copies: list[GivenAway] = []  # gathered ones, of which an operation gave away what is a view of plain logits
 
     def check(self, logits: ShardedLogits) -> None:
         """Refuse to read logits that don't have a change that was made to a view of them."""
@@ -286,9 +282,7 @@ class _Wrap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, part: StoredLogits, of: VocabPart
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, part: StoredLogits, of: VocabPart) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.columns, ctx.width = of.columns, part.shape[-1]
         ctx.is_product, ctx.dtype = weight is not None, x.dtype

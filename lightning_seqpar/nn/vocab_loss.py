@@ -52,9 +52,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, head: Tensor | None, bias: Tensor | None, target: Tensor, options: LossOptions
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, head: Tensor | None, bias: Tensor | None, target: Tensor, options: LossOptions) -> Tensor:
         ctx.set_materialize_grads(False)
         part, weights, own, smoothing, of = options
         part.check()
@@ -200,9 +198,7 @@ class _ChunkGrads:
         """Take the gradient ``level * z`` of a chunk's logits, ``[c, count]``, into account; it may lie where it belongs."""
         rows, (of_x, of_head, of_bias) = self._rows, self.grads
         if rows.head is None:
-            if (
-                of_x is not None and self._ratio > 1 and z.device.type == "cpu"
-            ):  # its kernels cast in copies of their own
+            if of_x is not None and self._ratio > 1 and z.device.type == "cpu":  # its kernels cast in copies of their own
                 of_x[some, : rows.count] = z.mul_(level)
             elif of_x is not None:
                 torch.mul(z, level, out=of_x[some, : rows.count])

@@ -67,9 +67,7 @@ class _Swap:
         if compiler is not None:
             refuse_untraceable(self.plan)
         regions = {stack.blocks[0]: self._region(stack, regather) for stack in self.plan.stacks}
-        self._application = Application(
-            self.plan, groups["tp"], groups.rank("tp"), regions, compiles=compiler is not None
-        )
+        self._application = Application(self.plan, groups["tp"], groups.rank("tp"), regions, compiles=compiler is not None)
 
     def _region(self, stack: Stack, regather: bool) -> SequenceRegion:
         region = SequenceRegion(

@@ -78,9 +78,7 @@ class BlockGraphs:
             self._note_nodes(out)
             return out
 
-        made = type(
-            kind.__name__, (kind,), {"forward": forward, "__doc__": kind.__doc__, "__module__": kind.__module__}
-        )
+        made = type(kind.__name__, (kind,), {"forward": forward, "__doc__": kind.__doc__, "__module__": kind.__module__})
         made.__qualname__ = kind.__qualname__
         return made
 

@@ -56,9 +56,7 @@ def _enter_ids(axis: ContextAxis, module: nn.Module, args: tuple[Any, ...]) -> A
     return axis.part(ids, 1), *rest
 
 
-def split_context(
-    model: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, method: Method
-) -> ShardedModel:
+def split_context(model: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, method: Method) -> ShardedModel:
     """Let the blocks of a model, of which tp shards nothing, see a part of the sequence each."""
     plan = read_plans(model, plans)
     record, axis = whole_model(model, groups), ContextAxis(groups["cp"], method)

@@ -14,9 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from lightning_seqpar.layout.module_names import inside, match_pattern
 from lightning_seqpar.user_input import nearest
 
-_TYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-}
+_TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 _MP_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 OPTIONS = ("reshard_after_forward", "mp_policy", "offload_policy", "units")
 """What the field ``fsdp`` may hold: by the names of ``fully_shard``, and ``units``."""
@@ -37,9 +35,7 @@ def fully_shard_options(given: Mapping[str, Any]) -> dict[str, Any]:
             )
     units = given.get("units")
     if units is not None and (not isinstance(units, list | tuple) or not all(isinstance(each, str) for each in units)):
-        raise ValueError(
-            f"fsdp={{'units': {units!r}}}: give a list of patterns, such as ['model.layers.*'], or an empty one"
-        )
+        raise ValueError(f"fsdp={{'units': {units!r}}}: give a list of patterns, such as ['model.layers.*'], or an empty one")
     out: dict[str, Any] = {}
     if (reshard := given.get("reshard_after_forward")) is not None:
         use = "true (blocks are gathered once more in the backward) or false (they stay gathered)"
@@ -117,11 +113,7 @@ def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
     """
     named = dict(model.named_modules())
     modules = {id(named[name]): name for name in reversed(list(blocks)) if name in named}
-    outer = [
-        name
-        for name in modules.values()
-        if not any(other != name and inside(name, other) for other in modules.values())
-    ]
+    outer = [name for name in modules.values() if not any(other != name and inside(name, other) for other in modules.values())]
     everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     found = set()
     while outer:

@@ -102,9 +102,7 @@ class FullySharded:
     Raises ValueError for what ``fully_shard`` would compute wrong, or refuse in the first step; the model is untouched then.
     """
 
-    def __init__(
-        self, record: ShardedModel, blocks: Iterable[str], options: Mapping[str, Any], device: torch.device
-    ) -> None:
+    def __init__(self, record: ShardedModel, blocks: Iterable[str], options: Mapping[str, Any], device: torch.device) -> None:
         self._record, self._model = record, record.model
         everything = dict(self._model.named_parameters())
         parameters = {name: p for name, p in everything.items() if record.stage is None or record.stage.holds(name)}

@@ -98,9 +98,7 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
     for parameter in parameters:
         found = layout.of(parameter)
         if found is None:
-            what = (
-                f"a parameter of shape {list(parameter.shape)} that is none of the model's (register it in its module)"
-            )
+            what = f"a parameter of shape {list(parameter.shape)} that is none of the model's (register it in its module)"
             names.append((what, "nothing is known of it"))
         elif found.is_sharded:
             continue

@@ -50,9 +50,7 @@ def global_grad_norm(
         grads = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
         if not grads:
             return torch.zeros((), device=device, dtype=torch.float32)
-        norms = torch.stack(
-            [n.to(torch.promote_types(n.dtype, torch.float32)) for n in torch._foreach_norm(grads, norm_type)]
-        )
+        norms = torch.stack([n.to(torch.promote_types(n.dtype, torch.float32)) for n in torch._foreach_norm(grads, norm_type)])
         return join(norms if highest else norms**norm_type)
 
     powers = [power(grads) for grads in divided.values()]

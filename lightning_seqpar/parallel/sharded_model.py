@@ -133,9 +133,7 @@ class ShardedModel:
     def equal_buffers(self) -> list[tuple[str, Tensor]]:
         """Buffers that every rank must hold alike: all but the cut ones and those of modules that work on local features."""
         local = {match.name for match in self.matches if match.rule.holds_local_features}
-        alike = [
-            (name, buffer) for name, buffer in self.model.named_buffers() if name not in self.buffers and buffer.numel()
-        ]
+        alike = [(name, buffer) for name, buffer in self.model.named_buffers() if name not in self.buffers and buffer.numel()]
         return [(n, buffer) for n, buffer in alike if not any(inside(n.rpartition(".")[0], one) for one in local)]
 
     def reset_calls(self, *, draws: Collection[str] = DEVICES, forget: bool = True) -> None:

@@ -28,9 +28,7 @@ def summon(record: ShardedModel, patterns: Sequence[str] = ()) -> Generator[None
     if record.summoned:
         raise ValueError("summoned(model) within summoned(model): leave the first one before")
     divided = (
-        name
-        for name in _named(record, patterns)
-        if record.layout[name].is_sharded or is_split(record.layout.parameter(name))
+        name for name in _named(record, patterns) if record.layout[name].is_sharded or is_split(record.layout.parameter(name))
     )
     held = [_Held(record, name) for name in divided]
     _agree_on_gradients(record, held)

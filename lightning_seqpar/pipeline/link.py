@@ -29,9 +29,7 @@ class Message(NamedTuple):
 
     micro_batch: int
     chunk: int  # that takes the activation, or has taken it and sends its gradient
-    slot: int = (
-        0  # 0: between two blocks the activation; 1, 2, ...: what goes beside it; -1, -2, ...: the end of a stack
-    )
+    slot: int = 0  # 0: between two blocks the activation; 1, 2, ...: what goes beside it; -1, -2, ...: the end of a stack
 
 
 _NONE = Message(0, 0)
@@ -80,9 +78,7 @@ class Link:
     before :meth:`send` waits, which four times as many as there are chunks never make it do.
     """
 
-    def __init__(
-        self, there: dist.ProcessGroup, back: dist.ProcessGroup, peer: int, device: torch.device, depth: int
-    ) -> None:
+    def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, peer: int, device: torch.device, depth: int) -> None:
         self._there, self._back, self._peer, self._device, self._depth = there, back, peer, device, depth
         self._arrived: dict[Message, tuple[Tensor, bool, list[float]]] = {}  # and was not asked for yet
         self._sent: deque[tuple[list[Any], list[Tensor]]] = deque()

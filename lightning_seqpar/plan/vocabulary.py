@@ -258,8 +258,7 @@ class _Search:
     def _is_tied(self, module: nn.Module) -> bool:
         """Whether the weight is that of an embedding and of a linear."""
         return all(
-            any(_weight_id(one) == _weight_id(module) for one in held.values())
-            for held in (self._embeddings, self._linears)
+            any(_weight_id(one) == _weight_id(module) for one in held.values()) for held in (self._embeddings, self._linears)
         )
 
     def _matches_a_head(self, module: nn.Embedding | nn.Linear) -> bool:

@@ -74,9 +74,7 @@ def _is_repeatable(module: nn.Module, forward: Callable[[Tensor], Any], x: Tenso
         states = torch_states()
         first, second = forward(x), forward(x)
         drew = drawn_since(states)
-    noted = vars(module).keys() != before.keys() or any(
-        vars(module)[name] is not value for name, value in before.items()
-    )
+    noted = vars(module).keys() != before.keys() or any(vars(module)[name] is not value for name, value in before.items())
     vars(module).clear()
     vars(module).update(before)
     return type(first) is Tensor and not (drew or noted) and torch.equal(first.nan_to_num(), second.nan_to_num())

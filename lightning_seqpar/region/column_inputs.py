@@ -59,9 +59,7 @@ class ColumnGroup:
             is_own = (type(weight) is Parameter or isinstance(weight, Parameter)) and "bias" in own
             if not is_own or column._forward_pre_hooks:
                 continue  # hooks in front of it may change its weight, or its input
-            if weight.shape[0 if column.transposed else 1] == x.shape[-1] and (
-                dtype is not None or weight.dtype == x.dtype
-            ):
+            if weight.shape[0 if column.transposed else 1] == x.shape[-1] and (dtype is not None or weight.dtype == x.dtype):
                 joined.append(column)
                 transposed.append(column.transposed)
                 parameters += weight, own["bias"]
@@ -131,9 +129,7 @@ NO_COLUMNS = ColumnGroup()
 """For what is gathered, and read by none that could join."""
 
 
-def hand_out(
-    columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor], hooks: Hooks, dtype: torch.dtype | None
-) -> None:
+def hand_out(columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor], hooks: Hooks, dtype: torch.dtype | None) -> None:
     """Give columns what was made for them, for their next call with ``whole``; ``dtype`` is autocast's."""
     version, state = whole._version, (hooks, torch.is_grad_enabled(), dtype)
     for column, out in zip(columns, made, strict=True):

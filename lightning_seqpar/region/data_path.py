@@ -180,9 +180,7 @@ class DataPath:
         self._placement.check_shard(x, module)
         chunks, length = self._frames.current.chunks, self._frames.end()
         self._observers.region_ends()
-        return as_part(
-            gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length), self.dim, chunks
-        )
+        return as_part(gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length), self.dim, chunks)
 
     def suspend(self, x: Tensor, module: str) -> Tensor:
         """A shard on its way to a module that every rank computes whole; the region goes on behind it."""

@@ -71,9 +71,7 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
         region.begin_call(name)
         where, x = find_argument(name, arg, args, kwargs)
         if not isinstance(x, Tensor) or x.is_nested:
-            raise ValueError(
-                f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'"
-            )
+            raise ValueError(f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'")
         entered = region.path.enter(x, name)
         args, kwargs = _unwrapped(region, *put_argument(where, entered, args, kwargs))
         region.begin_shards()
@@ -97,9 +95,7 @@ def leave_block(region: SequenceRegion, name: str, *, is_exit: bool) -> Callable
     return hook
 
 
-def _unwrapped(
-    region: SequenceRegion, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _unwrapped(region: SequenceRegion, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a block with shards in the place of parts of sequences."""
     plain = (Tensor, bool, int, float, str, type(None), torch.nn.Parameter)
     if region.sp and not all(type(x) in plain for x in (*args, *kwargs.values())):
@@ -247,9 +243,7 @@ def gather_arguments(
         frames = region.frames
         is_outside = region.sp and not frames.traced and frames.current.length is None
         if is_outside and any(map(lies_over_tp, (*args, *kwargs.values()))):
-            args, kwargs = _begin(
-                region, name, gathered[0] if gathered else 0, args, kwargs
-            )  # called between the blocks
+            args, kwargs = _begin(region, name, gathered[0] if gathered else 0, args, kwargs)  # called between the blocks
         if is_simple and args and isinstance(args[0], Tensor):
             region.open_gather(args[0], name)
             return (region.path.gather(args[0], name, columns), *args[1:]), kwargs

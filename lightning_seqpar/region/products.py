@@ -194,9 +194,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, d
 
 
 @torch.compiler.substitute_in_graph(_product)
-def _graph_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype | None
-) -> Tensor:
+def _graph_product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype | None) -> Tensor:
     """The same in a graph, where views are no matter."""
     matrix = weight.t() if transposed else weight
     if dtype is None:
@@ -205,9 +203,7 @@ def _graph_product(
         return F.linear(x.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype))
 
 
-def _input_grad(
-    total: Tensor | None, rows: Tensor, weight: Tensor, transposed: bool, own: bool, dtype: torch.dtype
-) -> Tensor:
+def _input_grad(total: Tensor | None, rows: Tensor, weight: Tensor, transposed: bool, own: bool, dtype: torch.dtype) -> Tensor:
     """``dx + dy W``, ``[b·s, h]``, added in place where the sum so far is this function's ``own``."""
     matrix = (weight.t() if transposed else weight).to(rows.dtype)
     if total is None:

@@ -64,9 +64,7 @@ class SequenceRegion:
         self.inner_streams = OneStream() if traced else self.streams
         self.wholes = WholeActivations(self.frames)
         self.observers = Observers(self.name, group, dim, sp, self.frames)
-        self.path = DataPath(
-            group, dim, sp, regather, self.frames, self.inner_streams, self.wholes, self.observers, context
-        )
+        self.path = DataPath(group, dim, sp, regather, self.frames, self.inner_streams, self.wholes, self.observers, context)
         self.blocks: tuple[str, ...] = ()
         self.argument: Argument = 0
 

@@ -89,9 +89,7 @@ class ShardedOutputs:
                 gather_replicated_from_sequence_parallel_region(tensor.local, part.dim, self._group, part.length)
             )
         shape = tensor.shape if part.sizes is None else (*part.sizes, *tensor.shape[1:])
-        whole = gather_replicated_from_sequence_parallel_region(
-            tensor.reshape(shape), part.dim, self._group, part.length
-        )
+        whole = gather_replicated_from_sequence_parallel_region(tensor.reshape(shape), part.dim, self._group, part.length)
         if part.chunks is not None:
             whole = SeqPart.wrap(whole, Place(part.chunks, part.dim))
         return whole if part.sizes is None else whole.flatten(0, 1)

@@ -26,9 +26,7 @@ PUT_OFF = 20.0
 """Seconds that a training gets to come to the end of a step after SIGTERM."""
 GRACE = 10.0
 """Seconds that the other ranks get to end by themselves (and print their own message) once one has died."""
-CALL_ON_ALL = (
-    "what speaks to all ranks (trainer.save_checkpoint, unshard, a forward after fit) must be called on all of them"
-)
+CALL_ON_ALL = "what speaks to all ranks (trainer.save_checkpoint, unshard, a forward after fit) must be called on all of them"
 
 
 def describe_exit(code: int) -> str:

@@ -110,9 +110,7 @@ class Environment:
     def groups(self) -> ParallelGroups:
         """The process groups; RuntimeError before they are made, in ``setup_environment``."""
         if self._groups is None:
-            raise RuntimeError(
-                "the process groups are made in setup_environment; read them from a hook, not before fit"
-            )
+            raise RuntimeError("the process groups are made in setup_environment; read them from a hook, not before fit")
         return self._groups
 
     @property

@@ -38,9 +38,7 @@ class Loaders:
         """The epoch of which loaders are made: the next one, where a run resumes from behind the last batch of one."""
         loop: Any = self._env.trainer.fit_loop
         progress = loop.epoch_progress.current
-        ended = (
-            loop.restarting and loop.epoch_loop.batch_progress.is_last_batch and progress.started > progress.processed
-        )
+        ended = loop.restarting and loop.epoch_loop.batch_progress.is_last_batch and progress.started > progress.processed
         return int(progress.processed) + int(ended)
 
     def _batches_done(self) -> int:

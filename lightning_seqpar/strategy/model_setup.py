@@ -263,9 +263,7 @@ class ModelSetup:
             return None
         late = LateWeights(module, recorder, state)
         late.check()
-        initialisation = {
-            "how the model of the meta device is initialised (numbers of Python, shapes)": late.recorder.digest()
-        }
+        initialisation = {"how the model of the meta device is initialised (numbers of Python, shapes)": late.recorder.digest()}
         check_agreement(initialisation, self._env.world, self._env.device)
         shared = [late.recorder.shared]
         dist.broadcast_object_list(shared, src=dist.get_process_group_ranks(self._env.world)[0], group=self._env.world)
@@ -273,9 +271,7 @@ class ModelSetup:
         late.fill_buffers()
         return late
 
-    def _log_summary(
-        self, plan: list[str], coverage: Coverage | None = None, plans: Sequence[ShardingPlan] = ()
-    ) -> None:
+    def _log_summary(self, plan: list[str], coverage: Coverage | None = None, plans: Sequence[ShardingPlan] = ()) -> None:
         """Log the text at the start of a run, once."""
         if self._summarized or self._env.strategy.global_rank:
             return

@@ -69,9 +69,7 @@ class SharedGradScaler(ShardedGradScaler):
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
         every = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        held: Any = SimpleNamespace(
-            param_groups=[{"params": [SimpleNamespace(grad=local_rows(p.grad)) for p in every]}]
-        )
+        held: Any = SimpleNamespace(param_groups=[{"params": [SimpleNamespace(grad=local_rows(p.grad)) for p in every]}])
         found: dict[torch.device, Tensor] = super()._unscale_grads_(held, inv_scale, found_inf, allow_fp16)
         return found
 

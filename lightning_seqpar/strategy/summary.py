@@ -29,8 +29,7 @@ def groups_of(topology: ProcessTopology) -> list[str]:
         lists = topology.get_axis_comm_lists(axis)
         few = _MOST // 2 if size <= _MOST // 2 else 2
         shown = " ".join(
-            f"[{' '.join('...' if i is None else str(ranks[i]) for i in _ends(range(len(ranks))))}]"
-            for ranks in lists[:few]
+            f"[{' '.join('...' if i is None else str(ranks[i]) for i in _ends(range(len(ranks))))}]" for ranks in lists[:few]
         )
         more = f" ... ({len(lists)} groups)" if len(lists) > few else ""
         lines.append(f"{axis:<4}{shown}{more}")
@@ -58,9 +57,7 @@ def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None
 
 def _memory(config: ParallelConfig, tp: int) -> str:
     """A line on what is kept for the backward, and what is made again."""
-    kept = (
-        "what columns read is gathered again in the backward" if config.regather else "what columns read is kept whole"
-    )
+    kept = "what columns read is gathered again in the backward" if config.regather else "what columns read is kept whole"
     recompute = {
         "none": "",
         "activations": "recompute activations: norms and what follows the columns of MLPs run again in the backward",
@@ -89,9 +86,7 @@ def describe_stages(record: ShardedModel) -> list[str]:
         for one, ends in stage.ends.items()
     ]
     shared = sorted(name for name in record.layout if len(stage.shared(name)) > 1)
-    lines = [
-        f"stages: {', '.join(named)}; what is in front of the blocks runs on each, what is behind them on the last"
-    ]
+    lines = [f"stages: {', '.join(named)}; what is in front of the blocks runs on each, what is behind them on the last"]
     if shared:
         more = " ..." if len(shared) > 3 else ""
         lines.append(f"several stages hold {', '.join(shared[:3])}{more}; the gradients are summed")
@@ -141,9 +136,7 @@ def summarize(
     told = [line for line in plan if not line.startswith(_DETAILS)]
     checks = [line for line in told if line.startswith("self-check")]
     others = [line for line in told[1:] if line not in checks]
-    others.sort(
-        key=lambda line: line.startswith("vocabulary: sharded")
-    )  # the reasons why something stays whole come first
+    others.sort(key=lambda line: line.startswith("vocabulary: sharded"))  # the reasons why something stays whole come first
     body = [*told[:1], *checks, *others]
     around = [
         ("groups", ["; ".join(groups)] * bool(groups)),

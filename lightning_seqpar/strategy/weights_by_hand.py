@@ -354,9 +354,7 @@ class _Watched(TorchDispatchMode):
             elif self._mark_of(target) is None:
                 self._watch.mark(target, result)
 
-    def _result(
-        self, func: Any, name: str, args: Any, sources: Sequence[Tensor], targets: Sequence[Tensor]
-    ) -> _Mark | None:
+    def _result(self, func: Any, name: str, args: Any, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> _Mark | None:
         """What an operation on ``sources`` makes of parts; None for nothing."""
         parts = []
         for x in sources:

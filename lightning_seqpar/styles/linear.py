@@ -49,9 +49,7 @@ class _LinearRule(Rule):
     def segments_are_of_one_kind(cls, value: Segments) -> Segments:
         kinds = {type(part) for part in value} if isinstance(value, tuple) else set()
         if value in (0, ()) or (isinstance(value, int) and value < 0) or len(kinds) > 1:
-            raise ValueError(
-                f"segments={value!r}: write a number of equal parts (3), their names ([q, k, v]) or their sizes"
-            )
+            raise ValueError(f"segments={value!r}: write a number of equal parts (3), their names ([q, k, v]) or their sizes")
         return value
 
     @property
@@ -128,9 +126,7 @@ class _LinearRule(Rule):
             return f"the style {self.style!r} on a parameter that its module multiplies itself has no compiled form"
         dropout = _adapter_dropout(name, plan)
         if dropout is not None and any(getattr(one, "p", 0) for one in dropout.modules()):
-            return (
-                "the dropout of the adapter around it would draw from another random stream than the block; set it to 0"
-            )
+            return "the dropout of the adapter around it would draw from another random stream than the block; set it to 0"
         return None
 
 
@@ -275,7 +271,5 @@ def _unit_counts(name: str, units: Units, segments: Sequence[int | str], plan: P
     counts = [unit if isinstance(unit, int) else plan.number_at(name, unit) for unit in units]
     if min(counts) < 1:
         told = f" ({counts})" if counts != [*units] else ""
-        raise ValueError(
-            f"{name}: units={[*units]}{told}: give 1 or more for each segment, such as the number of heads"
-        )
+        raise ValueError(f"{name}: units={[*units]}{told}: give 1 or more for each segment, such as the number of heads")
     return counts

@@ -25,9 +25,7 @@ class ReplaceRule(Rule):
         module = plan.modules[name]
         if type(module) is nn.TransformerEncoder:
             if plan.stack_owned_by(name) is None:
-                raise ValueError(
-                    f"{name or 'the model'}: 'replace' takes an nn.TransformerEncoder whose layers are blocks"
-                )
+                raise ValueError(f"{name or 'the model'}: 'replace' takes an nn.TransformerEncoder whose layers are blocks")
             return
         stack = plan.stack_of(name)
         if type(module) is not nn.MultiheadAttention:

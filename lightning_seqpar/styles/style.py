@@ -355,9 +355,7 @@ class PlannedModel:
                 return value
         numbers = [key for module in around for key, value in vars(module).items() if type(value) is int and value > 1]
         near = f"; did you mean {nearest(attribute, [*dict.fromkeys(numbers)])}?" if numbers else ""
-        raise ValueError(
-            f"{name}: units={attribute!r} is no whole-number attribute of it or of a module around it{near}"
-        )
+        raise ValueError(f"{name}: units={attribute!r} is no whole-number attribute of it or of a module around it{near}")
 
     def make_layout(
         self,
@@ -397,9 +395,7 @@ class Application:
     regions: dict[str, SequenceRegion]  # by the first block of their stack
     buffers: dict[str, ParamLayout] = field(default_factory=dict)  # those that styles have cut
     compiles: bool = False  # the blocks
-    columns: dict[str, ColumnGroup] = field(
-        default_factory=dict
-    )  # that read what is gathered for a module, by its name
+    columns: dict[str, ColumnGroup] = field(default_factory=dict)  # that read what is gathered for a module, by its name
 
     def module(self, name: str) -> nn.Module:
         """The module of that name."""
@@ -439,9 +435,7 @@ class Application:
             inner = [n for n in plan.linears if plan.linears[n].rule.style == "column" and inside(n, name)]
             nearest = [n for n in inner if next(around for around in outwards(n) if around in entries) == name]
             # Of a list of experts each reads some of the tokens.
-            alone = [
-                n for n in nearest if not any(_is_list(plan.modules[one]) for one in outwards(n) if inside(one, name))
-            ]
+            alone = [n for n in nearest if not any(_is_list(plan.modules[one]) for one in outwards(n) if inside(one, name))]
             self.columns[name] = ColumnGroup(plan.modules[n] for n in alone)
         return self.columns[name]
 

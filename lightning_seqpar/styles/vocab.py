@@ -35,9 +35,7 @@ class VocabRule(Rule):
     def check(self, name: str, plan: PlannedModel) -> None:
         """It is an embedding or a linear, and runs outside the blocks, where activations are whole."""
         if any(stack.covers(name) for stack in plan.stacks):
-            raise ValueError(
-                f"{name}: 'vocab' takes an embedding or a head outside the blocks; use column and row inside"
-            )
+            raise ValueError(f"{name}: 'vocab' takes an embedding or a head outside the blocks; use column and row inside")
         if (unfit := unfit_for_vocab(plan.modules[name])) is not None:
             raise ValueError(f"{name}: {unfit}; leave it whole")
         if plan.stack_reaching(name) is not None:

@@ -34,9 +34,7 @@ class WholeRule(ArgumentsRule):
                 )
         planned = [n for n in (*plan.linears, *plan.named("gather"), *plan.named("copy")) if inside(n, name)]
         if planned:
-            raise ValueError(
-                f"{name} is computed whole on every rank, but {planned[0]} inside it is planned; drop one of both"
-            )
+            raise ValueError(f"{name} is computed whole on every rank, but {planned[0]} inside it is planned; drop one of both")
         attentions = [n for n in plan.named("replace") if inside(name, n) and not plan.stack_owned_by(n)]
         if attentions:
             raise ValueError(

@@ -99,9 +99,7 @@ class ProcessTopology:
         model = config.tp * config.cp * config.pp
         product = f"tp {config.tp} × cp {config.cp} × pp {config.pp}"
         if world_size < 1:
-            raise ValueError(
-                f"world size {world_size}: a world has 1 rank or more; use {model} processes for {product}"
-            )
+            raise ValueError(f"world size {world_size}: a world has 1 rank or more; use {model} processes for {product}")
         if world_size % model:
             per_tp, rest = divmod(world_size, config.cp * config.pp)
             other_tp = "" if rest else f", or tp={_nearest_divisors(per_tp, config.tp)}"
@@ -227,9 +225,7 @@ class ProcessTopology:
         if not 0 <= stage < self.pipeline_size:
             raise ValueError(f"stage {stage} lies outside the pipeline: it has stages 0 to {self.pipeline_size - 1}")
         if PIPELINE in coord:
-            raise ValueError(
-                f"stage_to_global(..., pp={coord[PIPELINE]}): the stage is its second argument; leave pp out"
-            )
+            raise ValueError(f"stage_to_global(..., pp={coord[PIPELINE]}): the stage is its second argument; leave pp out")
         at = {PIPELINE: stage} if PIPELINE in self.axes else {}
         return self.get_rank(**{**self.get_coord(rank), **coord, **at})
 
@@ -275,11 +271,7 @@ class ProcessTopology:
 
     def get_position_embedding_comm_lists(self, split_rank: int | None = None) -> list[list[int]]:
         """The position-embedding ranks of every pipeline: ``[[0], [1], ...]``, or ``[[0, 8], ...]`` with a split."""
-        return [
-            self.position_embedding_ranks(rank, split_rank)
-            for rank in range(self.world_size)
-            if not self.get_stage(rank)
-        ]
+        return [self.position_embedding_ranks(rank, split_rank) for rank in range(self.world_size) if not self.get_stage(rank)]
 
     def is_first_stage(self, rank: int, virtual_stage: int = 0) -> bool:
         """Whether ``rank`` holds the model's very first layers, in its ``virtual_stage``-th chunk."""

@@ -78,9 +78,7 @@ class ParallelGroups:
             )
         world = dist.get_world_size()
         if rank != dist.get_rank():
-            raise ValueError(
-                f"rank={rank}, but this process is rank {dist.get_rank()} of the world; pass dist.get_rank()"
-            )
+            raise ValueError(f"rank={rank}, but this process is rank {dist.get_rank()} of the world; pass dist.get_rank()")
         if rank_mapping is None and topology.world_size != world:
             raise ValueError(
                 f"the topology ({topology}) has {topology.world_size} ranks, the world {world}; "
@@ -97,9 +95,7 @@ class ParallelGroups:
         # NCCL orders all that two ranks of a group send each other: kinds that overtake each other need groups of their own.
         self.pp_channels = tuple(self._new(stages, options) for _ in range(pp_channels))
 
-    def _place(
-        self, topology: ProcessTopology, rank: int, rank_mapping: Any = None, split_rank: int | None = None
-    ) -> None:
+    def _place(self, topology: ProcessTopology, rank: int, rank_mapping: Any = None, split_rank: int | None = None) -> None:
         """Find this rank's place in the grid, and check that the mapping and the split fit. Makes no groups."""
         self.topology, self._world_rank, self._split_rank, self._fake = topology, rank, split_rank, False
         self._groups: dict[frozenset[str], ProcessGroup] = {}

@@ -46,7 +46,9 @@ class Origin(Enum):
 
     USER = OWN_PLAN
     FAMILY = "the shipped plan leaves it whole"
-    INFERRED = "inference made it neither a column nor a row: all ranks need what it makes whole, or no way to split it was found"
+    INFERRED = (
+        "inference made it neither a column nor a row: all ranks need what it makes whole, or no way to split it was found"
+    )
 
     @classmethod
     def of(cls, source: str) -> Origin:
@@ -140,8 +142,7 @@ def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanatio
         elif look.could_be(name):
             groups[look.why_whole(name)].append(name)
     whole = [
-        Whole(look.patterns(names), why, as_asked, len(names), look.numel(names))
-        for (why, as_asked), names in groups.items()
+        Whole(look.patterns(names), why, as_asked, len(names), look.numel(names)) for (why, as_asked), names in groups.items()
     ]
     no_sp = look.no_sp() if sp else {}
     numel = look.numel(sharded)

@@ -53,9 +53,7 @@ class _Observer(Quiet):
             self.narrow = True
         if (drawn := drawn_by(func, out, args, kwargs)) is not None:
             own = not drawn.seeded and (draws_apart() or any(region.streams.own for region in self._regions))
-            sequences = tuple(
-                (region.dim, region.frames.whole_length) for region in self._regions if region.frames.active
-            )
+            sequences = tuple((region.dim, region.frames.whole_length) for region in self._regions if region.frames.active)
             self.drawn.append(RandomDraw(self.where, drawn, own, sequences))
         return out
 

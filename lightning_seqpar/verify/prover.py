@@ -163,9 +163,7 @@ class Prover:
         """Where the model is cut into the stages of the pipeline. Collective over the world."""
         example, dtype, failures, _ = self._example()
         if example is None:
-            raise ValueError(
-                f"pp={self._config.pp}: to cut the model an example input is needed: {'; '.join(failures)}"
-            )
+            raise ValueError(f"pp={self._config.pp}: to cut the model an example input is needed: {'; '.join(failures)}")
         matches = [match for plan in plans for match in plan.match(self._module)]
         places = [match for match in matches if match.rule.style in ("blocks", "scatter", "exit")]
         stacks = PlannedModel(self._module, places, list(STYLES), 1, False).stacks
@@ -391,9 +389,7 @@ class Prover:
             return
         certain = not self._config.self_check or self._example().example is None
         sizes, callbacks = (self._tp, self._config.sp), getattr(self._trainer, "callbacks", ())
-        choice = with_vocabulary(
-            out.plans, self._config.plan, self._module, *sizes, certain=certain, callbacks=callbacks
-        )
+        choice = with_vocabulary(out.plans, self._config.plan, self._module, *sizes, certain=certain, callbacks=callbacks)
         out.plans, self._vocabulary, self._known.vocabulary = choice.plans, choice.lines, choice.reasons
 
     def _check_vocabulary(self, out: Proved) -> bool:
@@ -426,16 +422,12 @@ class Prover:
         if example is None:
             problem = f"the plan ({sources}) can't be proved: no example input: {'; '.join(dict.fromkeys(failures))}"
             if all(plan.source.startswith("family") or plan.source == SOURCE for plan in out.plans):
-                rank_zero_warn(
-                    f"lightning_seqpar: {problem}. It was proved on this source when it was shipped; {_WAYS_OUT}"
-                )
+                rank_zero_warn(f"lightning_seqpar: {problem}. It was proved on this source when it was shipped; {_WAYS_OUT}")
                 out.lines.append("self-check: not run, there is no example input")
                 return False
             raise ValueError(f"self_check: {problem}; {_WAYS_OUT}")
         verdict = self._compare(
-            lambda groups, **options: self_check(
-                self._module, out.plans, self._config, groups, example, evaluation, **options
-            )
+            lambda groups, **options: self_check(self._module, out.plans, self._config, groups, example, evaluation, **options)
         )
         self._draws_differ |= verdict.draws
         self._not_evaluated = verdict.not_evaluated

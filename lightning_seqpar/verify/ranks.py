@@ -118,9 +118,7 @@ def _rank_main(
     sender.close()
 
 
-def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any
-) -> list[Any]:
+def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on ``world_size`` gloo ranks and return what each returned, in rank order.
 
     The processes meet through a file (no ports to lose a race for), use one thread each, and see the environment

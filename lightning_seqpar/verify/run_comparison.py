@@ -136,7 +136,9 @@ def _wrong_draw(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw]) -> t
         if any(length == 1 for _, length in draw.sequences):
             continue
         whole, shape = one.drawn.shape, draw.drawn.shape
-        text = f"random numbers ({draw.drawn.name}) of shape {list(shape)}, drawn in {draw.where or 'the step'} (or behind it), "
+        text = (
+            f"random numbers ({draw.drawn.name}) of shape {list(shape)}, drawn in {draw.where or 'the step'} (or behind it), "
+        )
         if (whole == shape) is not draw.own:
             continue
         if draw.own:
@@ -210,11 +212,7 @@ def without_unstable(wrong: dict[int, str], dense: ObservedEvaluation, moved: Ob
     """The wrong values without those that are others whole too, once weights moved by rounding: times, differences that cancel."""
     limit = COPIES[dense.narrow].tensors
     values = dict(enumerate(zip(dense.values, moved.values, strict=False)))
-    return {
-        at: text
-        for at, text in wrong.items()
-        if at not in values or is_close(values[at][0][1], values[at][1][1], limit)
-    }
+    return {at: text for at, text in wrong.items() if at not in values or is_close(values[at][0][1], values[at][1][1], limit)}
 
 
 def _is_of_heads(a: Tensor, b: Tensor) -> bool:

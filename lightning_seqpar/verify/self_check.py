@@ -262,8 +262,7 @@ def stage_check(
         stale = [
             name
             for name in sorted(dense.changed & equal)
-            if wanted[name].shape != made[name].shape
-            or not torch.allclose(wanted[name], made[name], rtol=limit, atol=0)
+            if wanted[name].shape != made[name].shape or not torch.allclose(wanted[name], made[name], rtol=limit, atol=0)
         ]
         if stale:
             verdict.wrong.append(

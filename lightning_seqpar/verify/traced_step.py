@@ -101,9 +101,7 @@ class TracedStep:
 def why_not_without_numbers(error: Exception) -> str:
     """A sentence on what a run without numbers raised, with the line of the model's code."""
     own, torchs = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
-    frames = [
-        one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((own, torchs, "<"))
-    ]
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((own, torchs, "<"))]
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return f"the model's code reads numbers of a tensor{place}, and here tensors have none"

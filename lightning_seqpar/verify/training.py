@@ -178,9 +178,7 @@ class TrialRecorder(ParityRecorder):
         switch_off_dropout(pl_module)  # what configure_model made has its dropout still
         self.outcome.replicas, self.outcome.replica = replica_of(trainer.strategy)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         """Seed what the step draws by the number of its part, which is the same on both sides."""
         step, part = divmod(batch_idx, self._parts)
         seed = SEED + 1000 * (step + 2 * trainer.current_epoch) + self.outcome.replica * self._parts + part
@@ -328,9 +326,7 @@ def train_on_ranks(given: bytes, same_length: bool, wide: bool) -> tuple[Outcome
             parts = trial.micro_batches if module.automatic_optimization else 1
             recorder = TrialRecorder(trial, "resumed" if resumed else "ranks", parts, stops=not resumed)
             batches = functools.partial(make_batches, trial, module, same_length=same_length)
-            trainer = recorder.fit(
-                module, trial.strategy(), dist.get_world_size(), batches, checkpoint if resumed else None
-            )
+            trainer = recorder.fit(module, trial.strategy(), dist.get_world_size(), batches, checkpoint if resumed else None)
             if not resumed:
                 trainer.save_checkpoint(checkpoint)
             outcomes.append(recorder.outcome)

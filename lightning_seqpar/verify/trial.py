@@ -246,9 +246,7 @@ def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], Para
     if isinstance(config, str):
         known = StrategyRegistry.available_strategies()
         if config not in known:
-            raise TrialError(
-                f"config={config!r} is no strategy that Lightning knows; did you mean {nearest(config, known)}?"
-            )
+            raise TrialError(f"config={config!r} is no strategy that Lightning knows; did you mean {nearest(config, known)}?")
         entry = StrategyRegistry[config]
         if entry["strategy"] is not ours:
             _refuse_elsewhere(entry["strategy"], config)
@@ -322,9 +320,7 @@ def _train_alone(given: bytes, replicas: int, timeout: float) -> tuple[Outcome, 
             whole = run_alone(train_alone, given, replicas, True, timeout=timeout)
     except RankFailedError as error:
         failure = error.failures[0]
-        if (
-            failure.text.startswith(TrialError.__name__) or not failure.trace
-        ):  # without a trace it did not come to train
+        if failure.text.startswith(TrialError.__name__) or not failure.trace:  # without a trace it did not come to train
             raise TrialError(failure.message) from None
         raise TrialError(f"one process can't train this: {failure.text}") from error
     if len(set(whole.lengths)) == 1 and not notes:
@@ -382,9 +378,7 @@ def _in_words(parallel: ParallelConfig | None, config: Any, world_size: int) -> 
         return f"{made if isinstance(made, str) else type(made).__name__} on {world_size} ranks"
     topology = ProcessTopology.from_config(parallel, world_size)
     axes = [f"{axis} {size}" for axis in ("tp", "cp", "pp", "dp") if (size := topology.get_dim(axis)) > 1]
-    told = {"tp", "cp", "pp", "dp", "order", "self_check", "check_every", "timeout"} | (
-        {"sp"} if parallel.tp == 1 else set()
-    )
+    told = {"tp", "cp", "pp", "dp", "order", "self_check", "check_every", "timeout"} | ({"sp"} if parallel.tp == 1 else set())
     others = parallel.model_dump(exclude_defaults=True, exclude=told).items()
     fields = [f"{name}={value if isinstance(value, str | int | float) else '...'}" for name, value in others]
     return f"{', '.join([' × '.join(axes) or 'one rank', *fields])} on {world_size} ranks"

@@ -197,8 +197,7 @@ def anything_else() -> None:
         lambda x: x.logsumexp(-1).square().mean(),
         lambda x: (x / 2.0 + 1).log_softmax(-1).sum(),
         lambda x: (
-            F.softmax(x, dim=2, dtype=torch.float64)[..., 3].sum()
-            + torch.log_softmax(x[:, 1:], -1)[..., 4].square().sum()
+            F.softmax(x, dim=2, dtype=torch.float64)[..., 3].sum() + torch.log_softmax(x[:, 1:], -1)[..., 4].square().sum()
         ),
         lambda x: x.log_softmax(1).square().sum(),
         lambda x: F.cross_entropy(x.transpose(1, 2), target),
@@ -225,14 +224,10 @@ def anything_else() -> None:
         warnings.simplefilter("always")
         assert torch.equal(logits.argmax(-1), whole.argmax(-1))
         assert torch.equal(torch.argmax(logits.clamp(max=2.0), 1), whole.clamp(max=2.0).argmax(1))
-        assert torch.equal(
-            torch.argmax(logits[:, 1:] * 0, dim=-1, keepdim=True), torch.zeros(2, 4, 1, dtype=torch.long)
-        )
+        assert torch.equal(torch.argmax(logits[:, 1:] * 0, dim=-1, keepdim=True), torch.zeros(2, 4, 1, dtype=torch.long))
         assert isinstance(logits.softmax(-1).mul(2), ShardedLogits)
         assert torch.equal(logits.topk(3).indices, whole.topk(3).indices)
-    gathered = [
-        str(one.message).partition("()")[0] for one in told if "needs all of the vocabulary" in str(one.message)
-    ]
+    gathered = [str(one.message).partition("()")[0] for one in told if "needs all of the vocabulary" in str(one.message)]
     assert gathered == (["clamp", "topk"] if dist.get_rank() == 0 else [])
     assert (logits == whole).all()
     held = torch.empty(2, 5, dtype=torch.long)
@@ -361,9 +356,7 @@ def changed_in_place() -> None:
                 for one, other in zip(wanted, got, strict=True):
                     assert torch.allclose(one, other + 0.0), (name, chunk, learns)
                 if learns:
-                    loss = [
-                        sum(x.masked_fill(x == -float("inf"), 0).square().sum() for x in some) for some in (wanted, got)
-                    ]
+                    loss = [sum(x.masked_fill(x == -float("inf"), 0).square().sum() for x in some) for some in (wanted, got)]
                     (grad,) = torch.autograd.grad(loss[0], plain)
                     (mine,) = torch.autograd.grad(loss[1], local)
                     if chunk is not None:  # each rank has a term of the gradient of the head's input
@@ -396,9 +389,7 @@ def kept() -> None:
     x, head = torch.randn(64, 8, dtype=torch.bfloat16), torch.nn.Parameter(torch.randn(6, 8, dtype=torch.bfloat16))
     x.requires_grad_()
     target = torch.randint(VOCAB, (64,))
-    small = 64 * (
-        8 + 8 + 1 + 4 + 4 + 4
-    )  # the target's column, whether it counts and is here, the largest, the sum, the loss
+    small = 64 * (8 + 8 + 1 + 4 + 4 + 4)  # the target's column, whether it counts and is here, the largest, the sum, the loss
     for make_logits, wanted in (
         (lambda: ShardedLogits.wrap(F.linear(x, head), where()), 64 * 6 * 2),
         (lambda: ShardedLogits.product(x, head, None, 7, where()), 0),
@@ -465,9 +456,7 @@ def looked_at() -> None:
         assert kept
     with torch.inference_mode():  # Lightning's evaluation, but over gloo
         target = torch.zeros(TOKENS, dtype=torch.long)
-        assert torch.allclose(
-            F.cross_entropy(not_made(whole, 3)[0].float(), target), F.cross_entropy(whole.float(), target)
-        )
+        assert torch.allclose(F.cross_entropy(not_made(whole, 3)[0].float(), target), F.cross_entropy(whole.float(), target))
     teacher, student = logits.detach(), whole.clone().requires_grad_()
     with torch.inference_mode():
         teacher.argmax(-1)
@@ -533,8 +522,8 @@ def all_that_people_do() -> None:
 @sees(
     "padding of the vocabulary not cut off",
     "ShardedLogits.whole",
-    "local.ndim - 1, self._of.group, self._of.shard.length\n",
-    "local.ndim - 1, self._of.group\n",
+    "local.ndim - 1, self._of.group, self._of.shard.length)",
+    "local.ndim - 1, self._of.group)",
 )
 @sees(
     "logits made of weights that have changed",

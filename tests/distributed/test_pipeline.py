@@ -101,9 +101,7 @@ def groups_of(tp: int = 1) -> ParallelGroups:
     return ParallelGroups(topology, dist.get_rank(), pp_channels=4)
 
 
-def stage_of(
-    module: L.LightningModule, example: Any, groups: ParallelGroups | None = None, *, sp: bool = True
-) -> Stage:
+def stage_of(module: L.LightningModule, example: Any, groups: ParallelGroups | None = None, *, sp: bool = True) -> Stage:
     """This rank's stage, of a model that is sharded over tp too where the groups have several such ranks."""
     given = Example("the first batch", "training_step", (example, 0), {})
     plan = infer_blocks(module, given)
@@ -171,9 +169,7 @@ def begin_to_read() -> None:
     stage.settle()
 
 
-@sees(
-    "pp: nobody looks at what a stage reads", "HeldParameters.check_graph", "if not self.holds(name)}", "if not name}"
-)
+@sees("pp: nobody looks at what a stage reads", "HeldParameters.check_graph", "if not self.holds(name)}", "if not name}")
 def test_a_stage_that_begins_to_read_what_it_does_not_hold_is_told():
     with pytest.raises(RankFailedError, match=r"stage 1 of 2 reads embed\.weight, which is on stage 0"):
         run_distributed(begin_to_read, 2)

@@ -52,9 +52,7 @@ def verdicts(cases: list[tuple[str, Rules]]) -> list[str]:
     out = []
     for kind, rules in cases:
         plan = ShardingPlan.from_rules(rules)
-        out.append(
-            "; ".join(self_check(zoo.Zoo(kind), [plan], ParallelConfig(), groups_of(2), example(), device=CPU).wrong)
-        )
+        out.append("; ".join(self_check(zoo.Zoo(kind), [plan], ParallelConfig(), groups_of(2), example(), device=CPU).wrong))
     return out
 
 
@@ -200,14 +198,10 @@ def test_what_blocks_do_in_evaluation_alone_is_seen():
     found, other = run_distributed(evaluated, 2)
     assert found == other
     (said, *_), why = found["mixes"]
-    assert re.search(
-        r"in evaluation \(training_step with the test's batch\).* wrong output is that of net\.h\.0 ", said
-    )
+    assert re.search(r"in evaluation \(training_step with the test's batch\).* wrong output is that of net\.h\.0 ", said)
     assert not why
     ((said,), _) = found["asked"]
-    assert re.search(
-        r"in evaluation \(validation_step with the other batch\).*'loss' differs.* is that of net\.h\.0 ", said
-    )
+    assert re.search(r"in evaluation \(validation_step with the other batch\).*'loss' differs.* is that of net\.h\.0 ", said)
     wrong, why = found["raises"]
     assert not wrong
     assert "RuntimeError: it knows no evaluation" in why
@@ -277,9 +271,7 @@ def fit_zoo(kind: str, plan: Any) -> list[float]:
 
 @sees("a plan that was wrong in all that was tried is called right", "Prover._is_right", "return False", "return True")
 def test_a_wrong_plan_is_refused_with_what_was_tried():
-    with pytest.raises(
-        RankFailedError, match=r"(?s)self_check: with the plan.* Tried: sp=False. None of that is right"
-    ):
+    with pytest.raises(RankFailedError, match=r"(?s)self_check: with the plan.* Tried: sp=False. None of that is right"):
         run("einsum", {"base": "none", "rules": without("set")(rules_of("einsum"))})
 
 
@@ -383,8 +375,7 @@ def verdicts_of_kinds(narrowed: list[tuple[str, str]]) -> list[str]:
     before, stream = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     for style, blocks in narrowed:
         changed = [
-            {**rule, "pattern": rule["pattern"].replace("*", blocks)} if rule["style"] == style else rule
-            for rule in rules
+            {**rule, "pattern": rule["pattern"].replace("*", blocks)} if rule["style"] == style else rule for rule in rules
         ]
         assert changed != rules or blocks == "*"
         plan = ShardingPlan.from_rules(changed)
@@ -501,9 +492,7 @@ def check_with_ranks_that_fail(failing: list[int], patience: float) -> list[str]
 def test_a_replica_that_fails_alone_does_not_meet_the_others_in_another_collective():
     with pytest.raises(RankFailedError) as caught:
         run_distributed(check_with_ranks_that_fail, 4, [0, 1], 2.0)
-    said = (
-        r"--- rank [01]: FailedAloneError: self_check: .* RuntimeError: of some ranks .* other ranks \(.*2, 3\) go on"
-    )
+    said = r"--- rank [01]: FailedAloneError: self_check: .* RuntimeError: of some ranks .* other ranks \(.*2, 3\) go on"
     assert re.search(said, str(caught.value))  # the first of them to give up ends the run
 
 
@@ -518,9 +507,7 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
         run_distributed(check_with_ranks_that_fail, 2, [1], 2.0)
     at = r"\(test_selfcheck\.py, line \d+: .*\)"
     said = rf"rank 1, which raised RuntimeError: of some ranks {at}, while other ranks \(0\) go on and wait for it"
-    assert re.search(
-        rf"--- rank 1: FailedAloneError: self_check: the sharded model does not run on {said}", str(caught.value)
-    )
+    assert re.search(rf"--- rank 1: FailedAloneError: self_check: the sharded model does not run on {said}", str(caught.value))
 
 
 def test_ranks_that_all_fail_say_so_together():

@@ -226,9 +226,7 @@ def test_without_tp_the_repeated_blocks_are_compiled():
     (trace, undone), _ = run_distributed(without_tp, 2, 2)
     compare(fit("GPT", {}, steps=2), trace).raise_if_failed()
     assert undone
-    with pytest.raises(
-        RankFailedError, match=r"ValueError: compile=True with tp=1: .* no list of repeated blocks was found"
-    ):
+    with pytest.raises(RankFailedError, match=r"ValueError: compile=True with tp=1: .* no list of repeated blocks was found"):
         run_distributed(without_blocks, 1)
 
 

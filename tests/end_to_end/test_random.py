@@ -80,9 +80,7 @@ def test_masks_are_shared_or_independent_as_the_activation_is(sp):
         else:
             assert abs(phi(mine, other)) < 5, name
             # Nor is a rank's mask that of another step or another block.
-            assert (
-                abs(phi(torch.cat([m.flatten() for m in masks[1:]]), torch.cat([m.flatten() for m in masks[:-1]]))) < 5
-            )
+            assert abs(phi(torch.cat([m.flatten() for m in masks[1:]]), torch.cat([m.flatten() for m in masks[:-1]]))) < 5
     attn = [torch.cat([m.flatten() for m in one["masks"][f"blocks.{i}.attn.probs"]]) for i in (0, 1)]
     assert abs(phi(*attn)) < 5
 
@@ -308,11 +306,7 @@ def fit_stray(where: str, sp: bool, *, length: int = 16, tp: int = 2) -> tuple[s
 @pytest.mark.parametrize(
     ("where", "sp", "shape"),
     [
-        *(
-            (where, sp, [1 if where == "pairs" else 8, 1, 16, 16])
-            for where in ("shared", "pairs")
-            for sp in (True, False)
-        ),
+        *((where, sp, [1 if where == "pairs" else 8, 1, 16, 16]) for where in ("shared", "pairs") for sp in (True, False)),
         *(("functional", sp, [8, 16, 16]) for sp in (True, False)),
         *(("sample", sp, [8, 1, 1]) for sp in (True, False)),
     ],

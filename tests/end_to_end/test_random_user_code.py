@@ -87,9 +87,7 @@ class DrawingAttention(Drawing):
 
     def _columns(self, x: Tensor) -> tuple[Tensor, ...]:
         b, s, _ = x.shape
-        return tuple(
-            t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.scaled(self.qkv(x), "columns").chunk(3, -1)
-        )
+        return tuple(t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.scaled(self.qkv(x), "columns").chunk(3, -1))
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         weights = self.scaled((q @ k.transpose(-1, -2)).softmax(-1), "heads")

@@ -138,9 +138,7 @@ def test_shared_parts_are_summed_once_and_count_once(world, tp, kind):
     """Accumulation, clipping by a norm that must count a shared kv head once, several steps."""
     kwargs: dict[str, Any] = {"steps": 3, "clip": 0.05, "accumulate": 2}
     reference = fit("Zoo", {"kind": kind, "optimizer": "sgd"}, **kwargs)
-    got = run_distributed(
-        fit, world, "Zoo", {"kind": kind, "optimizer": "sgd"}, world=world, strategy={"tp": tp}, **kwargs
-    )
+    got = run_distributed(fit, world, "Zoo", {"kind": kind, "optimizer": "sgd"}, world=world, strategy={"tp": tp}, **kwargs)
     compare(reference, got[0]).raise_if_failed()
 
 

@@ -268,9 +268,7 @@ def use_by_batch(alone: bool, fields: dict[str, Any]) -> list[Trace]:
     "        if not any(is_split(p.parameter) for p in self._partials):\n",
     case="ddp",
 )
-@pytest.mark.parametrize(
-    "fields", [{"ddp": {"find_unused_parameters": True}}, {"data_parallel": "fsdp"}], ids=["ddp", "fsdp"]
-)
+@pytest.mark.parametrize("fields", [{"ddp": {"find_unused_parameters": True}}, {"data_parallel": "fsdp"}], ids=["ddp", "fsdp"])
 def test_a_norm_that_one_replica_uses(fields):
     expected = use_by_batch(True, {})
     for found in run_distributed(use_by_batch, 4, False, fields):

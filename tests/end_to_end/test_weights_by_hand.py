@@ -198,10 +198,7 @@ class Elementwise(ByHand):
             p.grad = p.grad + 0.0 * torch.zeros_like(p)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if (
-            any(torch.isnan(p.grad).any() for p in self.parameters())
-            or not torch.isfinite(self.model.head.weight).all()
-        ):
+        if any(torch.isnan(p.grad).any() for p in self.parameters()) or not torch.isfinite(self.model.head.weight).all():
             optimizer.zero_grad()
 
     @torch.no_grad()

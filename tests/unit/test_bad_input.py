@@ -204,7 +204,5 @@ def test_what_is_no_config_at_all():
 def test_a_sparse_buffer_is_refused():
     refuse_sparse(torch.eye(3))
     for sparse in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
-        with pytest.raises(
-            ValueError, match=r"layout torch\.sparse_\w+ can't be sent to the other ranks; register it dense"
-        ):
+        with pytest.raises(ValueError, match=r"layout torch\.sparse_\w+ can't be sent to the other ranks; register it dense"):
             refuse_sparse(sparse)

@@ -106,17 +106,13 @@ def test_a_layout_of_its_own_is_refused_where_parameters_are_sharded():
     groups = ParallelGroups.fake(ProcessTopology(["dp", "tp"], [1, 2]), 0)
     layer = nn.Linear(2, 2)
     layout = ModelLayout(layer, {})
-    optimizer: Any = SimpleNamespace(
-        param_groups=[{"params": [layer.weight]}], state_dict=lambda: {"slow": [torch.ones(2)]}
-    )
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": [layer.weight]}], state_dict=lambda: {"slow": [torch.ones(2)]})
     for ask in (
         lambda: full_optimizer_state(optimizer, layout, groups, torch.device("cpu")),
         lambda: optimizer_parts(optimizer, layout, groups),
         lambda: load_full_optimizer_state(optimizer, {"slow": []}, layout, groups),
     ):
-        with pytest.raises(
-            ValueError, match=r"its state dict holds slow in a layout of its own.*use the optimizer with tp=1"
-        ):
+        with pytest.raises(ValueError, match=r"its state dict holds slow in a layout of its own.*use the optimizer with tp=1"):
             ask()
 
 

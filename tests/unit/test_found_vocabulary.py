@@ -272,9 +272,7 @@ def test_a_users_rule_decides_about_what_is_tied_too():
         assert "one, other whole: a rule says 'whole'" in choice.lines[-1]
         explicit = found(Net(**tied()), {"rules": [{"pattern": pattern, "style": "vocab"}]})
         assert sorted(names(explicit)) == ["one", "other"]
-    assert names(found(models.GPT(tied=False), {"rules": [{"pattern": "model.head", "style": "whole"}]})) == [
-        "model.tokens"
-    ]
+    assert names(found(models.GPT(tied=False), {"rules": [{"pattern": "model.head", "style": "whole"}]})) == ["model.tokens"]
 
 
 def test_the_users_rules_stand_last():

@@ -264,9 +264,7 @@ def test_the_rules_that_are_found(kind):
     for rule in SAYS.get(kind, ()):
         assert f"- {rule}\n" in text
     points = {rule.pattern for rule in plan.rules if rule.style in ("gather", "copy")}
-    assert not [
-        (a, b) for a in points for b in points if b.startswith(f"{a}.")
-    ]  # what is whole is not made whole again
+    assert not [(a, b) for a in points for b in points if b.startswith(f"{a}.")]  # what is whole is not made whole again
     assert ("style: whole" in text) == (kind in ("re_attention", "bent_row", "parametrized"))
 
 
@@ -557,7 +555,9 @@ def test_an_error_without_a_message_is_told_with_its_place_and_the_other_blocks_
     )
     found = infer_plan(model, IDS, 2)
     assert [rule.pattern for rule in found.plan.rules if rule.style == "blocks"] == ["second.blocks.*"]
-    said = r"first.blocks.0: planning it was tried, which raised StopIteration: (it has no message) (test_kinds_of_code.py, line"
+    said = (
+        r"first.blocks.0: planning it was tried, which raised StopIteration: (it has no message) (test_kinds_of_code.py, line"
+    )
     assert said in found.reasons[0]
 
 
@@ -594,9 +594,7 @@ def test_a_model_of_parametrized_linears_is_told_so():
     for block in model.h:
         for linear in (block.mlp.fc1, block.mlp.fc2):
             nn.utils.parametrizations.spectral_norm(linear)
-    with pytest.raises(
-        CantInferError, match=r"(?s)h.0.mlp.fc2: its weight is parametrized.*nothing of the block is left"
-    ):
+    with pytest.raises(CantInferError, match=r"(?s)h.0.mlp.fc2: its weight is parametrized.*nothing of the block is left"):
         infer_plan(model, IDS, 2)
 
 

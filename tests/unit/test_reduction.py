@@ -235,9 +235,7 @@ class Told(Tower):
     "        form = setting_key((args, kwargs), 5)\n",
     "        form = None\n",
 )
-@sees(
-    "parts of a block that is computed are skipped", "Repeats._find", "if id(module) not in inner and len(", "if len("
-)
+@sees("parts of a block that is computed are skipped", "Repeats._find", "if id(module) not in inner and len(", "if len(")
 @sees(
     "what stands between blocks gets no gradient in the self-check",
     "_passed_through",

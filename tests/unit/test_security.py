@@ -88,18 +88,14 @@ def test_every_load_of_a_file_keeps_to_weights_or_is_told_to_trust():
             continue  # of torch.distributed.checkpoint: tensors, whose names are looked up in the index
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
         says = given.get("weights_only")
-        opted = (says == "not trust" and "trust" in parameters) or (
-            says == "weights_only" and "weights_only" in parameters
-        )
+        opted = (says == "not trust" and "trust" in parameters) or (says == "weights_only" and "weights_only" in parameters)
         assert says == "True" or opted, f"{place}: {ast.unparse(node)}"
 
 
 def test_what_is_unpickled_is_from_this_run():
     found = {place for _, place, _ in calls("pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.loads")}
     readers = [one for source in SOURCES for one in source.classes]
-    found |= {
-        (path, one.name) for one, path in readers if any(ast.unparse(base).endswith("Unpickler") for base in one.bases)
-    }
+    found |= {(path, one.name) for one, path in readers if any(ast.unparse(base).endswith("Unpickler") for base in one.bases)}
     assert found == UNPICKLES.keys()
 
 

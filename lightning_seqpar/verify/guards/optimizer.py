@@ -194,9 +194,7 @@ def _copied(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) 
     memo: dict[int, Any] = {id(one.state): defaultdict(dict) for one in held}
     for one in held:
         memo |= {id(value): OrderedDict() for key, value in vars(one).items() if key.endswith("_hooks")}
-    groups = [
-        {**_rates(group), "params": [*own]} for group, own in zip(optimizer.param_groups, parameters, strict=True)
-    ]
+    groups = [{**_rates(group), "params": [*own]} for group, own in zip(optimizer.param_groups, parameters, strict=True)]
     memo |= {id(one.param_groups): groups for one in held}
     made: Optimizer = object.__new__(type(optimizer))
     vars(made).update({key: copy.deepcopy(value, memo) for key, value in vars(optimizer).items() if key != "step"})
