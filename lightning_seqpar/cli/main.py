@@ -7,7 +7,6 @@ that one alone: Lightning takes seconds.
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import os
@@ -34,13 +33,6 @@ OWN = {
     "schema": "print the JSON schema of ParallelConfig, for editors",
 }
 """Subcommands beside Lightning's; they work without the extra ``cli``."""
-_RUN = {
-    "plan": ("plan", "print_plan"),
-    "verify": ("verify", "print_verification"),
-    "inspect": ("checkpoints", "print_contents"),
-    "convert": ("checkpoints", "convert"),
-}
-"""In which module of the command line is what runs them."""
 
 
 def _program() -> str:
@@ -104,8 +96,15 @@ def _run(args: Sequence[str] | None) -> None:
     if name not in OWN:
         _train(given, args)
         return
-    module, run = _RUN[name]
-    getattr(importlib.import_module(f"lightning_seqpar.cli.{module}"), run)(options)
+    if name == "plan":
+        from lightning_seqpar.cli.plan import print_plan as run
+    elif name == "verify":
+        from lightning_seqpar.cli.verify import print_verification as run
+    elif name == "inspect":
+        from lightning_seqpar.cli.checkpoints import print_contents as run
+    else:
+        from lightning_seqpar.cli.checkpoints import convert as run
+    run(options)
 
 
 def _train(given: Sequence[str], args: Sequence[str] | None) -> None:

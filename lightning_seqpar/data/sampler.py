@@ -217,21 +217,30 @@ def inject_sampler(
         vars(divided)["batch_sampler"] = _IndexBatchSamplerWrapper(sampler) if indexed else sampler
     if batches_done is not None:
         each = batches.batch_size if batches is not None and of_samples else 1
-        # The two methods by which Lightning asks a loader where it is.
-        vars(divided).update(
-            state_dict=partial(_state_dict, replicas, batches_done, each),
-            load_state_dict=partial(_load_state_dict, replicas),
-        )
+        at = _Place(replicas, lambda: batches_done() * each)
+        vars(divided).update(state_dict=at.state_dict, load_state_dict=at.load_state_dict)
     return divided
 
 
-def _state_dict(sampler: ReplicaSampler, batches_done: Callable[[], int], each: int) -> dict[str, Any]:
-    return {PLACE: sampler.place_in_epoch(batches_done() * each)}
+class _Place:
+    """The two methods by which Lightning asks a loader where it is; what is pickled of it, with a Trainer, knows no place."""
 
+    def __init__(self, sampler: ReplicaSampler | None, items_done: Callable[[], int] | None) -> None:
+        self._sampler, self._items_done = sampler, items_done
 
-def _load_state_dict(sampler: ReplicaSampler, state: Mapping[str, Any]) -> None:
-    if state[PLACE]:
-        sampler.resume(state[PLACE])
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_sampler": None, "_items_done": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where the loader is."""
+        if self._sampler is None or self._items_done is None:
+            return {PLACE: {}}
+        return {PLACE: self._sampler.place_in_epoch(self._items_done())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the place in the epoch."""
+        if self._sampler is not None and state[PLACE]:
+            self._sampler.resume(state[PLACE])
 
 
 def check_users_sampler(sampler: DistributedSampler[Any], groups: ParallelGroups) -> None:

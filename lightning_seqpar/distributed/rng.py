@@ -360,11 +360,16 @@ class StageStreams:
         np.random.seed(list(np.frombuffer(digest, dtype=np.uint32)))
 
 
-_APART, _STAGE, _BETWEEN, _BEHIND_STAGES = (kind << 16 for kind in (1, 2, 3, 4))
-"""Added to a place, and above any: kinds of streams that are seeded from one state, beside those of :class:`RankStreams`."""
+_APART = 1 << 16
+"""Added to a place, and above any, as the next three are: kinds of streams that are seeded from one state."""
+_STAGE = 2 << 16
+_BETWEEN = 3 << 16
+_BEHIND_STAGES = 4 << 16
 
-_MARK, _APART_MARK = 0xFFFFF << 40, 0xA9A47 << 40
-"""Bits of a seed that a CPU's generator does not use, and what they are in draws of :func:`drawn_apart`."""
+_MARK = 0xFFFFF << 40
+"""Bits of a seed that a CPU's generator does not use ..."""
+_APART_MARK = 0xA9A47 << 40
+"""... and what they are in draws of :func:`drawn_apart`."""
 
 
 DRAWS = (

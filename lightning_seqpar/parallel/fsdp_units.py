@@ -35,7 +35,7 @@ def fully_shard_options(given: Mapping[str, Any]) -> dict[str, Any]:
             )
     units = given.get("units")
     if units is not None and (not isinstance(units, list | tuple) or not all(isinstance(each, str) for each in units)):
-        raise ValueError(f"fsdp={{'units': {units!r}}}: give a list of patterns, such as ['model.layers.*'], or an empty one")
+        raise ValueError(f"fsdp={{'units': {units!r}}}: give a list of patterns, such as ['model.layers.*'], or an empty list")
     out: dict[str, Any] = {}
     if (reshard := given.get("reshard_after_forward")) is not None:
         use = "true (blocks are gathered once more in the backward) or false (they stay gathered)"

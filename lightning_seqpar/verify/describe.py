@@ -312,8 +312,7 @@ class _Describer:
             plans,
             ParallelGroups.silent(self.topology),
             sp=config.sp,
-            # Compiled blocks keep what eager ones keep that gather and make nothing again.
-            regather=False if config.compile else config.regather,
+            regather=config.regather,
             loss_chunk=config.loss_chunk,
             recompute=config.recompute,
             tiles=self._tiles,

@@ -176,9 +176,9 @@ def test_a_stage_that_begins_to_read_what_it_does_not_hold_is_told():
 
 
 def drop_over_tp(sp: bool) -> tuple[int, dict[str, list[Tensor]], Tensor]:
-    torch.manual_seed(5)
     groups = groups_of(2)
     module = dropping.Dropping(depth=2)
+    torch.manual_seed(5)  # with which masks of four flags are not equal by chance
     data = [torch.randint(31, (4, 12), generator=torch.Generator().manual_seed(1))]
     stage, record = stage_of(module, data, groups, sp=sp), record_of(module)
     assert record is not None
