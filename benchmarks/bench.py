@@ -69,15 +69,11 @@ SHAPES = {
         ways=(*WAYS, ALONE),
         kept=(2, 4),
     ),
-    "512-32k": Shape(
-        "dim 512, 32,000 words, 4 × 128 tokens", {"dim": 512, "vocab": 32_000, "length": 128}, steps=8, rounds=2
-    ),
+    "512-32k": Shape("dim 512, 32,000 words, 4 × 128 tokens", {"dim": 512, "vocab": 32_000, "length": 128}, steps=8, rounds=2),
     "1024-32k": Shape(
         "dim 1024, 32,000 words, 4 × 128 tokens", {"dim": 1024, "vocab": 32_000, "length": 128}, steps=6, rounds=2
     ),
-    "gpt2": Shape(
-        "GPT-2 124 M, 1 × 128 tokens", {"model": "GPT-2 124 M", "length": 128, "batch": 1}, steps=8, rounds=2
-    ),
+    "gpt2": Shape("GPT-2 124 M, 1 × 128 tokens", {"model": "GPT-2 124 M", "length": 128, "batch": 1}, steps=8, rounds=2),
     "llama": Shape(
         "llama 0.55 B, 128,256 words, 1 × 128 tokens",
         {"model": "llama 0.55 B, 128k words", "length": 128, "batch": 1},

@@ -65,9 +65,7 @@ KINDS = {
         {"attn": ({"qkv": 3}, "proj"), "mlp": ({"up": 1}, "down")},
         "byte_gpt",
     ),
-    "llama-like": Kind(
-        _llama_like, "layers", {"attn": ({"q": 1, "k": 1, "v": 1}, "o"), "mlp": ({"gate": 1, "up": 1}, "down")}
-    ),
+    "llama-like": Kind(_llama_like, "layers", {"attn": ({"q": 1, "k": 1, "v": 1}, "o"), "mlp": ({"gate": 1, "up": 1}, "down")}),
 }
 
 
@@ -135,7 +133,7 @@ class Runner:
     def _begin(self) -> None:
         """What the strategy does in front of a step, and not for each block."""
         if self._record is not None:
-            self._record.reset_calls(draws=False)
+            self._record.reset_calls(draws=())
 
     def time(self, steps: int) -> tuple[float, float]:
         """Seconds of a forward and of a backward, each the median of so many steps."""
@@ -225,9 +223,7 @@ def main(args: Sequence[str] | None = None) -> None:
     models: dict[str, Any] = {}
     for name, kind in KINDS.items():
         rows = measure(kind, size, given.rounds, given.steps)
-        models[name] = {
-            way: {"us": row.us, "of_minimal": row.of_minimal, **row.counts._asdict()} for way, row in rows.items()
-        }
+        models[name] = {way: {"us": row.us, "of_minimal": row.of_minimal, **row.counts._asdict()} for way, row in rows.items()}
         if not given.json:
             print(f"\n{name}\n\n{table(rows)}", flush=True)
     if given.json:

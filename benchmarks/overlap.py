@@ -120,10 +120,7 @@ def counted() -> dict[str, dict[str, list[float]]]:
 def steps(rounds: int = 3) -> dict[str, Any]:
     """Each case by that clock, and by the wall."""
     wall = latency.WallClock()
-    return {
-        name: {"counted": one, "wall": measure(512, 512, rounds, wall, **CASES[name])}
-        for name, one in counted().items()
-    }
+    return {name: {"counted": one, "wall": measure(512, 512, rounds, wall, **CASES[name])} for name, one in counted().items()}
 
 
 def trace() -> dict[str, Any]:

@@ -126,9 +126,7 @@ def _steps(found: dict[str, Any], out: Path) -> list[str]:
 
 
 def _host(found: dict[str, list[float]], out: Path) -> list[str]:
-    _bars(
-        out / "host.png", {"tp 2, 16 tokens, dim 128": {w: statistics.median(t) for w, t in found.items()}}, "host ms"
-    )
+    _bars(out / "host.png", {"tp 2, 16 tokens, dim 128": {w: statistics.median(t) for w, t in found.items()}}, "host ms")
     return [
         "## Host time",
         "",
@@ -155,9 +153,7 @@ def _overlap(found: dict[str, Any], out: Path) -> list[str]:
         "Where a collective takes as long as a product does on average; steps, of the serial one's:",
         "",
     ]
-    lines += _head(
-        "case", "no latency, counted", "overlapped, counted", "no latency, wall", "overlapped, wall", "min–max"
-    )
+    lines += _head("case", "no latency, counted", "overlapped, counted", "no latency, wall", "overlapped, wall", "min–max")
     for name, one in found["steps"].items():
         shares = {
             (how, what): [a / b for a, b in zip(one[how][what], one[how]["serial"], strict=True)]
@@ -289,9 +285,7 @@ def _length(found: dict[str, Any], out: Path) -> list[str]:
         for way, tp in keys:
             points = sorted((int(at), peak / MIB) for at, peak in peaks[f"{way}/{tp}/{how}"].items())
             style = ":" if way == "ddp" else "--" if tp == "4" else "-"  # DDP lies on the whole model's line
-            panel.plot(
-                *zip(*points, strict=True), style, marker="o", markersize=3, color=_color(way), label=f"{way}, tp {tp}"
-            )
+            panel.plot(*zip(*points, strict=True), style, marker="o", markersize=3, color=_color(way), label=f"{way}, tp {tp}")
         panel.axhline(budget / MIB, color="#b00020", linewidth=1)
         panel.set(xscale="log", xlabel="positions", title={"kept": "kept", "recompute": "recomputed by the model"}[how])
         panel.set_xscale("log", base=2)
@@ -365,15 +359,11 @@ def _pipeline(found: dict[str, Any], out: Path) -> list[str]:
         panel.spines[["top", "right"]].set_visible(False)
     panels[-1].set(xlabel="s")
     shown = {label: handle for handle, label in zip(*panels[-1].get_legend_handles_labels(), strict=True)}
-    panels[0].legend(
-        shown.values(), shown, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4
-    )
+    panels[0].legend(shown.values(), shown, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4)
     figure.tight_layout()
     figure.savefig(out / "pipeline.png", dpi=120)
     plt.close(figure)
-    below = (
-        "Steps of eight micro-batches over four stages, by number: of one chunk each above, of two chunks each below."
-    )
+    below = "Steps of eight micro-batches over four stages, by number: of one chunk each above, of two chunks each below."
     return [*lines, "", below, "", "![pipeline](pipeline.png)"]
 
 

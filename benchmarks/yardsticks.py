@@ -184,9 +184,7 @@ def cut(tensor: Tensor, dim: int, group: ProcessGroup, fused: int = 1) -> nn.Par
     return nn.Parameter(pieces[group.rank()].flatten(dim, dim + 1).clone())
 
 
-def by_hand(
-    model: nn.Module, blocks: nn.ModuleList, groups: Groups, group: ProcessGroup, *, one_function: bool
-) -> None:
+def by_hand(model: nn.Module, blocks: nn.ModuleList, groups: Groups, group: ProcessGroup, *, one_function: bool) -> None:
     """Cut the linears of the blocks and put the exchange around them, in place."""
     for block in blocks:
         for name, (columns, row) in groups.items():

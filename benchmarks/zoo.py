@@ -253,9 +253,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         lines += ["", "## Refusals, with their sentence", ""]
         for name, result in refused.items():
             sentence, _, rules = " ".join(result.get("sentence", "").split()).partition(" The rules were:")
-            sentence = re.sub(
-                r" Rules of yours are kept, .*?\(docs/your_model\.md\)", "", sentence
-            )  # the same in all of them
+            sentence = re.sub(r" Rules of yours are kept, .*?\(docs/your_model\.md\)", "", sentence)  # the same in all of them
             sentence += " (the rules follow)" if rules else ""
             lines.append(f"- **{name}** ({result.get('type', result['outcome'])}): {sentence}")
     lines += ["", "Versions: " + ", ".join(packages(list(found))) + ".", ""]

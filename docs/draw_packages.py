@@ -24,7 +24,7 @@ GROUPS = {
     "layers, and what they stand on": ("#d9efdc", ["distributed", "layout", "context", "region", "nn"]),
     "a plan, and carrying it out": ("#fbeccb", ["styles", "plan", "pipeline", "parallel"]),
     "before and around training": ("#f6dcd6", ["data", "inference", "init", "checkpoint", "verify"]),
-    "what users touch": ("#e6def2", ["strategy", "trial", "public", "cli"]),
+    "what users touch": ("#e6def2", ["strategy", "public", "cli"]),
 }
 """In import order: each imports from itself and from those before it. A package that does not exist is left out."""
 SHIMS = {"__init__", "__main__", "collectives", "measure", "parity", "testing"}
@@ -48,9 +48,7 @@ def imported(name: str) -> Counter[str]:
     """How many of a package's files import each other package."""
     found: Counter[str] = Counter()
     for path in sources(name):
-        modules = [
-            node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
-        ]
+        modules = [node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
         found.update({module.split(".")[1] for module in modules if module.startswith("lightning_seqpar.")} - {name})
     return found
 

@@ -37,8 +37,7 @@ def measured(facts: list[dict[str, Any]]) -> bool:
 def table(names: list[str], traces: list[Trace], facts: list[dict[str, Any]], report: ParityReport) -> str:
     steps = len(traces[0].losses)
     rows: list[tuple[str, list[str]]] = [
-        (f"loss at step {at + 1}", [f"{trace.losses[at]:.10f}" for trace in traces])
-        for at in (0, steps // 2, steps - 1)
+        (f"loss at step {at + 1}", [f"{trace.losses[at]:.10f}" for trace in traces]) for at in (0, steps // 2, steps - 1)
     ]
     rows.append(("parameters per rank", [f"{fact['parameters']:,}" for fact in facts]))
     if measured(facts):

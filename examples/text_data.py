@@ -53,9 +53,7 @@ class ByteData(L.LightningDataModule):
         batch_size: windows in a batch of one replica.
     """
 
-    def __init__(
-        self, path: str | None = None, limit: int = 4_000_000, context: int = 128, batch_size: int = 8
-    ) -> None:
+    def __init__(self, path: str | None = None, limit: int = 4_000_000, context: int = 128, batch_size: int = 8) -> None:
         super().__init__()
         self.path, self.limit, self.context, self.batch_size = path, limit, context, batch_size
 

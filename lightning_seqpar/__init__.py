@@ -32,9 +32,7 @@ __all__ = [
 
 def _is_command() -> bool:
     """Whether this process runs the command ``seqpar``: some of its subcommands need nothing of what takes seconds to load."""
-    return Path(sys.argv[0]).name in ("seqpar", "seqpar.exe") or (
-        sys.argv[0] == "-m" and "lightning_seqpar" in sys.orig_argv
-    )
+    return Path(sys.argv[0]).name in ("seqpar", "seqpar.exe") or (sys.argv[0] == "-m" and "lightning_seqpar" in sys.orig_argv)
 
 
 if TYPE_CHECKING or not _is_command():

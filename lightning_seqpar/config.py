@@ -73,9 +73,7 @@ _SENTENCES = {
 def _sentence(item: Any) -> str:
     """One error of Pydantic's in words."""
     context = item.get("ctx", {})
-    said = (
-        _SENTENCES[item["type"]].format(**context) if item["type"] in _SENTENCES else context.get("error", item["msg"])
-    )
+    said = _SENTENCES[item["type"]].format(**context) if item["type"] in _SENTENCES else context.get("error", item["msg"])
     yaml_made_it = item["type"] == "literal_error" and item["input"] is False
     return f"{said}{' (YAML reads a bare off or no as false; write the word in quotes)' * yaml_made_it}"
 

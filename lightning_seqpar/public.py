@@ -11,8 +11,8 @@ from lightning_seqpar.strategy.monitor import SeqParallelMonitor
 from lightning_seqpar.strategy.strategy import SeqParallelStrategy, grad_norm, summoned
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.trial.verify import Verification, verify_parity
 from lightning_seqpar.verify.describe import Description, describe
+from lightning_seqpar.verify.trial import Verification, verify_parity
 
 SeqParallelStrategy.register_strategies(StrategyRegistry)
 

@@ -127,9 +127,7 @@ def judge(case: Case, accelerator: str, folder: Path) -> tuple[bool, str]:
         if isinstance(found, str):
             return False, f"{which} failed:\n{found}"
     traces = [Trace(**found["trace"]) for found in (alone, ours)]
-    if case.more.get(
-        "precision"
-    ):  # an adaptive optimizer makes of rounding in a gradient that is zero a step as large as any
+    if case.more.get("precision"):  # an adaptive optimizer makes of rounding in a gradient that is zero a step as large as any
         traces = [Trace(losses=trace.losses) for trace in traces]
     report = compare(*traces, case.limit)
     waits = f"the host waits at {', '.join(ours['waits'])}" if ours["waits"] else "no waits"

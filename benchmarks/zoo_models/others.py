@@ -31,9 +31,7 @@ def _() -> Recipe:
     from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
 
     rows = [
-        {"series": str(s), "t": t, "value": float((s + 1) * t % 7), "known": float(t % 3)}
-        for s in range(2)
-        for t in range(24)
+        {"series": str(s), "t": t, "value": float((s + 1) * t % 7), "known": float(t % 3)} for s in range(2) for t in range(24)
     ]
     data = TimeSeriesDataSet(
         pd.DataFrame(rows),
@@ -138,9 +136,7 @@ def _() -> Recipe:
 def _() -> Recipe:
     from monai.networks.nets import SwinUNETR
 
-    net = SwinUNETR(
-        in_channels=1, out_channels=2, feature_size=12, depths=(2, 2, 2, 2), num_heads=(2, 2, 4, 4), spatial_dims=2
-    )
+    net = SwinUNETR(in_channels=1, out_channels=2, feature_size=12, depths=(2, 2, 2, 2), num_heads=(2, 2, 4, 4), spatial_dims=2)
     return Recipe(net, floats(1, 64, 64))
 
 
@@ -148,9 +144,7 @@ def _() -> Recipe:
 def _() -> Recipe:
     from monai.networks.nets import DecoderOnlyTransformer
 
-    net = DecoderOnlyTransformer(
-        num_tokens=64, max_seq_len=16, attn_layers_dim=32, attn_layers_depth=2, attn_layers_heads=4
-    )
+    net = DecoderOnlyTransformer(num_tokens=64, max_seq_len=16, attn_layers_dim=32, attn_layers_depth=2, attn_layers_heads=4)
     return Recipe(net, tokens())
 
 
@@ -199,9 +193,7 @@ def _() -> Recipe:
 def _() -> Recipe:
     from local_attention import LocalTransformer
 
-    net = LocalTransformer(
-        num_tokens=64, dim=32, depth=2, heads=4, dim_head=8, max_seq_len=16, local_attn_window_size=4
-    )
+    net = LocalTransformer(num_tokens=64, dim=32, depth=2, heads=4, dim_head=8, max_seq_len=16, local_attn_window_size=4)
     return Recipe(net, tokens(16))
 
 

@@ -64,9 +64,7 @@ def _() -> Recipe:
 def _() -> Recipe:
     from x_transformers import Encoder, ViTransformerWrapper
 
-    net = ViTransformerWrapper(
-        image_size=32, patch_size=8, num_classes=6, attn_layers=Encoder(dim=32, depth=2, heads=4)
-    )
+    net = ViTransformerWrapper(image_size=32, patch_size=8, num_classes=6, attn_layers=Encoder(dim=32, depth=2, heads=4))
     return Recipe(net, image(32))
 
 
@@ -285,6 +283,4 @@ def _() -> Recipe:
         arch="msa_transformer",
     )
     net = MSATransformer(args, Alphabet.from_architecture("msa_transformer"))
-    return Recipe(
-        net, lambda: {"x": torch.randint(4, 24, (3, 8))}, lambda net, batch: net(batch["x"])["logits"], batch=2
-    )
+    return Recipe(net, lambda: {"x": torch.randint(4, 24, (3, 8))}, lambda net, batch: net(batch["x"])["logits"], batch=2)

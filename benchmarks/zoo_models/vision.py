@@ -166,9 +166,7 @@ def _timm_parts(model: str) -> Recipe:
             num_classes=6,
         ),
         "FocalNet": lambda: focalnet.FocalNet(embed_dim=16, depths=(2, 2), drop_path_rate=0.0, num_classes=6),
-        "LeViT": lambda: levit.Levit(
-            img_size=64, embed_dim=(32, 64), key_dim=8, depth=(2, 2), num_heads=(2, 4), num_classes=6
-        ),
+        "LeViT": lambda: levit.Levit(img_size=64, embed_dim=(32, 64), key_dim=8, depth=(2, 2), num_heads=(2, 4), num_classes=6),
         "CoaT": lambda: coat.CoaT(
             img_size=64,
             patch_size=4,
@@ -190,9 +188,7 @@ def _timm_parts(model: str) -> Recipe:
             num_classes=6,
         ),
     }
-    return Recipe(
-        makers[model](), image(64 if model in ("LeViT", "CoaT", "ConvNeXt", "PoolFormer", "CAFormer") else 32)
-    )
+    return Recipe(makers[model](), image(64 if model in ("LeViT", "CoaT", "ConvNeXt", "PoolFormer", "CAFormer") else 32))
 
 
 for _name in (
@@ -209,9 +205,7 @@ for _name in (
 def _() -> Recipe:
     from torchvision.models.vision_transformer import VisionTransformer
 
-    net = VisionTransformer(
-        image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=6
-    )
+    net = VisionTransformer(image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=6)
     return Recipe(net, image(32))
 
 
@@ -383,16 +377,12 @@ def _() -> Recipe:
         attn_pooler_heads=4,
         output_tokens=True,
     )
-    text = CLIPTextCfg(
-        context_length=12, vocab_size=64, width=32, heads=4, layers=2, embed_cls=True, output_tokens=True
-    )
+    text = CLIPTextCfg(context_length=12, vocab_size=64, width=32, heads=4, layers=2, embed_cls=True, output_tokens=True)
     decoder = {"context_length": 12, "vocab_size": 64, "width": 32, "heads": 4, "layers": 2}
     net = CoCa(embed_dim=32, multimodal_cfg=decoder, text_cfg=text, vision_cfg=vision)
     nn.init.normal_(net.text_decoder.text_projection, std=0.1)  # left as it was allocated
     return Recipe(
         net,
         lambda: {"image": torch.randn(3, 32, 32), "text": torch.randint(1, 64, (11,))},
-        lambda net, batch: {
-            k: v for k, v in net(batch["image"], batch["text"]).items() if k in ("image_features", "logits")
-        },
+        lambda net, batch: {k: v for k, v in net(batch["image"], batch["text"]).items() if k in ("image_features", "logits")},
     )

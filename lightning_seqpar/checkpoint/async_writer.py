@@ -11,10 +11,9 @@ from lightning_seqpar.checkpoint.atomic_files import SaveError
 
 
 class Background:
-    """A thread that writes one checkpoint (``path``) at a time, and then does what must wait until that is complete.
+    """A thread that writes one checkpoint at a time, and then does what must wait until that is complete.
 
-    Writing is collective, over a process group that nothing else uses. So every rank must make the same calls of this object
-    in the same order.
+    Writing is collective, over a group that nothing else uses: every rank must make the same calls of it in the same order.
     """
 
     def __init__(self) -> None:
@@ -38,7 +37,7 @@ class Background:
 
     def wait(self) -> None:
         """Waits until the checkpoint is written and all that came after it is done; raises SaveError on every rank if it failed."""
-        under_way = [*([self._saving] if self._saving else []), *self._waiting]
+        under_way = [*filter(None, [self._saving]), *self._waiting]
         self._saving, self._waiting = None, []
         for future in under_way:
             future.result()
@@ -55,7 +54,5 @@ def _write_or_warn(write: Callable[[], None]) -> None:
     try:
         write()
     except SaveError as error:
-        rank_zero_warn(
-            f"lightning_seqpar: {error}; the run ends where its next checkpoint would be written, or at its end"
-        )
+        rank_zero_warn(f"lightning_seqpar: {error}; the run ends where its next checkpoint would be written, or at its end")
         raise

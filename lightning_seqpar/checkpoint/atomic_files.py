@@ -90,13 +90,13 @@ def on_every_rank(work: Callable[[], T], group: ProcessGroup, what: str) -> T:
         result = work()
     except Exception as error:  # the other ranks must hear of it before this one raises
         failed = error
-    errors: list[str | None] = [None] * dist.get_world_size(group)
+    errors: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(errors, None if failed is None else describe_error(failed), group=group)
     if failed is not None:
         raise failed
-    for rank, error_of_rank in enumerate(errors):
+    for rank, error_of_rank in zip(dist.get_process_group_ranks(group), errors, strict=True):
         if error_of_rank is not None:
-            raise ValueError(f"{what}: rank {dist.get_process_group_ranks(group)[rank]}: {error_of_rank}")
+            raise ValueError(f"{what}: rank {rank}: {error_of_rank}")
     return result
 
 
@@ -105,14 +105,14 @@ def describe_error(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    return str(cause) if cause is not None else f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}" if cause is None else str(cause)
 
 
 def missing(path: Path) -> NoCheckpointError:
     """The error for a checkpoint that is not there; it names what an interrupted run may have left beside it."""
-    hint = ""
-    if beside(path, UNFINISHED).exists():
-        hint = f"; {beside(path, UNFINISHED)} is one that was being written when its run ended, so go on from the one before"
-    if beside(path, REPLACED).exists():
-        hint += f"; {beside(path, REPLACED)} is one that was being replaced, or a part of it"
+    hint, unfinished, replaced = "", beside(path, UNFINISHED), beside(path, REPLACED)
+    if unfinished.exists():
+        hint = f"; {unfinished} is one that was being written when its run ended, so go on from the one before"
+    if replaced.exists():
+        hint += f"; {replaced} is one that was being replaced, or a part of it"
     return NoCheckpointError(f"{path}: there is no such checkpoint{hint}")

@@ -23,25 +23,16 @@ Form = Literal["single", "sharded", "safetensors"]
 
 @dataclass
 class Contents:
-    """What a checkpoint holds.
-
-    Attributes:
-        origin: what is known of the run that wrote it, of: version, topology, epoch, global_step.
-        tensors: shape and dtype of each tensor of the model, by name.
-        moments: shape and dtype of each tensor of the optimizers, by its path in the checkpoint.
-        tied: of each name whose tensor has another name too, that first name.
-        other: the checkpoint's other keys.
-        model_bytes: bytes of the model's tensors, of which tied ones count once.
-    """
+    """What a checkpoint holds."""
 
     path: Path
     form: Form
-    origin: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, tuple[list[int], str]] = field(default_factory=dict)
-    moments: dict[str, tuple[list[int], str]] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    other: list[str] = field(default_factory=list)
-    model_bytes: int = 0
+    origin: dict[str, Any] = field(default_factory=dict)  # version, topology, epoch, global_step
+    tensors: dict[str, tuple[list[int], str]] = field(default_factory=dict)  # the model's by name: shape and dtype
+    moments: dict[str, tuple[list[int], str]] = field(default_factory=dict)  # the optimizers', by path
+    tied: dict[str, str] = field(default_factory=dict)  # of a name whose tensor has another name too, that first name
+    other: list[str] = field(default_factory=list)  # the checkpoint's other keys
+    model_bytes: int = 0  # of tied tensors one counts
     optimizer_bytes: int = 0
 
     @property
@@ -67,10 +58,6 @@ class Source:
         """Read a tensor of :attr:`tree`; returns it with its numbers."""
         return value
 
-    def fill(self, value: Tensor, target: Tensor) -> None:
-        """Read a tensor of :attr:`tree` into another tensor of its shape."""
-        target.copy_(self.read(value))
-
 
 class FileSource(Source):
     """A checkpoint that is one file. It is mapped into memory, so that only what is used gets read."""
@@ -80,21 +67,16 @@ class FileSource(Source):
     def __init__(self, path: Path, *, trust: bool) -> None:
         if not path.exists():
             raise missing(path)
-        self.path, self.tree = path, _load_file(path, trust=trust)
-        self.origin = {key: self.tree[key] for key in ("epoch", "global_step") if key in self.tree}
-
-
-def _load_file(path: Path, *, trust: bool) -> dict[str, Any]:
-    """Map a file into memory and check that it is a checkpoint; raises ValueError if not."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        hint = "" if trust else "; if it holds objects of yours and you trust who wrote it, add --trust"
-        raise ValueError(f"{path}: it can't be read ({reason}){hint}") from None
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
-        raise ValueError(f"{path}: it is no checkpoint of Lightning's (no state_dict in it)")
-    return checkpoint
+        try:
+            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            hint = "" if trust else "; if it holds objects of yours and you trust who wrote it, add --trust"
+            raise ValueError(f"{path}: it can't be read ({reason}){hint}") from None
+        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+            raise ValueError(f"{path}: it is no checkpoint of Lightning's (no state_dict in it)")
+        self.path, self.tree = path, checkpoint
+        self.origin = {key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint}
 
 
 def is_meta(value: object) -> bool:
@@ -118,18 +100,15 @@ def contents_of(source: Source) -> Contents:
         top, _, name = key.partition("/")
         if isinstance(leaf, Tensor) and top in ("state_dict", "optimizer_states"):
             shape_and_dtype = list(leaf.shape), str(leaf.dtype).removeprefix("torch.")
-            size = leaf.numel() * leaf.element_size()
             if top == "optimizer_states":
                 contents.moments[name] = shape_and_dtype
-                contents.optimizer_bytes += size
-                return leaf
-            contents.tensors[name] = shape_and_dtype
-            tensor_id = identity(leaf)
-            if tensor_id in first_names:
-                contents.tied[name] = first_names[tensor_id]
+                contents.optimizer_bytes += leaf.nbytes
             else:
-                contents.model_bytes += size
-            first_names.setdefault(tensor_id, name)
+                contents.tensors[name] = shape_and_dtype
+                if (first := first_names.setdefault(identity(leaf), name)) != name:
+                    contents.tied[name] = first
+                else:
+                    contents.model_bytes += leaf.nbytes
         return leaf
 
     walk(source.tree, note)

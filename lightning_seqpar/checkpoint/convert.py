@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,15 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync
-from lightning_seqpar.checkpoint.contents import (
-    FileSource,
-    Form,
-    Source,
-    find_folder,
-    identity,
-    is_meta,
-    walk,
-)
+from lightning_seqpar.checkpoint.contents import FileSource, Form, Source, find_folder, identity, is_meta, walk
 from lightning_seqpar.checkpoint.folder import (
     Opened,
     Part,
@@ -79,21 +73,19 @@ def read_all(
     source: Source, metas: Mapping[K, Tensor], path: Path, progress: Callable[[int, int], None]
 ) -> Iterator[dict[K, Tensor]]:
     """Reads tensors of a source, one by one, into a mapped file that is removed at the end: they need no memory."""
-    places, size = {}, 0
-    for name, meta in metas.items():
-        places[name] = size
-        size += -(-meta.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    starts = accumulate((-(-meta.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for meta in metas.values()), initial=0)
+    *places, size = starts
     total, done, found = sum(meta.nbytes for meta in metas.values()), 0, {}
     try:
         with path.open("w+b") as file:
             file.truncate(max(size, 1))
             memory = mmap.mmap(file.fileno(), 0)
-        for name, meta in metas.items():
+        for place, (name, meta) in zip(places, metas.items(), strict=True):
             found[name] = torch.empty(meta.shape, dtype=meta.dtype)
             if meta.nbytes:
-                room = torch.frombuffer(memory, dtype=torch.uint8, count=meta.nbytes, offset=places[name])
+                room = torch.frombuffer(memory, dtype=torch.uint8, count=meta.nbytes, offset=place)
                 found[name] = room.view(meta.dtype).view(meta.shape)
-            source.fill(meta, found[name])
+            found[name].copy_(source.read(meta))
             done += meta.nbytes
             progress(done, total)
         yield found
@@ -104,9 +96,9 @@ def read_all(
 class _DeferredPart(Part):
     """Holds the place of a whole tensor, which is read from the source only when it is about to be written."""
 
-    def __init__(self, meta: Tensor, read: Callable[[], Tensor]) -> None:
+    def __init__(self, meta: Tensor, read: Callable[[Tensor], Tensor]) -> None:
         super().__init__(meta, None, 0, writes=True)
-        self._read = read
+        self._read = functools.partial(read, meta)
 
     def piece(self, offsets: torch.Size | None) -> Tensor:
         return self._read()
@@ -114,7 +106,7 @@ class _DeferredPart(Part):
 
 def _to_folder(source: Source, target: Path, progress: Callable[[int, int], None]) -> None:
     """Write the sharded form, as one process: all parts are whole tensors."""
-    parts: dict[Any, Part] = {}
+    parts: dict[Any, Part] = {}  # by what tied tensors have in common
     done = 0
 
     def read(leaf: Tensor) -> Tensor:
@@ -125,7 +117,7 @@ def _to_folder(source: Source, target: Path, progress: Callable[[int, int], None
 
     def part(key: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and key.partition("/")[0] in ("state_dict", "optimizer_states"):
-            return parts.setdefault(identity(leaf), _DeferredPart(leaf, lambda: read(leaf)))
+            return parts.setdefault(identity(leaf), _DeferredPart(leaf, read))
         return leaf
 
     state, deferred = split_parts(walk(source.tree, part))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import io
 import json
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,16 +42,20 @@ from lightning_seqpar.checkpoint.atomic_files import (
     beside,
     clear_away,
     describe_error,
+    missing,
     on_first_rank,
     sync,
     write_synced,
 )
-from lightning_seqpar.checkpoint.contents import Form, Source, is_meta, walk
-from lightning_seqpar.checkpoint.folder_index import FORMAT, STATE, Folder
+from lightning_seqpar.checkpoint.contents import Form, Source, find_folder, is_meta, walk
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.replica_rows import empty_like_rows, local_rows, rows_held
 
 K = TypeVar("K")
+STATE = "state.pt"
+"""The file of the checkpoint without numbers: a meta tensor takes the place of each tensor that the ranks wrote."""
+FORMAT = 1
+"""Version of the folder's layout, which its marker names."""
 
 
 class Part:
@@ -151,9 +156,6 @@ class _LoadingPlanner(DefaultLoadPlanner):
         return chunk
 
 
-# ---- the tree of a checkpoint ------------------------------------------------------------------------------------
-
-
 def own_memory(tree: Any) -> Any:
     """Copy a checkpoint with all its tensors, which may be mapped from a file."""
 
@@ -180,9 +182,6 @@ def split_parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         return stand_ins[id(leaf)]
 
     return walk(dict(checkpoint), visit), parts
-
-
-# ---- writing -----------------------------------------------------------------------------------------------------
 
 
 def remove_folder(path: Path) -> None:
@@ -213,9 +212,7 @@ def finish_folder(path: Path, state: bytes, facts: Mapping[str, Any]) -> None:
     """Completes a folder of written tensors: the rest (of :func:`pack`), then the marker, then its name, each on the disk."""
     unfinished, replaced = (beside(path, end) for end in (UNFINISHED, REPLACED))
     write_synced(unfinished / STATE, lambda file: file.write(state))
-    write_synced(
-        unfinished / MARKER, lambda file: file.write(json.dumps({"format": FORMAT, **facts}, indent=1).encode())
-    )
+    write_synced(unfinished / MARKER, lambda file: file.write(json.dumps({"format": FORMAT, **facts}, indent=1).encode()))
     sync(unfinished)
     if path.is_symlink():  # made by an earlier run with save_last="link"; what it points to stays
         path.unlink()
@@ -238,9 +235,7 @@ def write_folder(
 
     ``checkpoint`` has a :class:`Part` for each tensor that the ranks write; ``facts`` go into the marker. With ``later``, a second
     group of all ranks, parts are copied to the CPU at once, and the function may run in another thread, collectively over it.
-
-    Raises:
-        SaveError: on every rank, if the folder can't be made; the function raises it, too.
+    Both raise SaveError on every rank.
     """
     state, parts = split_parts(checkpoint)
     packed: list[bytes] = []
@@ -269,7 +264,31 @@ def _write(
     on_first_rank(lambda: finish_folder(path, packed[0], facts), group, f"the checkpoint {path} can't be finished")
 
 
-# ---- reading -----------------------------------------------------------------------------------------------------
+class _Index(pickle.Unpickler):
+    """Reads the index of a folder, a pickle, and refuses any class that is not part of an index, which may run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns the class of that name; raises UnpicklingError if indexes are not made of it."""
+        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
+            return PurePosixPath  # the index names the folder as it was called on the system that wrote it
+        if (module, name) in _OF_INDEX:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
+
+
+_OF_INDEX = {
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )),
+}  # fmt: skip
+"""All that an index is made of, beside types of numbers. Other classes of these modules open or empty files when they are made."""
 
 
 class _Reader(FileSystemReader):
@@ -284,60 +303,93 @@ class _Reader(FileSystemReader):
         return self._index
 
 
-def read_parts(folder: Folder, parts: Mapping[str, Part]) -> None:
-    """Reads parts of tensors, by key, into their memory; raises ValueError for one that is not there, or has another shape."""
-    if not parts:
-        return
-    index: Metadata = folder.index()
-    for key, part in parts.items():
-        metadata = index.state_dict_metadata.get(key)
-        if not isinstance(metadata, TensorStorageMetadata):
-            raise ValueError(f"{folder.path}: there is no tensor {key} in it")
-        if metadata.size != part.shape:
-            raise ValueError(
-                f"{key}: the checkpoint {folder.path} holds {list(metadata.size)}, and the model has {list(part.shape)}; it "
-                "belongs to another model or configuration"
-            )
-    with warnings.catch_warnings():  # torch warns that each rank reads alone, which is intended
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            reader = _Reader(folder.path, index)
-            load(dict(parts), storage_reader=reader, planner=_LoadingPlanner(), no_dist=True)
-        except CheckpointException as error:
-            causes = "; ".join(describe_error(cause[0]) for cause in error.failures.values())
-            raise ValueError(f"{folder.path}: a part can't be read: {causes}") from None
-
-
 class Opened(Source):
     """A sharded checkpoint whose :attr:`tree` has a meta tensor for each tensor that the ranks wrote.
 
-    Lightning passes the tree around. ``weights_only`` is torch's, for everything that the ranks did not write in parts.
+    Lightning passes the tree around. ``weights_only`` is torch's, for everything that the ranks did not write in parts. Reading is
+    not collective. Raises ValueError if the folder is not whole, damaged, or not one of ours.
     """
 
     form: Form = "sharded"
 
     def __init__(self, path: str | Path, *, weights_only: bool | None = None) -> None:
-        self.folder = Folder(path)
-        self.path, self.tree = self.folder.path, self.folder.state(weights_only=weights_only)
-        self.origin = {key: value for key, value in self.folder.marker.items() if key != "format"}
+        self.path = find_folder(Path(path))
+        if not self.path.is_dir():
+            raise missing(self.path)
+        if not (self.path / MARKER).is_file():
+            raise ValueError(
+                f"{self.path}: no {MARKER} in it, so it is not a sharded checkpoint of lightning_seqpar, or not a whole one"
+            )
+        try:
+            marker = json.loads((self.path / MARKER).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.path / MARKER}: it can't be read ({error}); the checkpoint is damaged") from None
+        if marker.get("format") != FORMAT:
+            raise ValueError(
+                f"{self.path}: written in format {marker.get('format')!r}, and this version reads {FORMAT}; use the version "
+                f"of lightning_seqpar that wrote it ({marker.get('version', 'unknown')})"
+            )
+        self.origin = {key: value for key, value in marker.items() if key != "format"}
+        self._check_files()
+        try:
+            self.tree = torch.load(self.path / STATE, map_location="cpu", weights_only=weights_only)
+        except (OSError, EOFError, RuntimeError) as error:
+            raise ValueError(f"{self.path / STATE}: it can't be read ({error}); the checkpoint is damaged") from None
         self._keys: dict[int, tuple[str, Tensor]] = {}  # with the meta tensor, so that no other one gets its id
         walk(self.tree, lambda key, leaf: self._keys.setdefault(id(leaf), (key, leaf)) if is_meta(leaf) else None)
 
+    def index(self) -> Metadata:
+        """Reads where each tensor's parts lie in its files; raises ValueError if it can't be read."""
+        try:
+            with (self.path / ".metadata").open("rb") as file:
+                return cast("Metadata", _Index(file).load())
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{self.path}: its index .metadata can't be read ({error}); the checkpoint is damaged") from None
+
+    def _check_files(self) -> None:
+        """Raise ValueError unless every file is as long as the index says."""
+        ends: dict[str, int] = {}
+        for info in self.index().storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, length in ends.items():
+            file = self.path / name
+            if file.parent != self.path or name in (".", ".."):
+                raise ValueError(f"{self.path}: its index names {name!r}, which is no file in it; the checkpoint is damaged")
+            size = file.stat().st_size if file.is_file() else None
+            if size is None or size < length:
+                what = "is missing" if size is None else f"holds {size} bytes of {length}"
+                raise ValueError(f"{file}: it {what}; the checkpoint is damaged")
+
+    def _read_parts(self, parts: Mapping[str, Part]) -> None:
+        """Reads parts of tensors, by key, into their memory; raises ValueError for one that is not there, or has another shape."""
+        if not parts:
+            return
+        index = self.index()
+        for key, part in parts.items():
+            metadata = index.state_dict_metadata.get(key)
+            if not isinstance(metadata, TensorStorageMetadata):
+                raise ValueError(f"{self.path}: there is no tensor {key} in it")
+            if metadata.size != part.shape:
+                raise ValueError(
+                    f"{key}: the checkpoint {self.path} holds {list(metadata.size)}, and the model has {list(part.shape)}; it "
+                    "belongs to another model or configuration"
+                )
+        with warnings.catch_warnings():  # torch warns that each rank reads alone, which is intended
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            try:
+                load(dict(parts), storage_reader=_Reader(self.path, index), planner=_LoadingPlanner(), no_dist=True)
+            except CheckpointException as error:
+                causes = "; ".join(describe_error(cause[0]) for cause in error.failures.values())
+                raise ValueError(f"{self.path}: a part can't be read: {causes}") from None
+
     def key_of(self, value: object) -> str | None:
         """The key in the folder of the tensor that a meta tensor stands for; None for anything else."""
-        return self._keys[id(value)][0] if id(value) in self._keys else None
+        return self._keys.get(id(value), (None,))[0]
 
     def read(self, value: Tensor) -> Tensor:
         """Reads a whole tensor of :attr:`tree`; one that has its numbers is returned as it is."""
         out: Tensor = self.take({"": value}, {}, 0)[""]
         return out
-
-    def fill(self, value: Tensor, target: Tensor) -> None:
-        """Reads a whole tensor of :attr:`tree` into another one."""
-        if (key := self.key_of(value)) is not None:
-            read_parts(self.folder, {key: Part(target, None, 0, writes=False)})
-        else:
-            target.copy_(value)
 
     def take(
         self,
@@ -349,30 +401,23 @@ class Opened(Source):
         """Reads this rank's parts of meta tensors of :attr:`tree`, by any names; anything else is returned as it is.
 
         ``layouts`` has, by the same names, how a tensor is divided over tp; one without a layout is read whole. ``likes`` has the
-        parameters that they are for: of one that the replicas split, a rank reads its rows.
-
-        Raises:
-            ValueError: for a tensor of another shape than its layout has, naming it.
+        parameters that they are for: of one that the replicas split, a rank reads its rows. Raises ValueError for another shape.
         """
-        out = dict(tensors)
-        parts: dict[str, Part] = {}
-        found: dict[str, Tensor] = {}
+        out, parts, found = dict(tensors), dict[str, Part](), dict[str, Tensor]()
         for name, value in tensors.items():
-            if (key := self.key_of(value)) is not None:
-                layout = layouts.get(name)
-                shape = list(value.shape)
-                if layout is not None and value.ndim and not layout.fits(value):
-                    layout.take(value, rank)  # raises
-                if layout is not None and layout.shard is not None and value.ndim:
-                    shape[layout.shard.dim] = layout.shard.local_length(rank)
-                else:
-                    layout = None
-                if key not in parts:
-                    like = None if likes is None or not value.ndim else likes.get(name)
-                    found[key] = empty_like_rows(like, shape, value.dtype)
-                    parts[key] = Part(found[key], layout, rank, writes=False)
-                out[name] = found[key]
-        read_parts(self.folder, parts)
+            if (key := self.key_of(value)) is None:
+                continue
+            layout, shape = layouts.get(name) if value.ndim else None, list(value.shape)
+            if layout is not None and not layout.fits(value):
+                layout.take(value, rank)  # raises
+            if layout is not None and layout.shard is not None:
+                shape[layout.shard.dim] = layout.shard.local_length(rank)
+            if key not in parts:
+                like = None if likes is None or not value.ndim else likes.get(name)
+                found[key] = empty_like_rows(like, shape, value.dtype)
+                parts[key] = Part(found[key], layout, rank, writes=False)
+            out[name] = found[key]
+        self._read_parts(parts)
         return out
 
 

@@ -30,15 +30,8 @@ def _with_dot(prefix: str | None) -> str:
     return f"{prefix.rstrip('.')}." if prefix else ""
 
 
-# ---- from safetensors ----------------------------------------------------------------------------------------------
-
-
 class HuggingFaceSource(Source):
-    """A folder that ``save_pretrained`` wrote, as a checkpoint of weights; ``prefix`` is the attribute that holds the model.
-
-    Raises:
-        ValueError: if the folder holds no model, or another one than its config says.
-    """
+    """A folder that ``save_pretrained`` wrote, as a checkpoint of weights; ``prefix`` is the attribute that holds the model."""
 
     form: Form = "safetensors"
 
@@ -72,30 +65,15 @@ class HuggingFaceSource(Source):
         return value if name is None else self._files.read(name)
 
 
-# ---- to safetensors ------------------------------------------------------------------------------------------------
-
-
 class HuggingFaceTarget:
     """Writes the model of a checkpoint as a folder that ``from_pretrained`` reads.
 
-    Args:
-        source: the checkpoint.
-        like: the folder that the model was made from. Its ``config.json`` says what the tensors are called; that file and
-            the others that hold no weights (tokenizer, generation config) are copied.
-        prefix: the attribute of the LightningModule that holds the model; None to find it by the names of the tensors.
-        max_shard_size: the size of a file at most, as for ``save_pretrained``.
-
-    Attributes:
-        tensors: shape and dtype of each tensor that is written, by its name in the files.
-        left_out: names of tensors of the checkpoint that are no part of the model.
-
-    Raises:
-        ValueError: if the checkpoint does not hold this model, or the size can't be read.
+    The ``config.json`` of ``like``, the folder that the model was made from, says what the tensors are called; that file and the
+    others that hold no weights (tokenizer, generation config) are copied. ``prefix`` is the attribute of the LightningModule that
+    holds the model; None finds it by the names of the tensors. ``left_out`` are tensors that are no part of the model.
     """
 
-    def __init__(
-        self, source: Source, like: Path, prefix: str | None = None, max_shard_size: str | int = "5GB"
-    ) -> None:
+    def __init__(self, source: Source, like: Path, prefix: str | None = None, max_shard_size: str | int = "5GB") -> None:
         self._source, self._like = source, like
         if source.form == "safetensors":
             raise ValueError(f"{source.path}: it is in Hugging Face's layout already")
@@ -107,16 +85,13 @@ class HuggingFaceTarget:
         self._state: dict[str, Tensor] = {
             name: value for name, value in source.tree["state_dict"].items() if isinstance(value, Tensor)
         }
-        own: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
         ignored = set(getattr(self._model, "_keys_to_ignore_on_save", None) or ())
-        own = {name: value for name, value in own.items() if name not in ignored}
+        own = {name: value for name, value in self._model.state_dict(keep_vars=True).items() if name not in ignored}
         self._names = self._find_names(own, prefix)
         self._check(own)
         self._check_ties(own)
         written = self._in_files()
-        self.tensors = {
-            name: (list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in written.items()
-        }
+        self.tensors = {name: (list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in written.items()}
         self.nbytes = sum(value.nbytes for value in written.values())
         self._max_shard_size = max_shard_size
         from huggingface_hub import split_torch_state_dict_into_shards
@@ -124,9 +99,7 @@ class HuggingFaceTarget:
         try:
             split_torch_state_dict_into_shards(written, max_shard_size=max_shard_size)
         except ValueError:
-            raise ValueError(
-                f"--max-shard-size {max_shard_size}: write a number of bytes, such as 5GB or 500MB"
-            ) from None
+            raise ValueError(f"--max-shard-size {max_shard_size}: write a number of bytes, such as 5GB or 500MB") from None
 
     def _in_files(self) -> dict[str, Tensor]:
         """Meta tensors like those that ``save_pretrained`` will write, by their names in the files."""
@@ -147,12 +120,10 @@ class HuggingFaceTarget:
 
         def under(start: str) -> dict[str, str]:
             """The names of those tensors of the model that the checkpoint has under a prefix."""
-            names_there = {}
+            names_there: dict[str, str] = {}
             for names in tied.values():
-                there = [start + name for name in names if start + name in self._state]
-                names_there.update(
-                    {name: start + name if start + name in there else there[0] for name in names if there}
-                )
+                if there := [start + name for name in names if start + name in self._state]:
+                    names_there |= {name: start + name if start + name in there else there[0] for name in names}
             return names_there
 
         starts = self._prefixes(own) if prefix is None else [_with_dot(prefix)]
@@ -218,8 +189,6 @@ class HuggingFaceTarget:
                     f"{self._like / 'config.json'} ties them; set tie_word_embeddings to false there if they were trained apart"
                 )
             self._names[name] = first
-
-    # ---- writing ---------------------------------------------------------------------------------------------
 
     def write(self, target: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Writes the folder under another name by the library's ``save_pretrained``, and renames it."""

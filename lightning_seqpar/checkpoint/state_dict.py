@@ -25,35 +25,23 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device: torch.device) -> Tensor:
-    """Gathers a tensor on the rank that writes (tp rank 0 of replica 0). Collective over tp, and over dp if replicas split it.
-
-    No other rank holds more than its own part; there a meta tensor of the whole shape is returned.
-    """
+    """Gathers a tensor on the rank that writes; elsewhere a meta tensor. Collective over tp, and over dp if replicas split it."""
     local = gather_rows(local, groups[groups.mean_axes]).detach() if is_split(local) else local.detach()
     local = from_holder(local, layout, groups)
+    writes = groups.rank(groups.mean_axes) == 0 and ("pp" not in groups.topology.axes or groups.rank("pp") == 0)
+    is_first = groups.rank("tp") == 0
     if layout.shard is None:
-        return local if _is_writer(groups) else local.to("meta")
+        return local if writes and is_first else local.to("meta")
     whole = torch.empty(layout.global_shape, dtype=local.dtype, device="meta")
-    if groups.rank(groups.mean_axes) != 0 or not _is_on_first_stage(groups):
+    if not writes:
         return whole
     sent = local.to(device).contiguous()
-    parts = [torch.empty_like(sent) for _ in range(groups.size("tp"))] if groups.rank("tp") == 0 else None
+    parts = [torch.empty_like(sent) for _ in range(groups.size("tp"))] if is_first else None
     dist.gather(sent, parts, dst=groups.ranks("tp")[0], group=groups["tp"])
     return whole if parts is None else layout.shard.assemble([part.to(local.device) for part in parts])
 
 
-def _is_writer(groups: ParallelGroups) -> bool:
-    """Whether this rank writes a checkpoint that is one file."""
-    return groups.rank(groups.mean_axes) == 0 and groups.rank("tp") == 0 and _is_on_first_stage(groups)
-
-
-def _is_on_first_stage(groups: ParallelGroups) -> bool:
-    return "pp" not in groups.topology.axes or groups.rank("pp") == 0
-
-
-def full_state_dict(
-    record: ShardedModel, device: torch.device, held: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def full_state_dict(record: ShardedModel, device: torch.device, held: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Makes ``state_dict()`` of the model as before sharding, with meta tensors on all ranks but the first. Collective.
 
     ``device`` is where collectives run; ``held`` the state dict of a copy that is sharded alike, in the place of the model's.
@@ -144,35 +132,30 @@ class _WriterChoice:
         self._groups = groups
         self._loads = torch.zeros(groups.size(groups.mean_axes), groups.size("tp"), dtype=torch.float64)
 
-    def part(
-        self, value: Tensor, layout: ParamLayout | None, stages: Sequence[int] = (), *, alike: bool = True
-    ) -> Part:
+    def part(self, value: Tensor, layout: ParamLayout | None, stages: Sequence[int] = (), *, alike: bool = True) -> Part:
         """Makes the part of the next tensor; every rank must ask for the same ones in the same order.
 
         Of buffers, which may differ between replicas (not ``alike``), those of the first are written; of stages the first writes.
         """
-        dp, tp = self._groups.rank(self._groups.mean_axes), self._groups.rank("tp")
+        dp, tp, loads = self._groups.rank(self._groups.mean_axes), self._groups.rank("tp"), self._loads
         here = "pp" not in self._groups.topology.axes or self._groups.rank("pp") == next(iter(stages), 0)
+        sharded = layout is not None and layout.shard is not None
         if is_split(value):  # every replica writes its rows: of what the ranks of tp hold alike, one of them
-            own_writer = int(self._loads.sum(0).argmin())
-            sharded = layout is not None and layout.shard is not None
-            self._loads[:, slice(None) if sharded else own_writer] += (
-                value.numel() * value.element_size() / self._loads.shape[0]
-            )
-            return Part(value, layout, tp, writes=here and (sharded or own_writer == tp))
-        if layout is None or layout.shard is None:  # all ranks of a replica hold the whole tensor
-            writer = divmod(int(self._loads.argmin()), self._loads.shape[1]) if alike else (0, 0)
-            self._loads[writer] += value.numel() * value.element_size()
-            return Part(value, layout, tp, writes=here and writer == (dp, tp))
-        # A replica, of which every tensor-parallel rank writes its part.
-        row = int(self._loads.sum(1).argmin()) if alike else 0
-        self._loads[row] += math.prod(layout.global_shape) * value.element_size() / self._loads.shape[1]
-        return Part(value, layout, tp, writes=here and row == dp)
+            column = int(loads.sum(0).argmin())
+            loads[:, slice(None) if sharded else column] += value.nbytes / len(loads)
+            writes = sharded or column == tp
+        elif layout is None or layout.shard is None:  # all ranks of a replica hold the whole tensor
+            writer = divmod(int(loads.argmin()), loads.shape[1]) if alike else (0, 0)
+            loads[writer] += value.nbytes
+            writes = writer == (dp, tp)
+        else:  # a replica, of which every tensor-parallel rank writes its part
+            row = int(loads.sum(1).argmin()) if alike else 0
+            loads[row] += math.prod(layout.global_shape) * value.element_size() / loads.shape[1]
+            writes = row == dp
+        return Part(value, layout, tp, writes=here and writes)
 
 
-def load_full_state_dict(
-    record: ShardedModel, state: Mapping[str, Any], *, strict: bool, opened: Opened | None = None
-) -> Any:
+def load_full_state_dict(record: ShardedModel, state: Mapping[str, Any], *, strict: bool, opened: Opened | None = None) -> Any:
     """Loads the state dict of a whole model into one of shards; each rank takes its part, or reads it from ``opened``."""
     with record.allow_state_dict():
         local = record.model.state_dict(keep_vars=True)
@@ -184,9 +167,8 @@ def load_full_state_dict(
     if opened is not None:
         sliced |= opened.take({name: x for name, x in state.items() if name not in elsewhere}, layouts, rank, likes)
     for name, layout in layouts.items():
-        if name in elsewhere:
-            continue
-        if layout is not None and name in sliced and (opened is None or opened.key_of(state[name]) is None):
+        read = opened is not None and name in state and opened.key_of(state[name]) is not None
+        if layout is not None and name in sliced and name not in elsewhere and not read:
             sliced[name] = take_rows(layout.take(sliced[name], rank), local[name])
     if not elsewhere:
         return record.model.load_state_dict(sliced, strict=strict)
@@ -274,38 +256,32 @@ def load_full_optimizer_state(
         optimizer.load_state_dict(read_whole(state, rank, opened))
         return
     flat = {(index, key): value for index, entry in state["state"].items() for key, value in entry.items()}
-    layouts: dict[tuple[Any, str], ParamLayout | None] = {}
-    for index, key in flat:
-        if not 0 <= int(index) < len(parameters):
-            raise ValueError(
-                f"optimizer state {index}: the optimizer has {len(parameters)} parameters; the checkpoint belongs to "
-                "another model or another configure_optimizers"
-            )
-        layouts[index, key] = None if layout is None else layout.of(parameters[int(index)])
+    if not_ours := [index for index, _ in flat if not 0 <= int(index) < len(parameters)]:
+        raise ValueError(
+            f"optimizer state {not_ours[0]}: the optimizer has {len(parameters)} parameters; the checkpoint belongs to "
+            "another model or another configure_optimizers"
+        )
     likes = {(index, key): parameters[int(index)] for index, key in flat}
+    layouts = {at: None if layout is None else layout.of(parameter) for at, parameter in likes.items()}
     elsewhere = {index for (index, _), one in layouts.items() if _is_elsewhere(one, groups)}
     flat = {at: value for at, value in flat.items() if at[0] not in elsewhere}
     taken = flat if opened is None else opened.take(flat, layouts, rank, likes)
     local: dict[Any, Any] = {index: {} for index in state["state"] if index not in elsewhere}
     for (index, key), value in taken.items():
-        moment_layout = layouts[index, key]
-        if moment_layout is not None and isinstance(value, Tensor) and value.ndim > 0 and value is flat[index, key]:
-            # It was not read from a folder, so it is whole.
-            value = take_rows(moment_layout.take(value, rank), likes[index, key])
+        own = layouts[index, key]
+        is_whole = value is flat[index, key]  # it was not read from a folder
+        if own is not None and isinstance(value, Tensor) and value.ndim > 0 and is_whole:
+            value = take_rows(own.take(value, rank), likes[index, key])
+            is_whole = value is flat[index, key]
         # A copy in memory of its own: the optimizer keeps it, and what was read may be mapped from a file.
-        local[index][key] = own_memory(value) if value is flat[index, key] else value
+        local[index][key] = own_memory(value) if is_whole else value
     optimizer.load_state_dict({**state, "state": local})
 
 
 def read_whole(state: Mapping[str, Any], rank: int, opened: Opened | None) -> dict[str, Any]:
     """A state dict of any layout with whole tensors, in memory of their own."""
     meta: dict[str, Any] = {}
-
-    def note(key: str, leaf: Any) -> Any:
-        if opened is not None and opened.key_of(leaf) is not None:
-            meta[key] = leaf
-        return leaf
-
-    walk(dict(state), note)
+    if opened is not None:
+        walk(dict(state), lambda key, leaf: meta.update({key: leaf} if opened.key_of(leaf) is not None else {}))
     read = {} if opened is None else opened.take(meta, {}, rank)
     return cast("dict[str, Any]", own_memory(walk(dict(state), lambda key, leaf: read.get(key, leaf))))

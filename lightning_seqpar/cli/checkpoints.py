@@ -8,13 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_seqpar.checkpoint.contents import (
-    Form,
-    Source,
-    contents_of,
-    contents_of_files,
-    is_huggingface,
-)
+from lightning_seqpar.checkpoint.contents import Form, Source, contents_of, contents_of_files, is_huggingface
 from lightning_seqpar.checkpoint.convert import check_free, open_source, write_checkpoint
 from lightning_seqpar.cli.arguments import told
 from lightning_seqpar.cli.report import human, render_contents, render_tensors
@@ -22,18 +16,14 @@ from lightning_seqpar.cli.report import human, render_contents, render_tensors
 
 def print_contents(args: Sequence[str]) -> None:
     """Run ``seqpar inspect`` with its arguments; exits with code 2 if the checkpoint can't be read."""
-    parser = argparse.ArgumentParser(
-        prog="seqpar inspect", description="Shows what a checkpoint holds, and who wrote it."
-    )
+    parser = argparse.ArgumentParser(prog="seqpar inspect", description="Shows what a checkpoint holds, and who wrote it.")
     parser.add_argument("path", help="a .ckpt file, the folder of a sharded checkpoint, or a Hugging Face folder")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
     parser.add_argument("--trust", action="store_true", help="read objects whose pickles may run code")
     given = parser.parse_args(list(args))
     with told(parser):
         path = Path(given.path)
-        contents = (
-            contents_of_files(path) if is_huggingface(path) else contents_of(open_source(path, trust=given.trust))
-        )
+        contents = contents_of_files(path) if is_huggingface(path) else contents_of(open_source(path, trust=given.trust))
         text = json.dumps(contents.to_dict(), indent=2, default=str) if given.json else render_contents(contents)
     print(text.rstrip())  # noqa: T201
 
@@ -46,7 +36,9 @@ def convert(args: Sequence[str]) -> None:
     )
     parser.add_argument("source", help="a .ckpt file, the folder of a sharded checkpoint, or a Hugging Face folder")
     parser.add_argument("target", help="where to write; it must not be there")
-    forms = "one .ckpt file, a folder in parts, or Hugging Face's folder; the default is sharded for a file, single for a folder"
+    forms = (
+        "one .ckpt file, a folder in parts, or Hugging Face's folder; the default is sharded for a file, single for a folder"
+    )
     parser.add_argument("--to", choices=("single", "sharded", "safetensors"), help=forms)
     parser.add_argument(
         "--like", metavar="FOLDER", help="for safetensors: the Hugging Face folder that the model was made from"

@@ -39,9 +39,7 @@ def print_plan(args: Sequence[str]) -> None:
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print all of it as JSON")
-    form.add_argument(
-        "--yaml", action="store_true", help="print the plan alone, to be edited and given back by plan=FILE"
-    )
+    form.add_argument("--yaml", action="store_true", help="print the plan alone, to be edited and given back by plan=FILE")
     form.add_argument("--out", type=Path, metavar="FILE", help="write the plan into a file, which plan=FILE takes")
     given = parser.parse_intermixed_args(list(args))
     with told(parser):

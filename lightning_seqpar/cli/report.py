@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_seqpar.checkpoint.contents import Contents
-    from lightning_seqpar.verify.describe import Description, ModuleRow
+    from lightning_seqpar.verify.describe import Description
 
 
 def human(count: float) -> str:
@@ -31,11 +31,14 @@ def _console(width: int = 100) -> Any:
     return Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
 
 
-def _table() -> Any:
-    """An empty table without lines."""
+def _table(*columns: str) -> Any:
+    """An empty table without lines; columns whose name begins with ``>`` are set to the right."""
     from rich.table import Table
 
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    return table
 
 
 def _text(console: Any) -> str:
@@ -73,10 +76,7 @@ def _tensors(tensors: Mapping[str, tuple[list[int], str]], ties: Mapping[str, st
     for name, (shape, dtype) in tensors.items():
         tied = re.sub(r"\.\d+(?=\.)", ".*", ties.get(name, ""))
         counts[re.sub(r"\.\d+(?=\.)", ".*", name), str(shape), dtype, f"tied to {tied}" if tied else ""] += 1
-    table = _table()
-    table.add_column("", justify="right")
-    for title in ("tensor", "shape", "type", ""):
-        table.add_column(title, overflow="fold")
+    table = _table(">", "tensor", "shape", "type", "")
     for row, count in counts.items():
         table.add_row(f"{count} ×" if count > 1 else "", *row)
     return table
@@ -86,10 +86,7 @@ def render(described: Description, width: int = 100) -> str:
     """Renders what a plan makes of a model: a headline, a table of the modules, the totals of a rank, and notes."""
     console = _console(width)
     console.print(_headline(described))
-    table = _table()
-    table.add_column("", justify="right")
-    for name in ("module", "style", "on a rank", "gradient", "decided by"):
-        table.add_column(name, overflow="fold")
+    table = _table(">", "module", "style", "on a rank", "gradient", "decided by")
     blocks = ""
     for row in described.rows:
         if "blocks" in row.style.split(", "):
@@ -98,7 +95,8 @@ def render(described: Description, width: int = 100) -> str:
         inner = bool(blocks) and row.module.startswith(blocks)
         name = f"  .{row.module.removeprefix(blocks)}" if inner else row.module or "(the model)"
         shapes = [f"{_shape(tensor)}{' tied' if tensor[0] in row.tied else ''}" for tensor in row.tensors]
-        table.add_row(count, name, row.style, "\n".join(shapes), _sync(row), row.decided)
+        sync = row.sync.partition(":")[0].replace("sum over", "sum")  # the axes, without the reason
+        table.add_row(count, name, row.style, "\n".join(shapes), sync, row.decided)
     console.print(table)
     if (coverage := described.coverage) is not None:
         console.print("\n".join(("", str(coverage), *coverage.reasons)), markup=False)
@@ -125,24 +123,14 @@ def _headline(described: Description) -> str:
 def _shape(tensor: tuple[str, tuple[int, ...], tuple[int, ...]]) -> str:
     """A tensor's name with its dims, of which sharded ones show the whole length and the rank's: ``weight [64→32, 16]``."""
     name, whole, local = tensor
-    dims = ", ".join(
-        str(length) if length == own else f"{length}→{own}" for length, own in zip(whole, local, strict=True)
-    )
+    dims = ", ".join(str(length) if length == own else f"{length}→{own}" for length, own in zip(whole, local, strict=True))
     return f"{name} [{dims}]"
-
-
-def _sync(row: ModuleRow) -> str:
-    """The axes over which gradients are summed, without the reason."""
-    return row.sync.partition(":")[0].replace("sum over", "sum")
 
 
 def _stages(described: Description) -> Any:
     """A table of the stages of a pipeline, with what a rank of each keeps."""
-    table = _table()
-    table.add_column("stage", justify="right")
-    table.add_column("blocks", overflow="fold")
-    for name in ("parameters", "weights", "gradients", "optimizer", "activations", "of micro-batches", "together"):
-        table.add_column(name, justify="right")
+    bytes_kept = (">weights", ">gradients", ">optimizer", ">activations", ">of micro-batches", ">together")
+    table = _table(">stage", "blocks", ">parameters", *bytes_kept)
     for number, stage in enumerate(described.stages):
         kept = "?" if stage.activation_bytes is None else human(stage.activation_bytes)
         numbers = [human(n) for n in (stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes)]
@@ -157,31 +145,23 @@ def _stages(described: Description) -> Any:
 
 def _totals(described: Description) -> Any:
     """A table of the bytes that a rank keeps, and those that it sends in a step."""
-    table = _table()
-    table.add_column("per rank")
-    table.add_column("", justify="right")
-    table.add_column("")
+    table = _table("per rank", ">", "")
     size = " × ".join(map(str, described.input)) or "the example"
+    whole = "whole parameters at once in a step: no unit's, and two units'"
     rows = [
         ("parameters", described.parameter_bytes, ""),
         ("gradients", described.gradient_bytes, ""),
         ("optimizer", described.optimizer_bytes, described.optimizer),
+        ("gathered", described.gathered_bytes or None, whole),
+        ("activations", described.activation_bytes, f"traced, one step of {size}"),
+        ("together", described.total_bytes, ""),
     ]
-    if described.gathered_bytes:
-        rows.append(
-            ("gathered", described.gathered_bytes, "whole parameters at once in a step: no unit's, and two units'")
-        )
-    if described.activation_bytes is not None:
-        rows.append(("activations", described.activation_bytes, f"traced, one step of {size}"))
-    rows.append(("together", described.total_bytes, ""))
-    for name, count, remark in rows:
-        table.add_row(name, human(count), remark)
     for number, (name, count) in enumerate(described.sent_bytes.items()):
-        calls = described.sent_calls.get(name)
-        remark = (
-            f"{name}, {calls} call{'s' * (calls > 1)}"
-            if calls
-            else f"{name.partition(' ')[0]} of the gradients over the replicas, in buckets"
-        )
-        table.add_row("sent in a step" if number == 0 else "", human(count), remark)
+        remark = f"{name.partition(' ')[0]} of the gradients over the replicas, in buckets"
+        if calls := described.sent_calls.get(name):
+            remark = f"{name}, {calls} call{'s' * (calls > 1)}"
+        rows.append(("" if number else "sent in a step", count, remark))
+    for name, held, remark in rows:
+        if held is not None:
+            table.add_row(name, human(held), remark)
     return table

@@ -57,12 +57,6 @@ class SeqParallelParser(LightningArgumentParser):
         return ""
 
 
-def _is_raised_here(error: BaseException) -> bool:
-    """Whether an exception was raised by this package, rather than by the user's code or a library."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return Path(frames[-1].filename).is_relative_to(Path(__file__).parent.parent)
-
-
 class SeqParallelCLI(LightningCLI):
     """``LightningCLI`` with errors of one sentence, which name the nearest option. A plain ``LightningCLI`` works too.
 
@@ -85,8 +79,9 @@ class SeqParallelCLI(LightningCLI):
                     f"no strategy {unknown.group(1)!r}; did you mean {names}? For other sizes: "
                     "--trainer.strategy=lightning_seqpar.SeqParallelStrategy --trainer.strategy.tp=3"
                 )
-            ours = "class_path='lightning_seqpar.SeqParallelStrategy'" in str(error) or _is_raised_here(error)
-            if not ours or is_verbose():
+            raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+            ours = raised_in.is_relative_to(Path(__file__).parent.parent)
+            if not (ours or "class_path='lightning_seqpar.SeqParallelStrategy'" in str(error)) or is_verbose():
                 raise
             self._refuse(str(error))
 

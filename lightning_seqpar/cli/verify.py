@@ -21,8 +21,8 @@ from lightning_seqpar.cli.arguments import add_model_arguments, cause_of, config
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.init.model_source import TargetModel, batch_named, function_named, load_target
 from lightning_seqpar.init.shrink import shrink
-from lightning_seqpar.trial.batches import make_batch
-from lightning_seqpar.trial.verify import Verification, verify_parity
+from lightning_seqpar.public import Verification, verify_parity
+from lightning_seqpar.verify.trial_inputs import make_batch
 
 _COPIES = 7
 """How many times its weights a process of a trial holds at most: weights, gradients, two moments, and what it gathers."""
@@ -54,9 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size", metavar="N", type=int, help="ranks (default: the smallest, or as the YAML says if 8 at most)"
     )
     parser.add_argument("--batch", metavar="FACTORY", help="package.module:function that returns the first batch")
-    parser.add_argument(
-        "--batch-size", metavar="N", type=int, default=1, help="samples of a micro-batch that is made up (1)"
-    )
+    parser.add_argument("--batch-size", metavar="N", type=int, default=1, help="samples of a micro-batch that is made up (1)")
     parser.add_argument("--length", metavar="N", type=int, help="positions of a sample that is made up (32)")
     parser.add_argument(
         "--micro-batches", metavar="N", type=int, help="that a replica accumulates for a step (the stages of pp)"
@@ -143,9 +141,7 @@ def _strategy_of(given: argparse.Namespace, target: TargetModel) -> ParallelConf
         if path in StrategyRegistry:
             return path
         module, _, kind = path.rpartition(".")
-        return functools.partial(
-            function_named(f"{module or 'lightning.pytorch.strategies'}:{kind}", "strategy"), **arguments
-        )
+        return functools.partial(function_named(f"{module or 'lightning.pytorch.strategies'}:{kind}", "strategy"), **arguments)
     return config_of(given, target.fields)
 
 

@@ -34,9 +34,7 @@ Options = dict[str, Any]
 """Of the arguments of ``F.scaled_dot_product_attention`` ``dropout_p``, ``scale`` and ``enable_gqa``, where they are given."""
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, chunks: Chunks, *, is_causal: bool
-) -> Tensor:
+def _run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, chunks: Chunks, *, is_causal: bool) -> Tensor:
     """torch's own, on plain tensors; each rank drops out for itself."""
     with drawn_apart(chunks.rank) if options.get("dropout_p") else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
@@ -82,12 +80,9 @@ def scaled_dot_product_attention(func: Any, args: tuple[Any, ...], kwargs: dict[
 def _are_parts(q: SeqPart, *others: Any) -> bool:
     """Whether keys and values are parts too, dealt out alike, over the ranks of the queries."""
     for x in others:
-        if (
-            not isinstance(x, SeqPart)
-            or x.ndim != q.ndim
-            or x._place.dim != x.ndim - 2
-            or not x._place.same(others[0]._place)
-        ):
+        if not isinstance(x, SeqPart) or x.ndim != q.ndim or x._place.dim != x.ndim - 2:
+            return False
+        if not x._place.same(others[0]._place):
             return False
     return others[0]._place.is_plain and others[0]._place.chunks.group is q._place.chunks.group
 
@@ -137,8 +132,6 @@ def _rings(q: SeqPart, k: Tensor, v: Tensor, mask: Any, options: Options, keys: 
     grouped = q.ndim > 2 and k.shape[-3] != q.shape[-3]
     if options.get("dropout_p") or (grouped and not options.get("enable_gqa")):
         return False
-    if not (mask is None or isinstance(mask, Tensor)):
-        return False
     return can_ring(q, k, v, mask, q._place.chunks, keys)
 
 
@@ -152,16 +145,14 @@ def _ulysses(q: SeqPart, k: SeqPart, v: SeqPart, mask: Any, is_causal: bool, opt
     for x in (k, v):
         local = x._local
         if groups % size:  # fewer heads of keys than ranks: each is sent to all that need it
-            times = next(
-                t for t in range(1, heads // groups + 1) if groups * t % size == 0 and heads % (groups * t) == 0
-            )
+            some = range(1, heads // groups + 1)
+            times = next(t for t in some if groups * t % size == 0 and heads % (groups * t) == 0)
             local = local.repeat_interleave(times, -3)
         sides.append(positions_to_heads(local, x._place.chunks))
     whole = whole_of(mask)
     if whole is not None and whole.ndim > 2 and whole.shape[-3] == heads and heads > 1:
         whole = whole.narrow(-3, rank * (heads // size), heads // size)
     out = _run(q_all, sides[0], sides[1], whole, options, chunks, is_causal=is_causal)
-    joined = (
-        v.shape[-1] == q.shape[-1] and q.ndim == 4 and q._local.transpose(1, 2).is_contiguous()
-    )  # as torch's kernels
+    is_flat = v.shape[-1] == q.shape[-1] and q.ndim == 4
+    joined = is_flat and q._local.transpose(1, 2).is_contiguous()  # as torch's kernels
     return q.like(heads_to_positions(out, chunks, joined=joined))

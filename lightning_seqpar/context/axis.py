@@ -20,12 +20,7 @@ _MANY = 256
 
 
 class ContextAxis:
-    """Deals sequences out over the ranks of the axis ``cp``.
-
-    Args:
-        group: the context-parallel group.
-        method: how attention between its ranks is computed.
-    """
+    """Deals sequences out over the ranks of the axis ``cp``, between which ``method`` computes attention."""
 
     def __init__(self, group: ProcessGroup, method: Method = "auto") -> None:
         self.group, self.method = group, method

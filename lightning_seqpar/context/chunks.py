@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_seqpar.layout.shard import Shard
+
 Ranges = tuple[tuple[int, int], ...]
 """Positions that one rank holds, as (start, stop) of each run, in the order in which it holds them."""
 
@@ -43,8 +45,7 @@ def padded(length: int, size: int) -> tuple[Ranges, ...]:
     >>> padded(3, 4)
     (((0, 1),), ((1, 2),), ((2, 3),), ((3, 3),))
     """
-    part = -(-length // size)
-    return tuple(((min(rank * part, length), min((rank + 1) * part, length)),) for rank in range(size))
+    return Shard.by_vocabulary(length, size).ranges
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,20 +53,14 @@ class Chunks:
     """How a sequence of ``length`` positions is dealt out over the ranks of an axis.
 
     Every rank holds its positions in their order in ``ranges``. Ranks may hold different numbers of them, and none at all.
-
-    Args:
-        group: the ranks.
-        length: positions in the whole sequence.
-        ranges: of each rank.
-        method: how attention between the ranks is computed (the field ``cp_method``).
-        axis: ``cp``, where every rank differentiates a loss of its own, and the mean of all ranks' gradients is due; or ``tp``,
-            where the loss is one, and what is whole has the same gradient on all ranks.
     """
 
     group: ProcessGroup
     length: int
-    ranges: tuple[Ranges, ...]
-    method: str = "auto"
+    ranges: tuple[Ranges, ...]  # of each rank
+    method: str = "auto"  # how attention between the ranks is computed (the field cp_method)
+    # Over cp every rank differentiates a loss of its own, and the mean of all ranks' gradients is due; over tp the loss is one,
+    # and what is whole has the same gradient on all ranks.
     axis: Literal["cp", "tp"] = "cp"
     _indices: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
 
@@ -144,14 +139,9 @@ class Chunks:
         return self._indices[key]
 
     def own(self, x: Tensor, dim: int, before: int = 1, behind: int = 1, *, rank: int | None = None) -> Tensor:
-        """A rank's positions of a whole tensor: ``[b, s, h]`` → ``[b, s/cp, h]`` for ``dim=1``. Nothing is sent.
+        """A rank's positions (this one's for None) of a whole tensor: ``[b, s, h]`` → ``[b, s/cp, h]`` for ``dim=1``.
 
-        Args:
-            x: the whole tensor.
-            dim: the dim in which the sequence lies.
-            before: the size of what was flattened into ``dim`` in front of the sequence.
-            behind: the size of what was flattened into it behind.
-            rank: whose positions; None for this rank's.
+        ``before`` and ``behind`` are the sizes of what was flattened into ``dim`` in front of the sequence and behind it.
         """
         runs = self.ranges[self.rank if rank is None else rank]
         if before > 1 or behind > 1:
@@ -163,16 +153,12 @@ class Chunks:
 
     def sliced(self, start: int, stop: int) -> Chunks:
         """The chunks of ``whole[start:stop]``, of which each rank keeps what it holds of the whole: none of it is an empty run."""
-        ranges = tuple(
-            tuple(
-                (max(first, start) - start, min(last, stop) - start)
-                for first, last in runs
-                if first < stop and last > start
-            )
-            or ((0, 0),)
-            for runs in self.ranges
-        )
-        return Chunks(self.group, stop - start, ranges, self.method, self.axis)
+
+        def kept(runs: Ranges) -> Ranges:
+            inside = [(max(first, start), min(last, stop)) for first, last in runs if first < stop and last > start]
+            return tuple((first - start, last - start) for first, last in inside) or ((0, 0),)
+
+        return Chunks(self.group, stop - start, tuple(map(kept, self.ranges)), self.method, self.axis)
 
     def held_between(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Of this rank's positions those in ``start`` to ``stop`` of the whole, as runs of local indices."""

@@ -125,16 +125,11 @@ def share(x: Tensor, chunks: Chunks) -> Tensor:
 
     Forward: nothing is sent. Backward: over tp an all-reduce, since each rank's gradient tells of its own positions; over cp none.
     """
-    if chunks.axis == "cp":
-        return x
-    return copy_to_tensor_parallel_region(x, chunks.group)
+    return x if chunks.axis == "cp" else copy_to_tensor_parallel_region(x, chunks.group)
 
 
 def sum_over_ranks(x: Tensor, chunks: Chunks) -> Tensor:
-    """The sum of what every rank has computed of its positions, in the same shape.
-
-    Forward: all-reduce. Backward: over cp an all-reduce; over tp nothing is sent.
-    """
+    """The sum of what every rank has computed of its positions. Forward: all-reduce. Backward: over cp too; over tp nothing."""
     summed = x if chunks.axis == "tp" else copy_to_tensor_parallel_region(x, chunks.group)
     return _between(summed, 0, chunks, _summed, lambda grad, dim, chunks: share(grad, chunks))
 

@@ -86,12 +86,12 @@ def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if any(isinstance(value, Tensor) for value in options.values()) or first.shape != other.shape:
         return NotImplemented
     place = first._place
-    if isinstance(other, SeqPart):
-        if other._place.dim != place.dim or not other._place.same(place):
-            return NotImplemented
+    if not isinstance(other, SeqPart):
+        beside = place.own(other)
+    elif other._place.dim == place.dim and other._place.same(place):
         beside = other._local
     else:
-        beside = place.own(other)
+        return NotImplemented
     locals_ = (first._local, beside) if first is x else (beside, first._local)
     each = SeqPart.wrap(func(*locals_, reduction="none", **options), place)
     reduction = kwargs.get("reduction", "mean")

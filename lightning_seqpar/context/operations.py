@@ -6,17 +6,30 @@ whole. A function without a handler is run on whole sequences.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from inspect import isgetsetdescriptor, signature
+from inspect import signature
 from math import prod
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.context.exchange import sum_over_ranks
-from lightning_seqpar.context.seq_part import HANDLERS, Handler, Handling, Place, SeqPart, local_of, share_of, writes
+from lightning_seqpar.context.seq_part import (
+    HANDLERS,
+    Handler,
+    Handling,
+    Place,
+    SeqPart,
+    functions,
+    local_of,
+    share_of,
+    writes,
+)
 from lightning_seqpar.distributed.autograd import without_subclasses
 from lightning_seqpar.distributed.rng import drawn_apart
 
@@ -26,23 +39,11 @@ _HOMES = (torch, Tensor, F, torch.special)
 def handles(
     *names: str, homes: tuple[Any, ...] = _HOMES, first: bool = False, only: bool = False, composed: bool = False
 ) -> Callable[[Handler], Handler]:
-    """Decorate the handler of the functions of these names, in ``torch``, ``torch.Tensor`` and ``torch.nn.functional``.
-
-    Args:
-        names: of the functions or attributes, one or several in a string.
-        homes: where functions of these names are looked for; one of another signature may have the same name elsewhere.
-        first: whether the first argument must be a sequence.
-        only: whether it must be the only one.
-        composed: whether the handler runs other functions of sequences.
-    """
+    """Decorate the handler of the functions of these names, in ``homes``; the flags are those of ``Handling``."""
 
     def register(handler: Handler) -> Handler:
-        for name in " ".join(names).split():
-            for home in (Tensor,) if name.startswith("__") else homes:
-                func = getattr(home, name, None)
-                if func is not None and not isinstance(func, torch.dtype):
-                    func = func.__get__ if isgetsetdescriptor(func) else func
-                    HANDLERS[func] = Handling(handler, first, only, composed)
+        for func in functions(" ".join(names), *homes):
+            HANDLERS[func] = Handling(handler, first, only, composed)
         return handler
 
     return register
@@ -54,9 +55,15 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str,
 
 def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a Python function by name, with its defaults."""
-    bound = signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
+    names, defaults = _parameters_of(func)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+@functools.cache
+def _parameters_of(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names of a function's parameters, and its defaults: looked up once, since that takes 90 calls."""
+    found = signature(func).parameters
+    return tuple(found), {name: one.default for name, one in found.items() if one.default is not one.empty}
 
 
 # ---- each number by itself -------------------------------------------------------------------------------------
@@ -106,7 +113,7 @@ def _aligned(place: Place, ndim: int, values: Iterable[Any]) -> Any:
     return out
 
 
-@handles(_ELEMENTWISE)
+@handles(_ELEMENTWISE, _IN_PLACE)
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of each number by itself, under broadcasting; it may change the first argument in place."""
     changed = func in _CHANGE or kwargs.get("inplace") is True
@@ -128,9 +135,6 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if not isinstance(out, Tensor):  # x.type() without arguments
         return out
     return SeqPart.wrap(out, first._place.at(out.ndim - (ndim - first._place.dim)))
-
-
-handles(_IN_PLACE)(elementwise)
 
 
 @handles("where")
@@ -179,8 +183,7 @@ def _dims(dim: Any, ndim: int) -> list[int]:
 def _wrap_all(out: Any, place: Place) -> Any:
     if isinstance(out, Tensor):
         return SeqPart.wrap(out, place)
-    wrapped = [SeqPart.wrap(each, place) for each in out]
-    return type(out)(wrapped)
+    return type(out)([SeqPart.wrap(each, place) for each in out])
 
 
 def _along(at: int, default: int | None) -> Handler:
@@ -202,22 +205,19 @@ handles("repeat_interleave", only=True)(_along(2, None))
 handles("chunk split tensor_split", only=True)(_along(2, 0))
 
 
-@handles("layer_norm rms_norm", only=True)
-def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A norm over the last dims, which the sequence is not among."""
-    x, shape = args[0], _argument(args, kwargs, 1, "normalized_shape")
-    if x._place.dim >= x.ndim - len(shape):
-        return NotImplemented
-    return x.like(func(x._local, *args[1:], **kwargs))
+@handles("linear layer_norm rms_norm", only=True)
+def over_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A linear over the last dim, or a norm over the last dims, which the sequence is not among."""
+    x, shape = args[0], (0,) if func in _LINEAR else _argument(args, kwargs, 1, "normalized_shape")
+    return NotImplemented if x._place.dim >= x.ndim - len(shape) else x.like(func(x._local, *args[1:], **kwargs))
 
 
+_LINEAR = functions("linear", *_HOMES)
 _SUMS = frozenset(f for home in (torch, Tensor) for f in (home.sum, home.mean))
 _NORMS = frozenset([torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm])
 
 
-@handles(
-    "sum mean amax amin argmax argmin max min logsumexp all any prod var std norm", homes=(torch, Tensor), first=True
-)
+@handles("sum mean amax amin argmax argmin max min logsumexp all any prod var std norm", homes=(torch, Tensor), first=True)
 @handles("vector_norm norm", homes=(torch.linalg,), first=True)
 def reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A reduction over other dims; a sum or a mean also over the sequence, of which the ranks' are added."""
@@ -252,13 +252,6 @@ def _sum_of_all(func: Any, x: SeqPart, dims: list[int], args: tuple[Any, ...], k
 
 
 # ---- products --------------------------------------------------------------------------------------------------
-
-
-@handles("linear", only=True)
-def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A linear over the last dim, which the sequence is not."""
-    x, *rest = args
-    return NotImplemented if x._place.dim == x.ndim - 1 else x.like(func(x._local, *rest, **kwargs))
 
 
 def _factors(a: Any, b: Any) -> tuple[Tensor, Tensor, Place] | None:
@@ -331,50 +324,9 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles("multi_head_attention_forward", composed=True)
 def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.multi_head_attention_forward`` of queries ``[s, b, h]``: projections of the part around torch's attention."""
-    given = arguments_of(func, args, kwargs)
-    q: Any
-    k: Any
-    v: Any
-    q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
-    rare = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
-    if (
-        not isinstance(q, SeqPart)
-        or q.ndim != 3
-        or q._place.dim
-        or not q._place.is_plain
-        or any(given[name] is not None and given[name] is not False for name in rare)
-    ):
-        return NotImplemented
-    if given["is_causal"] and mask is None:
-        return NotImplemented  # torch's own message
-    padding = given["key_padding_mask"]
-    separate = given["use_separate_proj_weight"]
-    weights = [given[f"{name}_proj_weight"] for name in "qkv"] if separate else given["in_proj_weight"].chunk(3)
-    biases = (None,) * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
-    heads, (length, count, width) = given["num_heads"], q.shape
-    q, k, v = (
-        F.linear(x, weight, bias).reshape(x.shape[0], count, heads, -1).permute(1, 2, 0, 3)
-        for x, weight, bias in zip((q, k, v), weights, biases, strict=True)
-    )
-    dropout = given["dropout_p"] if given["training"] else 0.0
-    causal = bool(given["is_causal"]) and padding is None and not given["need_weights"]
-    if causal:
-        mask = None
-    added = (
-        None
-        if mask is None
-        else added_mask(mask, q.dtype).reshape(-1, 1 if mask.ndim == 2 else heads, *mask.shape[-2:])
-    )
-    if padding is not None:
-        padded = added_mask(padding, q.dtype)[:, None, None, :]
-        added = padded if added is None else added + padded
-    out, shares = attend(q, k, v, added, dropout, causal, given["need_weights"])
-    if shares is not None and given["average_attn_weights"]:
-        shares = shares.mean(1)
-    out = out.permute(2, 0, 1, 3).reshape(length, count, width)
-    out = F.linear(out, given["out_proj_weight"], given["out_proj_bias"])
-    return out, shares
+    """``F.multi_head_attention_forward``: torch's own Python code, whose functions then run on parts, past its first question."""
+    names = {**func.__globals__, "has_torch_function": lambda tensors: False}
+    return FunctionType(func.__code__, names, func.__name__, func.__defaults__)(*args, **kwargs)
 
 
 def attend(
@@ -520,10 +472,9 @@ def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: in
     held = place.chunks.held_between(at, at + 1)
     if not (local.is_floating_point() or local.dtype in (torch.int64, torch.int32)):
         return NotImplemented
-    mine = (
-        local.select(place.dim, held[0][0]) if held else local.narrow(place.dim, 0, 0).sum(place.dim, dtype=local.dtype)
-    )
-    rest = tuple(i for n, i in enumerate(others) if n != number)
+    nothing = local.narrow(place.dim, 0, 0)
+    mine = local.select(place.dim, held[0][0]) if held else nothing.sum(place.dim, dtype=local.dtype)
+    rest = (*items[:number], *items[number + 1 :])
     return sum_over_ranks(mine[rest], place.chunks)
 
 
@@ -552,7 +503,7 @@ def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SeqPart.wrap(func(locals_, at), first._place.at(first._place.dim + shift))
 
 
-@handles("new_zeros new_ones new_empty new_full new_tensor is_contiguous is_conj is_neg is_inference")
+@handles("new_zeros new_ones new_empty new_full new_tensor is_contiguous is_conj is_neg is_inference retain_grad")
 @handles("grad_fn is_leaf _version retains_grad", homes=(Tensor,))
 def of_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor of any shape, of the same type on the same device; what a sequence is in the graph and in memory."""
@@ -587,11 +538,14 @@ def require_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Set whether a sequence that has no graph has a gradient."""
     require_gradient(Tensor.requires_grad_, args, kwargs)
 
 
 HANDLERS[getattr(Tensor, "requires_grad").__set__] = Handling(_set_requires_grad)  # noqa: B009
+
+
+def _losses_of(*tensors: Any) -> int:
+    return max((x._place.chunks.losses for x in tensors if isinstance(x, SeqPart)), default=1)
 
 
 @handles("backward", homes=(torch.autograd,), composed=True)
@@ -601,7 +555,7 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, grads = given.pop("tensors"), given.pop("grad_tensors", None)
     if len(args) > 2 or given.get("inputs") is not None or grads is None or isinstance(tensors, Tensor):
         return NotImplemented
-    if any(isinstance(x, SeqPart) and x._place.chunks.losses > 1 for x in tensors):
+    if _losses_of(*tensors) > 1:
         return NotImplemented
     pairs = zip(tensors, grads, strict=True)
     shares = [share_of(grad, x._place, x._place.chunks) if isinstance(x, SeqPart) else grad for x, grad in pairs]
@@ -611,30 +565,14 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles("grad", homes=(torch.autograd,), composed=True)
 def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.grad`` of plain numbers by sequences over tp, whose gradients are sequences."""
-    outputs, inputs = _argument(args, kwargs, 0, "outputs"), _argument(args, kwargs, 1, "inputs")
-    several = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    if any(isinstance(x, SeqPart) for x in ((outputs,) if isinstance(outputs, Tensor) else outputs)):
+    given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
+    outputs, inputs = given.pop("outputs"), given.pop("inputs")
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if any(isinstance(x, SeqPart) for x in tree_leaves(outputs)) or _losses_of(*inputs) > 1:
         return NotImplemented
-    if any(isinstance(x, SeqPart) and x._place.chunks.losses > 1 for x in several):
-        return NotImplemented
-    options = {name: value for name, value in kwargs.items() if name not in ("outputs", "inputs")}
-    grads = func(outputs, tuple(map(local_of, several)), *args[2:], **options)
-    pairs = zip(several, grads, strict=True)
+    grads = func(outputs, tuple(map(local_of, inputs)), *args[2:], **given)
+    pairs = zip(inputs, grads, strict=True)
     return tuple(x.like(grad) if isinstance(x, SeqPart) and grad is not None else grad for x, grad in pairs)
-
-
-@handles("numpy __array__")
-def numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The whole as an array that can't be changed, as a change would not reach the sequence."""
-    array = func(args[0].whole(), *args[1:], **kwargs)
-    array.flags.writeable = False
-    return array
-
-
-@handles("retain_grad")
-def retain_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Keep the gradient of a sequence, as ``x.grad``."""
-    return func(args[0]._local)
 
 
 @handles("grad", homes=(Tensor,))

@@ -258,6 +258,21 @@ def _block(ring: Ring, piece: Piece, q: Tensor, k: Tensor, v: Tensor, mask: Tens
     return _Block(q[..., rows, :], k[..., keys, :], v[..., keys, :], mask, piece.diagonal, ring.scale)
 
 
+def _travel(ring: Ring, heads: _Heads, k: Tensor, v: Tensor, masked: bool) -> Iterator[tuple[int, list[Piece], Tensor, Tensor]]:
+    """Each rank's keys and values, one head for each of the queries', as they pass by, with its number and what is computed."""
+    here, size = _joined(k, v), ring.size
+    for step in range(size):
+        source = (ring.rank - step) % size
+        coming = None
+        if step < size - 1:
+            coming = pass_on(here, heads.numbers(ring.count((source - 1) % size)), ring.keys)
+        plan, both = ring.pieces(source, masked), heads.split(here, ring.count(source))
+        some_k, some_v = map(heads.repeated, both) if plan else both
+        yield source, plan, some_k, some_v
+        if coming is not None:
+            here = coming()
+
+
 class _RingAttention(torch.autograd.Function):
     """Forward: q ``[b, heads, s/cp, d]``, k and v ``[b, groups, t/cp, d]`` → ``[b, heads, s/cp, d]``; k and v go round.
 
@@ -268,24 +283,15 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
         ctx.set_materialize_grads(False)
-        keys, rank, size = ring.keys, ring.rank, ring.size
         heads = _Heads(k, q.shape[1] // k.shape[1])
         dtype = _sum_dtype(q.dtype)
         # Heads and positions lie in memory as those of q do, as torch's kernels have it: models join heads by a view.
         found = _Part(torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float64))
-        here = _joined(k, v)
-        for step in range(size):
-            source, behind = (rank - step) % size, (rank - step - 1) % size
-            coming = pass_on(here, heads.numbers(ring.count(behind)), keys) if step < size - 1 else None
-            plan = ring.pieces(source, mask is not None)
-            if plan:
-                some_k, some_v = map(heads.repeated, heads.split(here, ring.count(source)))
+        for _, plan, some_k, some_v in _travel(ring, heads, k, v, mask is not None):
             for piece in plan:
                 part = _forward(_block(ring, piece, q, some_k, some_v, mask))
                 rows = slice(*piece.rows)
                 _merge(_Part(found.out[:, :, rows], found.lse[..., rows]), part)
-            if coming is not None:
-                here = coming()
         result = found.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, mask, result, _finite(found.lse).to(dtype))
         ctx.ring, ctx.heads = ring, heads
@@ -301,21 +307,14 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def _grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, lse = ctx.saved_tensors
-        ring, heads = ctx.ring, ctx.heads
-        keys, rank, size = ring.keys, ring.rank, ring.size
+        ring, heads, size = ctx.ring, ctx.heads, ctx.ring.size
         dtype = _sum_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=dtype)
-        here = _joined(k, v)
         returning = None  # the gradients of the keys that are here, of the ranks where these were before
-        for step in range(size):
-            source, behind = (rank - step) % size, (rank - step - 1) % size
-            coming = pass_on(here, heads.numbers(ring.count(behind)), keys) if step < size - 1 else None
+        for source, plan, some_k, some_v in _travel(ring, heads, k, v, mask is not None):
             length = ring.count(source)
-            grads = here.new_zeros(heads.numbers(length), dtype=dtype)
-            plan = ring.pieces(source, mask is not None)
-            if plan:
-                some_k, some_v = map(heads.repeated, heads.split(here, length))
-                sums = heads.split(grads, length)
+            grads = q.new_zeros(heads.numbers(length), dtype=dtype)
+            sums = heads.split(grads, length)
             for piece in plan:
                 rows, columns = slice(*piece.rows), slice(*piece.keys)
                 whole = _Part(out[..., rows, :], lse[..., rows])
@@ -326,11 +325,9 @@ class _RingAttention(torch.autograd.Function):
             if returning is not None:
                 grads += returning()
             if size > 1:
-                returning = pass_on(grads, heads.numbers(ring.count(behind)), keys)
-            if coming is not None:
-                here = coming()
+                returning = pass_on(grads, heads.numbers(ring.count((source - 1) % size)), ring.keys)
         home = grads if returning is None else returning()
-        dk, dv = heads.split(home, ring.count(rank))
+        dk, dv = heads.split(home, ring.count(ring.rank))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
@@ -343,10 +340,9 @@ def _dtype(x: Tensor) -> torch.dtype:
 
 
 def can_ring(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, queries: Chunks, keys: Chunks) -> bool:
-    """Whether :func:`ring_attention` can compute attention of whole sequences of these shapes.
+    """Whether :func:`ring_attention` can compute attention of whole sequences of these shapes: torch must have a fused kernel.
 
-    torch must have a fused kernel for it. Batch dims of q, k and v must be equal, heads of q a multiple of those of k and v, and
-    a mask, of bool, must have the shape ``[..., s, t]`` up to dims of size 1.
+    Batch dims must be equal, heads of q a multiple of those of k and v, and a mask of bool, ``[..., s, t]`` up to dims of size 1.
     """
     if queries.group is not keys.group or _kernel(q, k, v, mask) is None:
         return False
@@ -381,16 +377,8 @@ def ring_attention(
     ``heads / groups`` heads. Forward: k and v are sent on ``cp - 1`` times. Backward: likewise, and their gradients ``cp`` times,
     in float32 where they have 16 bits, so that they are rounded once. It has no second derivative.
 
-    Args:
-        q: this rank's queries.
-        k: this rank's keys.
-        v: this rank's values.
-        mask: the rows of this rank's queries and the columns of all keys, ``[..., s/cp, t]``, of bool.
-        queries: how the queries are dealt out.
-        keys: how keys and values are.
-        is_causal: whether a query reads keys at its own position and before it alone.
-        scale: of the scores; None for one over the root of ``d``.
-        gathered: whether k and v are those of all ranks, ``[..., groups, t, d]``; nothing is sent then.
+    ``mask``, of bool, has the rows of this rank's queries and the columns of all keys, ``[..., s/cp, t]``; a ``scale`` of None is
+    one over the root of ``d``. With ``gathered`` k and v are those of all ranks, ``[..., groups, t, d]``, and nothing is sent.
     """
     ring = Ring(queries, keys, is_causal, 1 / sqrt(q.shape[-1]) if scale is None else scale, gathered)
     lead, shape = q.shape[:-3], q.shape

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import isgetsetdescriptor
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,19 +21,12 @@ from lightning_seqpar.distributed.autograd import input_nodes, leaf_of, outputs_
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sequence lies in a tensor: in ``dim``, into which other dims may have been flattened.
+    """Where a sequence lies in a tensor: in ``dim`` (0 or more), into which other dims may have been flattened."""
 
-    Args:
-        chunks: how its positions are dealt out.
-        dim: the dim, 0 or more.
-        before: the size of what was flattened into it in front of the sequence: ``b`` in ``[b·s, h]``.
-        behind: the size of what was flattened into it behind the sequence.
-    """
-
-    chunks: Chunks
+    chunks: Chunks  # how its positions are dealt out
     dim: int
-    before: int = 1
-    behind: int = 1
+    before: int = 1  # the size of what was flattened into it in front of the sequence: b in [b·s, h]
+    behind: int = 1  # and behind it
 
     @property
     def whole_size(self) -> int:
@@ -99,9 +93,7 @@ class SeqPart(Tensor):
         """The sequence of which ``local`` is this rank's part."""
         shape = list(local.shape)
         if shape[place.dim] != place.local_size:
-            raise AssertionError(
-                f"a part of {shape[place.dim]} at dim {place.dim}, where {place} has {place.local_size}"
-            )
+            raise AssertionError(f"a part of {shape[place.dim]} at dim {place.dim}, where {place} has {place.local_size}")
         shape[place.dim] = place.whole_size
         out: SeqPart = Tensor._make_wrapper_subclass(
             SeqPart, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
@@ -133,8 +125,7 @@ class SeqPart(Tensor):
     def for_parts(self) -> Tensor:
         """The whole sequence as a plain tensor, ``[b, s, h]``, for work of each rank on a part of another sequence.
 
-        Forward: all-gather. Backward: reduce-scatter. Of a sequence over both axes that is over cp alone: a function that is given
-        the result beside a part over tp shares it (:func:`share`).
+        Forward: all-gather. Backward: reduce-scatter; over cp alone where it lies over both axes (:func:`share` does the other).
         """
         return self._gathered(gather_for_parts)
 
@@ -156,9 +147,7 @@ class SeqPart(Tensor):
     def _take_over_graph(self, node: Any, number: int) -> None:
         """Where an ``autograd.Function`` of somebody's made this sequence, give the part the graph that the Function has.
 
-        Raises:
-            RuntimeError: for a Function with several outputs, or with inputs that other functions made of plain tensors; for a
-                reentrant activation checkpoint.
+        One with several outputs, or with inputs that other functions made of plain tensors, is refused.
         """
         with without_overrides():
             self.detach_()
@@ -167,9 +156,7 @@ class SeqPart(Tensor):
         inputs = [None if each is None else leaf_of(each) for each in nodes]
         missing = [at for at, found in enumerate(inputs) if found is None and nodes[at] is not None]
         known = not missing
-        if (
-            name == "CheckpointFunction"
-        ):  # it keeps its inputs, each with its graph; over cp it would give plain ones a part
+        if name == "CheckpointFunction":  # it keeps its inputs, each with its graph; over cp it would give plain ones a part
             known = self._place.chunks.axis == "tp"
             kept = node.saved_tensors if known and missing else ()
             inputs = [kept[at] if at in missing and known else found for at, found in enumerate(inputs)]
@@ -184,11 +171,7 @@ class SeqPart(Tensor):
             self._local = _OfFunction.apply(node, self._place, inputs, self._local, *map(local_of, inputs))  # type: ignore[no-untyped-call]
 
     def _guard(self) -> None:
-        """Refuse a gradient that reaches this object in place of the part.
-
-        Functions see the object without a graph; an ``autograd.Function`` that makes a plain tensor of it would leave the gradient
-        here, where nothing reads it.
-        """
+        """Refuse a gradient that reaches this object, where nothing reads it: of an ``autograd.Function`` of plain results."""
         chunks = self._place.chunks
         self._guarded = True
 
@@ -257,11 +240,7 @@ class SeqPart(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse what reads the tensor below autograd, such as somebody's ``autograd.Function``: its gradient would be lost.
-
-        Raises:
-            RuntimeError: but for a ``detach``, by which activation checkpoints in one another keep their inputs.
-        """
+        """Refuse what reads the tensor below autograd, where its gradient would be lost; not a checkpoint's ``detach``."""
         if func is torch.ops.aten.detach.default:
             x = args[0]
             return SeqPart.wrap(x._local.detach(), x._place)
@@ -354,39 +333,27 @@ def _shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
     chunks = next((leaf._place.chunks for leaf in leaves if isinstance(leaf, SeqPart)), None)
     if chunks is None or chunks.axis == "cp":
         return args, kwargs
-    shared = [
-        share(leaf, chunks)
-        if isinstance(leaf, Tensor) and not isinstance(leaf, SeqPart) and leaf.requires_grad
-        else leaf
-        for leaf in leaves
-    ]
-    given: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(shared, spec)
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, SeqPart) and leaf.requires_grad:
+            leaves[at] = share(leaf, chunks)
+    given: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, spec)
     return given
 
 
 def _chunks_of(args: Any) -> Chunks:
-    found: list[SeqPart] = []
-    tree_map_only(SeqPart, found.append, args)
-    return found[0]._place.chunks
+    return next(one for one in tree_leaves(args) if isinstance(one, SeqPart))._place.chunks
 
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Handling(NamedTuple):
-    """What runs a function on parts; it may return ``NotImplemented``, which leaves the function to :func:`on_whole`.
+    """What runs a function on parts; it may return ``NotImplemented``, which leaves the function to :func:`on_whole`."""
 
-    Attributes:
-        run: gets the function and its arguments.
-        first: whether the first argument must be a sequence.
-        only: whether no other argument may be one.
-        composed: whether it runs other functions of sequences: these share the whole tensors beside them, which happens once.
-    """
-
-    run: Handler
-    first: bool = False
-    only: bool = False
-    composed: bool = False
+    run: Handler  # gets the function and its arguments
+    first: bool = False  # whether the first argument must be a sequence
+    only: bool = False  # whether no other argument may be one
+    composed: bool = False  # whether it runs other functions of sequences, which share the whole tensors beside them
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether sequences are among the arguments where they must be, and nowhere else."""
@@ -398,18 +365,20 @@ class Handling(NamedTuple):
 HANDLERS: dict[Any, Handling] = {}
 """By function. Filled by the modules of this package."""
 
-FACTS = frozenset(
-    [
-        *(getattr(Tensor, name).__get__ for name in (
-            "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested",
-            "is_mkldnn", "is_mps", "is_xla", "itemsize", "nbytes",
-        )),
-        Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_floating_point,
-        Tensor.is_complex, Tensor.get_device, Tensor.__len__, Tensor.__hash__, torch.is_floating_point, torch.is_complex,
-        torch.numel,
-        torch.is_tensor,
+
+def functions(names: str, *homes: Any) -> list[Any]:
+    """torch's functions of these names, in each of ``homes`` that has them; those of attributes are what reads them."""
+    found = (getattr(home, name, None) for name in names.split() for home in ((Tensor,) if name.startswith("__") else homes))
+    return [
+        one.__get__ if isgetsetdescriptor(one) else one for one in found if one is not None and not isinstance(one, torch.dtype)
     ]
-)  # fmt: skip
+
+
+_ATTRIBUTES = """
+    shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_mkldnn is_mps is_xla itemsize nbytes
+    size dim ndimension numel nelement element_size is_floating_point is_complex get_device __len__ __hash__
+"""
+FACTS = frozenset(functions(_ATTRIBUTES, Tensor) + functions("is_floating_point is_complex numel is_tensor", torch))
 """Functions that read what the whole and its part have in common, and none of the numbers."""
 
 
@@ -459,9 +428,8 @@ def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     if kwargs.get("inplace") is True or name in ("__setitem__", "__set__", "__delete__"):
         return True
-    return (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
-    )
+    is_operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
+    return is_operator or (name.endswith("_") and not name.endswith("__"))
 
 
 RESHAPES = frozenset(
@@ -481,8 +449,7 @@ _OF_GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.regi
 def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function on whole sequences; collective. A change in place is made to the whole, and then to the parts.
 
-    Raises:
-        RuntimeError: if it would change a copy alone, or give it away.
+    One that would change a copy alone, or give it away, is refused.
     """
     name = getattr(func, "__name__", str(func))
     out = kwargs.get("out")
@@ -538,13 +505,8 @@ _NOT_USERS = frozenset(["lightning_seqpar", "torch"])
 
 def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """What a function of the graph takes gradients by."""
-    if func is torch.autograd.grad:
-        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-    elif func is torch.autograd.backward:
-        inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
-    else:
-        inputs = args[0]
-    return list(tree_leaves(inputs))
+    at = {torch.autograd.grad: 1, torch.autograd.backward: 4}.get(func, 0)
+    return tree_leaves(args[at] if len(args) > at else kwargs.get("inputs"))
 
 
 def write(target: SeqPart, whole: Tensor) -> None:

@@ -7,31 +7,20 @@ import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.data.sampler import PLACE
-from lightning_seqpar.distributed.rng import get_streams, kept_streams, set_streams
-
-_CPU = torch.device("cpu")
-
-
-class _End:
-    """Takes the place of a batch when the loader has no more."""
+from lightning_seqpar.distributed.rng import SavedStreams, kept_streams
 
 
 class BroadcastLoader:
     """A loader that is read on the first rank of each replica (``source``), which sends every batch to the others.
 
-    For iterable data sets that give each process other samples (streams, unseeded shuffles). A data set that gives each
-    process a share of the samples must share by replica (``strategy.dp_rank``, ``dp_size``), not by rank: only one rank of
-    a replica reads, so the shares of its other ranks would never be read. The states of the reading process's random
-    generators are sent with each batch, so that numbers drawn while reading leave all ranks with the same states. An
-    exception of the reader ends all ranks of the replica, with its message.
-
-    The constructor is collective, since it sends the length: the reader's length is the length on all ranks.
+    For iterable data sets that give each process other samples. One that gives each process a share must share by replica
+    (``strategy.dp_rank``, ``dp_size``). The states of the reader's random generators are sent with each batch, an exception of it
+    ends all ranks of the replica, and its length is theirs. Making it is collective.
     """
 
     def __init__(self, loader: Any, group: ProcessGroup, source: int) -> None:
@@ -45,23 +34,23 @@ class BroadcastLoader:
 
     def __iter__(self) -> Iterator[Any]:
         reads = dist.get_rank() == self._source
-        reader = self._read() if reads else None
+        reader, end = self._read() if reads else None, object()
         while True:
             message: list[Any] = [None]
             failed: Exception | None = None
             if reader is not None:
                 try:
-                    batch = next(reader, _End)
-                    message = [("end" if batch is _End else "batch", pickle.dumps(batch), get_streams(_CPU))]
+                    batch = next(reader, end)
+                    message = [("end" if batch is end else "batch", pickle.dumps(batch), SavedStreams())]
                 except Exception as error:  # sent to the other ranks first, and raised here afterwards
                     failed = error
-                    message = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]
+                    message = [("failed", f"{type(error).__name__}: {error}", SavedStreams())]
             dist.broadcast_object_list(message, src=self._source, group=self._group)
             event, value, streams = message[0]
             if failed is not None:
                 raise failed
             if not reads:
-                set_streams(streams, _CPU)
+                streams.restore()
             if event == "failed":
                 raise RuntimeError(f"rank {self._source}, which reads the batches of this replica, raised {value}")
             if event == "end":
@@ -70,7 +59,7 @@ class BroadcastLoader:
 
     def _read(self) -> Iterator[Any]:
         """Iterate the user's loader: a generator, so that an error on making its iterator comes with the first batch."""
-        with kept_streams(_CPU) if self._resumes else contextlib.nullcontext():
+        with kept_streams() if self._resumes else contextlib.nullcontext():
             iterator = iter(self.loader)  # of an epoch that goes on it drew its seed before the checkpoint
         self._resumes = False
         yield from iterator

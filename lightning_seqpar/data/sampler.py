@@ -39,11 +39,7 @@ PLACE = "lightning_seqpar"
 
 
 class OrderSeed:
-    """The number from which the order of the samples follows in each epoch of a run; None until it is needed.
-
-    It is the seed of ``seed_everything``, or a number that is drawn once. A checkpoint holds it, so that a run that is
-    resumed has the orders that it would have had.
-    """
+    """The number from which the order of samples follows in each epoch: ``seed_everything``'s, or one that checkpoints keep."""
 
     def __init__(self) -> None:
         self.value: int | None = None
@@ -59,27 +55,14 @@ class OrderSeed:
 class ReplicaSampler(Sampler[Any]):
     """Divides the order of another sampler, of samples or of batches, among the data-parallel replicas.
 
-    Replica ``r`` reads the samples at positions ``r``, ``r + dp``, ... of one order that all ranks agree on. They agree at
-    the start of each epoch, in :meth:`set_epoch`, which Lightning calls on all of them. Iterating is not collective, so one
-    rank may look at the first samples alone.
-
-    With one replica and one of torch's samplers, the ranks share the states of their generators and then draw the order
-    that one process would. In all other cases every rank runs the user's sampler with generators that are seeded for the
-    epoch, and the order of the first rank is sent to all, so that it is one order even if the sampler draws elsewhere.
-
+    Replica ``r`` reads positions ``r``, ``r + dp``, ... of one order, on which all ranks agree in :meth:`set_epoch`. Iterating is
+    not collective. With one replica and one of torch's samplers, the ranks share the states of their generators and draw the order
+    that one process would. In all other cases the order of the first rank is sent to all.
     With ``repeat`` it takes samples from the beginning again until all replicas read equally many, as torch's
     ``DistributedSampler`` does; without it no sample comes twice. ``place`` counts loaders (0-based).
     """
 
-    def __init__(
-        self,
-        order: Any,
-        groups: ParallelGroups,
-        seed: OrderSeed,
-        *,
-        repeat: bool = True,
-        place: int = 0,
-    ) -> None:
+    def __init__(self, order: Any, groups: ParallelGroups, seed: OrderSeed, *, repeat: bool = True, place: int = 0) -> None:
         self.order, self.groups, self.seed, self.repeat, self.place = order, groups, seed, repeat, place
         self.num_replicas, self.rank = groups.size("dp"), groups.rank("dp")
         self._agreed: list[Any] | None = None
@@ -118,8 +101,11 @@ class ReplicaSampler(Sampler[Any]):
         # One replica, whose order follows from states of torch's generators that its ranks share.
         if self.num_replicas == 1 and (type(self.order) in _DRAWN_FROM_TORCH or not isinstance(self.order, Sized)):
             source = self.groups.source(self.groups.replica_axes)
-            share_streams(self.groups[self.groups.replica_axes], source, torch.device("cpu"))
-            self._share_generator(source)
+            share_streams(self.groups[self.groups.replica_axes], source)
+            if (generator := self._generator()) is not None:
+                box: list[Any] = [generator.get_state()]
+                dist.broadcast_object_list(box, src=source, group=self.groups[self.groups.replica_axes])
+                generator.set_state(box[0])
             return
         if epoch == self._epoch:  # Lightning says so once more behind the start of an iteration
             return
@@ -127,7 +113,7 @@ class ReplicaSampler(Sampler[Any]):
         if (generator := self._generator()) is not None:
             self._began["own"] = generator.get_state()
         number = self.seed.of_epoch(epoch, self.place)
-        with kept_streams(torch.device("cpu")):
+        with kept_streams():
             random.seed(number)
             np.random.seed(number)
             torch.default_generator.manual_seed(number)
@@ -144,18 +130,11 @@ class ReplicaSampler(Sampler[Any]):
                 return generator
         return None
 
-    def _share_generator(self, source: int) -> None:
-        """Send the state of a generator that the sampler has of its own to the other ranks of the replica. Collective."""
-        if (generator := self._generator()) is not None:
-            box = [generator.get_state()]
-            dist.broadcast_object_list(box, src=source, group=self.groups[self.groups.replica_axes])
-            generator.set_state(box[0])
-
     def __iter__(self) -> Iterator[Any]:
         place, self._resumed = self._resumed or {}, None
         rest = self._iterate(place)
         if place:
-            with kept_streams(torch.device("cpu")):
+            with kept_streams():
                 if "torch" in place:
                     torch.set_rng_state(place["torch"])
                 for _ in islice(rest, place["items"]):  # torch's samplers draw all that they draw for the first one
@@ -197,24 +176,10 @@ def inject_sampler(
     epoch: int = 0,
     batches_done: Callable[[], int] | None = None,
 ) -> DataLoader[Any]:
-    """Makes a loader whose samples are divided among the replicas, as :class:`ReplicaSampler` does.
+    """Copies a loader so that its samples are divided among the replicas, as :class:`ReplicaSampler` does, where they must be.
 
-    Args:
-        dataloader: the user's loader, which is not changed.
-        groups: the process groups.
-        seed: the seed of the order with several replicas.
-        predicting: whether it is for ``Trainer.predict``, where no sample may come twice.
-        place: which of several loaders it is (0-based).
-        epoch: the epoch that begins now.
-        batches_done: of a loader that is trained on, how many batches of the epoch are done, 0 between two epochs. It makes
-            the loader resumable, as Lightning recognises that: checkpoints say where the epoch is.
-
-    Returns:
-        A copy of the loader, or the loader itself where nothing has to be divided.
-
-    Raises:
-        ValueError: for a ``DistributedSampler`` of the user's that counts ranks instead of replicas, or a sampler
-            without a length that would have to be divided.
+    With ``batches_done``, how many batches of the epoch are done, it is resumable. In ``predicting`` no sample may come twice.
+    Raises ValueError for a ``DistributedSampler`` of the user's that counts ranks instead of replicas, or one without a length.
     """
     if isinstance(dataloader.dataset, IterableDataset):
         return dataloader
@@ -260,9 +225,8 @@ def inject_sampler(
 class _Place:
     """The two methods by which Lightning asks a loader where it is; what is pickled of it, with a Trainer, knows no place."""
 
-    def __init__(self, sampler: ReplicaSampler, items_done: Callable[[], int]) -> None:
-        self._sampler: ReplicaSampler | None = sampler
-        self._items_done: Callable[[], int] | None = items_done
+    def __init__(self, sampler: ReplicaSampler | None, items_done: Callable[[], int] | None) -> None:
+        self._sampler, self._items_done = sampler, items_done
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_sampler": None, "_items_done": None}
@@ -291,10 +255,6 @@ def check_users_sampler(sampler: DistributedSampler[Any], groups: ParallelGroups
 
 
 def replica_workers(dataloader: DataLoader[Any], dp_rank: int) -> None:
-    """Seeds the loader's worker processes by replica, where Lightning was asked to seed them.
-
-    Lightning would seed them by rank, and the ranks of one replica would augment the same samples differently. A
-    ``worker_init_fn`` of the user's stays.
-    """
+    """Seeds worker processes by replica where Lightning would by rank, by which ranks of one replica augmented differently."""
     if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=dp_rank)

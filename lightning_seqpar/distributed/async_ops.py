@@ -8,15 +8,28 @@ is faster with something else than its own collective, a module about that backe
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from lightning_seqpar.distributed.counters import ExchangeRole
 from lightning_seqpar.distributed.gloo import Exchange, end_sum, start_sum, uses_exchanges
 from lightning_seqpar.distributed.padding import pad, shard_length, with_memory
+
+
+def _options(kind: type[Any]) -> tuple[Any, Any]:
+    """The options of a collective: waited for, and under way. They are made once, since making them takes a microsecond."""
+    waited_for, under_way = kind(), kind()
+    waited_for.asyncOp, under_way.asyncOp = False, True
+    return waited_for, under_way
+
+
+_ALL_GATHER = _options(AllgatherOptions)
+_ALL_REDUCE = _options(dist.AllreduceOptions)
+_REDUCE_SCATTER = _options(dist.ReduceScatterOptions)
 
 
 def _started(work: Work | None, async_op: bool) -> Work | None:
@@ -35,14 +48,12 @@ class PendingAllReduce:
     """A sum of tensors of any shape over the group under way; :meth:`wait` returns it, in a new tensor."""
 
     def __init__(self, x: Tensor, group: ProcessGroup, async_op: bool) -> None:
-        x = with_memory(x.detach())
+        x = with_memory(x)
         self._shape, self._group = x.shape, group
         self._exchange = start_sum(x, group, async_op) if uses_exchanges(x, group) else None
         if self._exchange is None:
             self._out = x.clone(memory_format=torch.contiguous_format)
-            options = dist.AllreduceOptions()
-            options.asyncOp = async_op
-            self._work = _started(group.allreduce([_sent(self._out)], options), async_op)
+            self._work = _started(group.allreduce([_sent(self._out)], _ALL_REDUCE[async_op]), async_op)
 
     def wait(self) -> Tensor:
         """Wait for the sum and return it."""
@@ -58,27 +69,34 @@ class PendingGather:
 
     Args:
         x: this rank's shard, ``[b, ceil(s/tp), h]`` for ``dim=1``; all ranks' have one shape.
-        dim: the dim along which shards follow each other.
+        dim: the dim along which shards follow each other, 0 or more.
         length: the true length ``s`` of ``dim``, to which the result is trimmed; None for all that was gathered.
+        flat: whether the first two dims of the result are flattened into one.
     """
 
-    def __init__(self, x: Tensor, dim: int, group: ProcessGroup, length: int | None, async_op: bool) -> None:
-        self._dim, self._length = dim % x.ndim, length
-        x = x.detach()
+    def __init__(
+        self, x: Tensor, dim: int, group: ProcessGroup, length: int | None, async_op: bool, flat: bool = False
+    ) -> None:
+        self._dim, self._length, self._flat = dim, length, flat
         if x._is_zerotensor():
             x = x.clone()  # the gradient of a step function is a tensor of zeros that has no memory to send
-        self._size, self._shape = group.size(), x.shape
+        size, shape = group.size(), x.shape
         self._exchange: Exchange | None = None
         if x.is_cpu and uses_exchanges(x, group):
-            self._exchange = Exchange([x] * self._size, group, async_op, ExchangeRole.ALL_GATHER)
+            self._exchange = Exchange([x] * size, group, async_op, ("all_gather", x.nbytes))
+            return
+        # Kept until the collective is done: the backend reads it meanwhile.
+        self._input = x.contiguous()
+        # The collective stacks ranks along dim 0. Where nothing lies in front of the sequence (a batch of one), that is its order.
+        self._stacked = None if shape[:dim].numel() == 1 else (size, *shape)
+        if self._stacked is None:
+            self._out = x.new_empty(*shape[:dim], size * shape[dim], *shape[dim + 1 :])
+            into = self._out.view(size * shape[0], *shape[1:]) if dim else self._out
         else:
-            self._out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
-            # Kept until the collective is done: the backend reads it meanwhile.
-            self._input = x.contiguous()
-            options = AllgatherOptions()
-            options.asyncOp = async_op
-            # The group's own call, here and below: torch.distributed's wrapper of it costs host time.
-            self._work = _started(group.all_gather_single(_sent(self._out), _sent(self._input), options), async_op)
+            self._out = into = x.new_empty(size * shape[0], *shape[1:])
+        # The group's own call, here and below: torch.distributed's wrapper of it costs host time.
+        work = group.all_gather_single(_sent(into), _sent(self._input), _ALL_GATHER[async_op])
+        self._work = _started(work, async_op)
 
     def wait(self) -> Tensor:
         """Wait for the shards and return them as one tensor, trimmed to the true length: ``[b, s, h]``."""
@@ -89,12 +107,11 @@ class PendingGather:
             if self._work is not None:
                 self._work.wait()
             out = self._out
-            if dim:
-                # The collective stacks ranks along dim 0; the sequence may lie elsewhere.
-                out = out.view(self._size, *self._shape).movedim(0, dim).flatten(dim, dim + 1)
+            if self._stacked is not None:
+                out = out.view(self._stacked).movedim(0, dim).flatten(dim, dim + 1)
         if self._length is not None and self._length != out.shape[dim]:
-            out = out.narrow(dim, 0, self._length)
-        return out.contiguous()
+            out = out.narrow(dim, 0, self._length).contiguous()
+        return out.flatten(0, 1) if self._flat else out
 
 
 class PendingReduceScatter:
@@ -102,35 +119,41 @@ class PendingReduceScatter:
 
     Args:
         x: this rank's addend, ``[b, s, h]`` for ``dim=1``; zeros are added behind ``s`` until it divides by the group.
-        dim: the dim along which the sum is divided.
+        dim: the dim along which the sum is divided, 0 or more.
+        flat: whether the first two dims of the result are flattened into one.
     """
 
-    def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool) -> None:
-        size, dim = group.size(), dim % x.ndim
-        chunk, x = -(-x.shape[dim] // size), x.detach()
-        if chunk * size != x.shape[dim]:
+    def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool, flat: bool = False) -> None:
+        size, shape, self._flat = group.size(), x.shape, flat
+        chunk = -(-shape[dim] // size)
+        if chunk * size != shape[dim]:
             x = pad(x, dim, chunk * size)
         if x._is_zerotensor():
             x = x.clone()
         self._exchange: Exchange | None = None
         if x.is_cpu and uses_exchanges(x, group):
-            self._exchange = Exchange(x.chunk(size, dim), group, async_op, ExchangeRole.REDUCE_SCATTER)
+            self._exchange = Exchange(x.chunk(size, dim), group, async_op, ("reduce_scatter", x.nbytes))
+            return
+        self._out = out = x.new_empty(*shape[:dim], chunk, *shape[dim + 1 :])
+        if dim == 0:
+            self._input = x.contiguous()
+        elif shape[:dim].numel() == 1:  # the sequence is the first dim but for ones
+            self._input, out = x.contiguous().flatten(0, dim), out.flatten(0, dim)
         else:
-            stacked = x.view(*x.shape[:dim], size, chunk, *x.shape[dim + 1 :]).movedim(dim, 0).contiguous()
-            self._shape = stacked.shape[1:]
+            stacked = x.reshape(*shape[:dim], size, chunk, *shape[dim + 1 :]).movedim(dim, 0).contiguous()
             self._input = stacked.flatten(0, 1)
-            self._out = x.new_empty(self._input.shape[0] // size, *self._input.shape[1:])
-            options = dist.ReduceScatterOptions()
-            options.asyncOp = async_op
-            self._work = _started(group.reduce_scatter_single(_sent(self._out), _sent(self._input), options), async_op)
+        work = group.reduce_scatter_single(_sent(out), _sent(self._input), _REDUCE_SCATTER[async_op])
+        self._work = _started(work, async_op)
 
     def wait(self) -> Tensor:
         """Wait for the sum and return this rank's shard of it, ``[b, ceil(s/tp), h]``."""
         if self._exchange is not None:
-            return self._exchange.sum()
-        if self._work is not None:
-            self._work.wait()
-        return self._out.view(self._shape)
+            out = self._exchange.sum()
+        else:
+            if self._work is not None:
+                self._work.wait()
+            out = self._out
+        return out.flatten(0, 1) if self._flat else out
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -141,7 +164,7 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """
     if group.size() == 1:
         return _own(x)
-    return PendingAllReduce(x, group, async_op=False).wait()
+    return PendingAllReduce(x.detach(), group, async_op=False).wait()
 
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
@@ -151,7 +174,7 @@ def all_gather(x: Tensor, dim: int, group: ProcessGroup, length: int | None = No
     """
     if group.size() == 1:
         return _own(x if length is None else x.narrow(dim, 0, length))
-    return PendingGather(x, dim, group, length, async_op=False).wait()
+    return PendingGather(x.detach(), dim % x.ndim, group, length, async_op=False).wait()
 
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -161,7 +184,7 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """
     if group.size() == 1:
         return _own(x)
-    return PendingReduceScatter(x, dim, group, async_op=False).wait()
+    return PendingReduceScatter(x.detach(), dim % x.ndim, group, async_op=False).wait()
 
 
 def _own(x: Tensor) -> Tensor:

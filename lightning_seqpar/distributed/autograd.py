@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
@@ -24,6 +23,18 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode
+
+
+class Function(torch.autograd.Function):
+    """torch's own, whose ``apply`` goes straight to the engine: torch's walks over the arguments for functorch, at each call."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """The outputs of ``forward``."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
 
 NO_BACKWARD = -1
 """What :func:`current_backward` answers when no backward runs."""
@@ -72,6 +83,10 @@ def sequence_nr(node: Any) -> int:
     """The number that a node got when it was made. Of the nodes that are ready, the engine runs the highest number first."""
     number: int = node._sequence_nr()
     return number
+
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Whether a graph is made from here on; torch's contexts of the same take six calls."""
 
 
 next_sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -219,7 +234,6 @@ class GivenAway:
     """A tensor that was given away as a copy where torch gives a view: a change of it in place must not be lost."""
 
     def __init__(self, copy: Tensor) -> None:
-        self._memory = StorageWeakRef(copy.untyped_storage())
         self._counter: Tensor | None = None
         if not copy.is_inference():  # which counts no changes
             self._counter = copy.detach()  # shares the count of changes in place ...
@@ -230,11 +244,6 @@ class GivenAway:
     def is_changed(self) -> bool:
         """Whether the copy was changed in place since."""
         return self._counter is not None and self._counter._version != self._version
-
-    @property
-    def is_held(self) -> bool:
-        """Whether somebody has the copy, or a view of it."""
-        return not self._memory.expired()
 
 
 def selective_checkpoint_caches() -> list[Tensor]:

@@ -101,9 +101,7 @@ class _Reduction(_Pair):
 REDUCTIONS = (_Reduction,)
 
 
-def _applied(
-    function: type[_Pair], x: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
-) -> Tensor:
+def _applied(function: type[_Pair], x: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a pair, or only its forward where gradients are off, as they are in most backwards."""
     result: Tensor = function.apply(x, (run, back)) if torch.is_grad_enabled() else run(x)  # type: ignore[no-untyped-call]
     return result

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from enum import Enum
-from types import TracebackType
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,13 +24,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class SavedBytes:
-    """Counts the bytes that autograd keeps for the backward on this rank.
+    """Counts the bytes that autograd keeps for the backward on this rank, but for the storages of ``exclude`` (parameters).
 
     Use it as a context manager around the forward and read :attr:`total`. A storage that several operations keep, or
     that several tensors share, counts once.
-
-    Args:
-        exclude: tensors whose storages are not counted, such as a model's parameters, which stay in any case.
     """
 
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
@@ -66,10 +61,8 @@ class SavedBytes:
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(error_type, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
 
 
 def saved_counter() -> Any:
@@ -78,34 +71,12 @@ def saved_counter() -> Any:
     return None if hooks is None else getattr(getattr(hooks[0], "__self__", None), "counted", None)
 
 
-class ExchangeRole(Enum):
-    """Which collective an exchange (all-to-all) of a backend is made for; sizes follow from what the exchange sends.
-
-    Attributes:
-        collective: the collective that the exchange counts as; None where it is the rest of one that was counted.
-        divides: whether each rank gets a chunk of its own, rather than all the same tensor.
-    """
-
-    ALL_GATHER = "all_gather", False
-    REDUCE_SCATTER = "reduce_scatter", True
-    ALL_REDUCE = "all_reduce", False
-    ALL_REDUCE_SCATTER = "all_reduce", True
-    """The first of two exchanges that make an all-reduce."""
-    ALL_REDUCE_GATHER = None, False
-    """The second of them, in which the ranks give each other the chunks that they summed."""
-
-    def __init__(self, collective: str | None, divides: bool) -> None:
-        self.collective, self.divides = collective, divides
-
-
 class Traffic(TorchDispatchMode):
     """Counts this rank's collectives, and the bytes of the tensors that it gives to them, as the backend gets them.
 
-    Where a backend makes a collective of exchanges (see :mod:`lightning_seqpar.distributed.gloo`), ``calls`` and
-    ``bytes`` have it under the collective's name, with the bytes that a backend's own collective would have been given:
-    an exchange over ``n`` ranks that sent ``m`` bytes to each of ``n - 1`` others is an all-gather of ``m`` or a
-    reduce-scatter of ``n * m`` bytes. So a step counts alike over every backend. An exchange of a tensor
-    without an ``exchange_role``, or one that does not give every other rank as much, counts as ``alltoall``.
+    Where a backend makes a collective of exchanges (see :mod:`lightning_seqpar.distributed.gloo`), ``calls`` and ``bytes`` have it
+    under the collective's name, with the bytes that a backend's own collective would have been given (an attribute ``counts_as`` of
+    what is sent tells both), so that a step counts alike over every backend. Any other exchange counts as ``alltoall``.
 
     Attributes:
         calls: number of collectives by name, such as ``{"all_gather": 4}``, and of tensors sent to one rank (``send``).
@@ -146,11 +117,10 @@ class Traffic(TorchDispatchMode):
         # (output, input, ...) where they differ, (tensors, ...) where they are one.
         given = _nbytes(args[func._schema.arguments[0].name.startswith("output")])
         self._add(self.backend_calls, self.backend_bytes, operation, 0 if operation in _GIVES_NOTHING else given)
-        role: ExchangeRole | None = getattr(args[1], "exchange_role", None) if operation == "alltoall_base" else None
-        if role is not None and (sent := _sent_to_each(given, args[4])) is not None:
-            if role.collective is not None:
-                chunks = len(args[4]) if role.divides else 1  # every rank's, this rank's own among them
-                self._add(self.calls, self.bytes, role.collective, sent * chunks)
+        made: tuple[str, int] | None = getattr(args[1], "counts_as", None) if operation == "alltoall_base" else None
+        if made is not None:
+            if made[0]:
+                self._add(self.calls, self.bytes, *made)
             return
         name = operation.replace("_base", "").replace("_coalesced", "").removesuffix("_")
         name = name.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
@@ -181,14 +151,6 @@ _GIVES_NOTHING = ("barrier", "monitored_barrier", "recv", "recv_any_source", "ch
 def _nbytes(value: Any) -> int:
     """Bytes of all tensors in a tensor, or in lists and tuples."""
     return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-def _sent_to_each(given: int, splits: Sequence[int]) -> int | None:
-    """Bytes that an exchange of ``given`` bytes sends to each other rank; None if it is no exchange of equal pieces."""
-    if len(splits) < 2:
-        return None
-    *others, own = sorted(splits, reverse=True)
-    return given // len(others) if own == 0 and others[0] == others[-1] else None
 
 
 class StepMeter(Callback):
@@ -244,17 +206,15 @@ class StepMeter(Callback):
         """What was measured; raises RuntimeError, which says what to do, if there are none."""
         if self._figures is not None:
             return self._figures
-        if self._ended == 0:
-            came = "no training batch has ended yet"
-            fix = "give the meter to the Trainer's callbacks, and read it when fit is done"
-        else:
-            came = f"{self._ended} ended, of which the highest index in an epoch was {self._highest}"
-            fix = (
-                f"use StepMeter(batch={self._highest}) or less, or let an epoch have {self._batch + 1} batches or more"
+        came = "no training batch has ended yet; give the meter to the Trainer's callbacks, and read it when fit is done"
+        if self._ended:
+            came = (
+                f"{self._ended} ended, of which the highest index in an epoch was {self._highest}; use "
+                f"StepMeter(batch={self._highest}) or less, or let an epoch have {self._batch + 1} batches or more"
             )
         raise RuntimeError(
             f"StepMeter(batch={self._batch}) has measured nothing: it waited for the training batch with index {self._batch} of an "
-            f"epoch (0-based), and {came}; {fix}"
+            f"epoch (0-based), and {came}"
         )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -275,8 +235,7 @@ class StepMeter(Callback):
         """Take over the counts: the step is over."""
         self._ended += 1
         self._highest = max(self._highest, batch_idx)
-        traffic = self._stop()
-        if traffic is not None:
+        if (traffic := self._stop()) is not None:
             self._figures = self._saved_bytes, traffic
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.distributed.counters import ExchangeRole
 from lightning_seqpar.distributed.padding import pad, shard_length
 
 _AT_ONCE = 2**18
@@ -30,9 +29,12 @@ def uses_exchanges(x: Tensor, group: ProcessGroup) -> bool:
 
 
 class Exchange:
-    """An exchange under way: a tensor for each rank of the group, and one from each, all of one shape."""
+    """An exchange under way: a tensor for each rank of the group, and one from each, all of one shape.
 
-    def __init__(self, given: Sequence[Tensor], group: ProcessGroup, async_op: bool, role: ExchangeRole) -> None:
+    A ``Traffic`` counts it as ``counts_as``: the name of the collective that it makes and the bytes that are given to that.
+    """
+
+    def __init__(self, given: Sequence[Tensor], group: ProcessGroup, async_op: bool, counts_as: tuple[str, int]) -> None:
         self._rank = group.rank()
         self._own, *others = given[self._rank], *given[: self._rank], *given[self._rank + 1 :]
         if async_op and self._own.nbytes < self._own.untyped_storage().nbytes():
@@ -42,7 +44,7 @@ class Exchange:
         splits[self._rank] = 0  # this rank's own tensor is not sent
         sent = others[0].reshape(-1) if len(others) == 1 else torch.cat([other.reshape(-1) for other in others])
         self._sent = sent.contiguous()  # kept until the backend has sent it
-        self._sent.exchange_role = role  # type: ignore[attr-defined]  # a Traffic reads it
+        self._sent.counts_as = counts_as  # type: ignore[attr-defined]
         self._out = self._own.new_empty(len(others) * count)
         # The group's own call: torch.distributed's wrapper of it costs host time.
         self._work = group.alltoall_base(self._out, self._sent, splits, splits, dist.AllToAllOptions())
@@ -76,9 +78,9 @@ def start_sum(x: Tensor, group: ProcessGroup, async_op: bool) -> Exchange:
     """Start a sum of full tensors, or for large ones the exchange that leaves each rank a chunk of the sum."""
     size = group.size()
     if size == 2 or x.nbytes <= _AT_ONCE:
-        return Exchange([x] * size, group, async_op, ExchangeRole.ALL_REDUCE)
-    chunks = pad(x.reshape(-1), 0, shard_length(x.numel(), size) * size).chunk(size)
-    return Exchange(chunks, group, async_op, ExchangeRole.ALL_REDUCE_SCATTER)
+        return Exchange([x] * size, group, async_op, ("all_reduce", x.nbytes))
+    flat = pad(x.reshape(-1), 0, shard_length(x.numel(), size) * size)
+    return Exchange(flat.chunk(size), group, async_op, ("all_reduce", flat.nbytes))
 
 
 def end_sum(exchange: Exchange, shape: torch.Size, group: ProcessGroup) -> Tensor:
@@ -86,5 +88,5 @@ def end_sum(exchange: Exchange, shape: torch.Size, group: ProcessGroup) -> Tenso
     summed = exchange.sum()
     if summed.shape == shape:
         return summed
-    gathering = Exchange([summed] * group.size(), group, async_op=False, role=ExchangeRole.ALL_REDUCE_GATHER)
+    gathering = Exchange([summed] * group.size(), group, async_op=False, counts_as=("", 0))
     return torch.cat(gathering.wait())[: shape.numel()].view(shape)

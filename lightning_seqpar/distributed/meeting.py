@@ -34,9 +34,7 @@ class Meeting:
         try:
             self._store.wait(keys, self._patience)
         except RuntimeError:
-            missing = [
-                dist.get_global_rank(self._group, rank) for rank, key in enumerate(keys) if not self._store.check([key])
-            ]
+            missing = [dist.get_global_rank(self._group, rank) for rank, key in enumerate(keys) if not self._store.check([key])]
             raise RuntimeError(
                 f"{what} on rank {dist.get_rank()}, and rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not do "
                 f"the same within {self._patience.total_seconds():.0f} s, though it takes all of them. {remedy}"

@@ -16,9 +16,7 @@ PATIENCE = 3.0
 class Phases:
     """Reports the phases of a start that take longer than ``patience`` seconds, on a rank that ``shows`` them."""
 
-    def __init__(
-        self, *, shows: bool, patience: float = PATIENCE, write: Callable[[str], None] = rank_zero_info
-    ) -> None:
+    def __init__(self, *, shows: bool, patience: float = PATIENCE, write: Callable[[str], None] = rank_zero_info) -> None:
         self._shows, self._patience, self._write = shows, patience, write
 
     @contextmanager

@@ -47,9 +47,7 @@ def check_agreement(own: Mapping[str, Any], group: ProcessGroup, device: torch.d
     differing = [name for name in names if len(set(values[name])) > 1]
     said = "; ".join(_who_says_what(name, values[name], ranks) for name in differing[:_SHOWN])
     said += f"; and {len(differing) - _SHOWN} more things" if len(differing) > _SHOWN else ""
-    raise ValueError(
-        f"the ranks were not told the same: {said}. Start every rank with the same code, files and arguments"
-    )
+    raise ValueError(f"the ranks were not told the same: {said}. Start every rank with the same code, files and arguments")
 
 
 def _who_says_what(name: str, values: list[str | None], ranks: list[int]) -> str:
@@ -91,13 +89,9 @@ def describe_model(model: nn.Module) -> dict[str, str]:
 
 def _settings(module: nn.Module) -> str:
     """The numbers and switches among a module's own attributes, but for those that may rightly differ, as a text."""
-    shown = [
-        f"{name}={value}"
-        for name, value in sorted(vars(module).items())
-        if isinstance(value, bool | int | float)
-        and not name.startswith("_")
-        and not any(word in name for word in ("rank", "device", "training"))
-    ]
+    own = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float)}
+    differs = ("rank", "device", "training")
+    shown = [f"{n}={own[n]}" for n in sorted(own) if n[0] != "_" and not any(word in n for word in differs)]
     return f" with {', '.join(shown)}" if shown else ""
 
 

@@ -1,15 +1,15 @@
 """Random streams under tensor and sequence parallelism.
 
-A whole activation, which every tensor-parallel rank holds alike, must be dropped out alike on all of them; shards and
-local heads must be dropped out independently. So a process has two streams, one that is replicated over the
-tensor-parallel ranks and one of its own, and :class:`RankStreams` switches between them.
+A replicated activation must be dropped out alike on all tensor-parallel ranks; shards and local heads must be dropped out
+independently. So a process has two streams, one that the ranks of a replica share and one of its own, and
+:class:`RankStreams` switches between them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,19 +23,177 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_seqpar.distributed.autograd import generator_id, unseen
 
 
-def get_streams(device: torch.device) -> list[Any]:
-    """The states of this process's generators: Python's, numpy's, torch's on the CPU, and the device's (None on a CPU)."""
-    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return [random.getstate(), np.random.get_state(), torch.get_rng_state(), own]
+class RankStreams:
+    """Switches torch's generators between the stream that the ranks of a replica share and this rank's own.
+
+    ======================================================  ================================  ============================
+    draws                                                   with sequence parallelism         without
+    ======================================================  ================================  ============================
+    between the blocks (layerdrop)                          shared                            shared
+    in a block, on its activation                           own: shards ``[b, s/tp, h]``      shared: ``[b, s, h]``
+    in front of columns, and in replicated modules          shared: ``[b, s, h]``             shared
+    between a column and its row, ``[b, s, f/tp]``          own                               own
+    ======================================================  ================================  ============================
+
+    No state of the own stream is kept: each :meth:`begin` seeds it from a key of the shared stream's present state and the
+    rank's place. So ``seed_everything`` alone decides both streams, and a run that is resumed from a checkpoint draws what it
+    would have drawn. Where nothing was drawn from the own stream, :meth:`end` leaves the shared one exactly where it was, as in
+    a run on one process; otherwise one number further, so that the next :meth:`begin` seeds anew.
+
+    A recompute (activation checkpointing) must draw what the forward drew. It restores the state that a generator had where the
+    checkpointed part began, and the seed in that state tells which stream it is: the shared state that an own stream was
+    seeded from is remembered by the own one's seed.
+
+    Args:
+        place: the number of this rank among those that draw apart.
+
+    Attributes:
+        draws: the generators from which draws are expected in this step. No other is switched, or its state read.
+    """
+
+    def __init__(self, place: int) -> None:
+        self._place, self.draws = place, generators()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was begun: no recompute of it is to come."""
+        self._shared: dict[int, Tensor] = {}  # by the seed of an own stream: the state that it was seeded from
+        self._alike: set[bytes] = set()
+
+    @property
+    def own(self) -> bool:
+        """Whether a draw would come from the rank's own stream now."""
+        return any(one.initial_seed() in self._shared for one in self.draws)
+
+    def begin(self) -> bool:
+        """Switch to this rank's own stream; returns whether that was not the current one already."""
+        switched = False
+        for one in self.draws:
+            if one.initial_seed() not in self._shared:
+                shared, switched = one.get_state(), True
+                one.manual_seed(seed := _derived_seed(shared, self._place))
+                self._shared[seed] = shared
+        return switched
+
+    def end(self) -> bool:
+        """Switch to the shared stream; returns whether that was not the current one already."""
+        switched = False
+        for one in self.draws:
+            if (shared := self._shared.get(one.initial_seed())) is not None:
+                used, switched = one.get_state().numpy()[8:24].tobytes() not in _FRESH, True
+                one.set_state(shared)
+                if used:
+                    _advance(one)
+        return switched
+
+    def note_alike(self) -> None:
+        """Note for a recompute that what is drawn next is drawn alike on all ranks."""
+        self._alike.add(self._key())
+
+    def was_alike(self) -> bool:
+        """Whether :meth:`note_alike` was called at the present state of the own stream."""
+        return bool(self._alike) and self._key() in self._alike
+
+    def _key(self) -> bytes:
+        return b"".join([_key(one.get_state()) for one in self.draws])
 
 
-def set_streams(state: list[Any], device: torch.device) -> None:
-    """Set the states of the generators to what :func:`get_streams` returned."""
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[3], device)
+class OneStream(RankStreams):
+    """The same inside compiled blocks: a graph switches no streams, and draws from the one that its block began with."""
+
+    def __init__(self) -> None:
+        self.draws: Any = ()
+
+    def begin(self) -> bool:
+        """Nothing."""
+        return False
+
+    def end(self) -> bool:
+        """Nothing."""
+        return False
+
+
+DEVICES = frozenset(("cpu", "cuda"))
+"""Types of devices that have a generator."""
+
+
+def generators(devices: Collection[str] = DEVICES) -> list[torch.Generator]:
+    """torch's own generators of some types of devices: the CPU's, and the current CUDA device's once CUDA is in use."""
+    found = [torch.default_generator] if "cpu" in devices else []
+    if "cuda" in devices and torch.cuda.is_initialized():
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found
+
+
+_FRESH = (torch.Generator().get_state().numpy()[8:24].tobytes(), bytes(8))
+"""The position of a generator behind its seed, before its first draw: on a CPU, and on a CUDA device."""
+
+
+def _key(state: Tensor) -> bytes:
+    """Tells a generator's state from the others of a run.
+
+    A CUDA generator's 16 bytes are its seed and offset. Of a CPU's 5,056 the key takes the seed, the position among the 624
+    present numbers, the first four of these, which all others follow from, and a normally distributed number in store.
+    """
+    held = state.numpy()
+    return bytes(held[:56].tobytes() + held[5016:].tobytes())
+
+
+def _derived_seed(state: Tensor, place: int) -> int:
+    """The seed of a stream that begins at another one's state; ``place`` tells it from others that do."""
+    digest = hashlib.blake2b(_key(state), digest_size=8, salt=place.to_bytes(4, "little"))
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _advance(generator: torch.Generator) -> None:
+    """Leave out one number."""
+    if generator.device.type == "cuda":
+        generator.set_offset(generator.get_offset() + 4)  # as a draw would, without a kernel
+        return
+    with unseen():  # not a draw of the model, so no check may see it
+        torch.rand(1, dtype=torch.float32, generator=generator)
+
+
+def torch_states() -> list[Tensor]:
+    """The states of torch's own generators now."""
+    return [one.get_state() for one in generators()]
+
+
+def drawn_since(states: Sequence[Tensor]) -> frozenset[str]:
+    """Types of the devices from whose generators was drawn since :func:`torch_states` returned ``states``."""
+    pairs = zip(generators(), states, strict=False)
+    return frozenset(one.device.type for one, before in pairs if _key(one.get_state()) != _key(before))
+
+
+def _restore(states: Sequence[Tensor]) -> None:
+    for one, state in zip(generators(), states, strict=False):
+        one.set_state(state)
+
+
+def _reseed(states: Sequence[Tensor], place: int) -> None:
+    for one, state in zip(generators(), states, strict=False):
+        one.manual_seed(_derived_seed(state, place))
+
+
+def _host_states() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _restore_host(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+def host_state(states: tuple[Any, Any] | None = None) -> bytes:
+    """Tells states of Python's and numpy's generators, now or as given, from others; the same on ranks that are in the same."""
+    (_, numbers, gauss), (_, keys, *rest) = states or _host_states()  # as of torch's, the first four of 624 numbers
+    return repr((numbers[:4], numbers[-1], gauss, keys[:4].tolist(), rest)).encode()
+
+
+def _moved(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
+    """Whether Python's or numpy's generator has another state than it had."""
+    (python, (_, keys, *rest)), (python_now, (_, keys_now, *rest_now)) = before, now
+    return python != python_now or rest != rest_now or not np.array_equal(keys[:4], keys_now[:4])
 
 
 class HostDraws:
@@ -45,11 +203,11 @@ class HostDraws:
     """
 
     def __init__(self) -> None:
-        self._began: tuple[Any, Any] | None = (random.getstate(), np.random.get_state())
+        self._began: tuple[Any, Any] | None = _host_states()
 
     def end(self) -> None:
         """The part ended: if it drew nothing there is nothing to draw again."""
-        if host_state() == host_state(self._began):
+        if self._began is not None and not _moved(self._began, _host_states()):
             self._began = None
 
     @contextmanager
@@ -58,205 +216,91 @@ class HostDraws:
         if self._began is None:
             yield
             return
-        now = random.getstate(), np.random.get_state()
-        self._set(self._began)
+        now = _host_states()
+        _restore_host(self._began)
         try:
             yield
         finally:
-            self._set(now)
-
-    @staticmethod
-    def _set(states: tuple[Any, Any]) -> None:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
-def pack_streams(device: torch.device) -> dict[str, Any]:
-    """The states of :func:`get_streams` as plain numbers and tensors, which ``weights_only=True`` loads."""
-    python, arrays, cpu, own = get_streams(device)
-    name, keys, *rest = arrays
-    return {
-        "python": [python[0], list(python[1]), python[2]],
-        "numpy": [str(name), keys.tolist(), *rest],
-        "torch": cpu,
-        "device": own,
-    }
-
-
-def unpack_streams(packed: Mapping[str, Any], device: torch.device) -> None:
-    """Set the generators to what :func:`pack_streams` returned; a device's keeps its state if they were saved on a CPU."""
-    version, state, gauss = packed["python"]
-    name, keys, *rest = packed["numpy"]
-    own = packed["device"] if packed["device"] is not None or device.type == "cpu" else get_streams(device)[3]
-    arrays = (name, np.array(keys, dtype=np.uint32), *rest)
-    set_streams([(version, tuple(state), gauss), arrays, packed["torch"].cpu(), own], device)
-
-
-def share_streams(group: ProcessGroup, source: int, device: torch.device) -> None:
-    """Give every rank of ``group`` the states of world rank ``source``: they draw alike even if nobody seeded. Collective."""
-    state = get_streams(device)
-    dist.broadcast_object_list(state, src=source, group=group)
-    set_streams(state, device)
-
-
-class RankStreams:
-    """Switches torch's generators between the replicated stream and this tensor-parallel rank's own stream.
-
-    Draws on whole activations (``[b, s, h]``, alike on every rank) must come from the replicated stream; draws on shards
-    (``[b, s/tp, h]``) and on local heads from the rank's own. From :meth:`begin` to :meth:`end` draws are the rank's own.
-
-    The own stream is not kept from one use to the next: each :meth:`begin` seeds it from the replicated stream's state and
-    the rank. So ``seed_everything`` alone decides both streams, and a run that is resumed from a checkpoint draws what it
-    would have drawn. Where nothing was drawn from the own stream, :meth:`end` leaves the replicated one exactly where it
-    was, as in a run on one process; otherwise one draw further, so that the next :meth:`begin` seeds anew.
-
-    A recompute (activation checkpointing) must draw what the forward drew. It restores the state that the generators had
-    where the checkpointed part began, and the seed in that state tells which stream it is: the replicated stream that an own
-    one was seeded from is remembered by the own one's seed.
-
-    Args:
-        rank: the tensor-parallel rank.
-
-    Attributes:
-        draws: whether draws are to be expected in this step. Without, nothing is switched and no state is read.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank, self.draws = rank, True
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget what was begun: no recompute of it is to come."""
-        # By the seeds of an own stream: the states that it was seeded from, and the positions before its first draw.
-        self._seeded_from: dict[tuple[int, ...], tuple[list[Tensor], list[bytes]]] = {}
-        self._alike: set[tuple[tuple[int, ...], bytes]] = set()
-
-    @property
-    def own(self) -> bool:
-        """Whether a draw would come from the rank's own stream now."""
-        return bool(self._seeded_from) and _seeds() in self._seeded_from
-
-    def begin(self) -> bool:
-        """Switch to this rank's own stream; returns whether that was not the current one already."""
-        if not self.draws or self.own:
-            return False
-        replicated = _states()
-        _reseed(replicated, self._rank)
-        fresh = [_position(state) for state in _states()]
-        self._seeded_from[_seeds()] = replicated, fresh
-        return True
-
-    def end(self) -> bool:
-        """Switch to the replicated stream; returns whether that was not the current one already.
-
-        It goes on where it was, or one draw further if the own stream was used.
-        """
-        if not self.draws or not self.own:
-            return False
-        replicated, fresh = self._seeded_from[_seeds()]
-        used = [_position(state) != at for state, at in zip(_states(), fresh, strict=False)]
-        _restore(replicated)
-        _advance(used)
-        return True
-
-    def note_alike(self) -> None:
-        """Note for a recompute that what is drawn next is drawn alike on all ranks."""
-        self._alike.add(self._place())
-
-    def was_alike(self) -> bool:
-        """Whether :meth:`note_alike` was called at the present state of the own stream."""
-        return bool(self._alike) and self._place() in self._alike
-
-    @staticmethod
-    def _place() -> tuple[tuple[int, ...], bytes]:
-        return _seeds(), b"".join(_position(state) for state in _states())
-
-
-class StepDraws:
-    """Tells of a step whether it drew from torch's generators, made where the step begins."""
-
-    def __init__(self) -> None:
-        self._before = _states()
-
-    def end(self) -> bool:
-        """Whether the step has drawn. Ranks that did not expect it have drawn alike, and equally much."""
-        return _differ(self._before, _states())
-
-
-def _generators() -> list[torch.Generator]:
-    """torch's own generators: the CPU's, and the current CUDA device's once CUDA is in use."""
-    generators = [torch.default_generator]
-    if torch.cuda.is_initialized():
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return generators
-
-
-def _states() -> list[Tensor]:
-    """The states of torch's own generators now."""
-    return [generator.get_state() for generator in _generators()]
-
-
-def _seeds() -> tuple[int, ...]:
-    """The seeds of torch's own generators; where draws are made on a device, that of the CPU tells nothing."""
-    return tuple(generator.initial_seed() for generator in _generators())
-
-
-def _position(state: Tensor) -> bytes:
-    """How far a generator has gone since it was seeded: the bytes behind the seed in torch's states."""
-    return state.numpy()[8:24].tobytes()
-
-
-def _differ(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Whether any generator has another state in ``b`` than in ``a``."""
-    return any(one.numpy().tobytes() != other.numpy().tobytes() for one, other in zip(a, b, strict=False))
-
-
-def _restore(states: list[Tensor]) -> None:
-    """Set torch's own generators to states that :func:`_states` returned."""
-    for generator, state in zip(_generators(), states, strict=False):
-        generator.set_state(state)
-
-
-def _reseed(states: list[Tensor], rank: int) -> None:
-    """Seed each generator from its state and the tensor-parallel rank."""
-    for generator, state in zip(_generators(), states, strict=True):
-        digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8, salt=rank.to_bytes(4, "little"))
-        generator.manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
-
-
-@contextmanager
-def drawn_apart(place: int) -> Iterator[None]:
-    """A context in which ranks draw apart, each by its ``place``, such as its context-parallel rank; then alike again."""
-    before = _states()
-    _reseed(before, _APART + place)
-    for generator in _generators():
-        generator.manual_seed(generator.initial_seed() & ~_MARK | _APART_MARK)
-    apart = _states()
-    try:
-        yield
-    finally:
-        has_drawn = _differ(apart, _states())
-        _restore(before)
-        if has_drawn:  # else the streams are left as on one process
-            _advance([True] * len(before))
-
-
-def draws_apart() -> bool:
-    """Whether a draw now is one of :func:`drawn_apart`, which the generator's seed tells."""
-    return torch.default_generator.initial_seed() & _MARK == _APART_MARK
+            _restore_host(now)
 
 
 class SavedStreams:
     """The states of torch's, Python's and numpy's generators at one moment."""
 
     def __init__(self) -> None:
-        self._torch, self._python, self._numpy = _states(), random.getstate(), np.random.get_state()
+        self._torch, self._host = torch_states(), _host_states()
+
+    def have_moved(self) -> bool:
+        """Whether anything was drawn since."""
+        return bool(drawn_since(self._torch)) or _moved(self._host, _host_states())
 
     def restore(self) -> None:
         """Go on from there."""
         _restore(self._torch)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        _restore_host(self._host)
+
+    def pack(self) -> dict[str, Any]:
+        """The states as plain numbers and tensors, which ``weights_only=True`` loads."""
+        python, (name, keys, *rest) = self._host
+        return {
+            "python": [python[0], list(python[1]), python[2]],
+            "numpy": [str(name), keys.tolist(), *rest],
+            "torch": self._torch[0],
+            "device": self._torch[1] if len(self._torch) > 1 else None,
+        }
+
+    @classmethod
+    def unpack(cls, packed: Mapping[str, Any]) -> SavedStreams:
+        """What :meth:`pack` packed; a device's generator keeps its state if that was on a CPU."""
+        saved, (version, state, gauss), (name, keys, *rest) = cls(), packed["python"], packed["numpy"]
+        saved._host = (version, tuple(state), gauss), (name, np.array(keys, dtype=np.uint32), *rest)
+        saved._torch = [one.cpu() for one in (packed["torch"], packed["device"]) if one is not None]
+        return saved
+
+
+@contextmanager
+def kept_streams() -> Iterator[None]:
+    """A context after which the generators of this process have the states that they had before it."""
+    before = SavedStreams()
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def share_streams(group: ProcessGroup, source: int) -> None:
+    """Give every rank of ``group`` the states of world rank ``source``: they draw alike even if nobody seeded. Collective."""
+    box = [SavedStreams()]
+    dist.broadcast_object_list(box, src=source, group=group)
+    box[0].restore()
+
+
+def seed_streams() -> None:
+    """Seed the generators with a fixed number, inside :func:`kept_streams`: runs that are compared draw alike."""
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
+
+
+@contextmanager
+def drawn_apart(place: int) -> Iterator[None]:
+    """A context in which ranks draw apart, each by its ``place``, such as its context-parallel rank; then alike again."""
+    before = torch_states()
+    for one, state in zip(generators(), before, strict=True):
+        one.manual_seed(_derived_seed(state, _APART + place) & ~_MARK | _APART_MARK)
+    apart = torch_states()
+    try:
+        yield
+    finally:
+        drawn = drawn_since(apart)
+        _restore(before)
+        for one in generators() if drawn else ():  # else the streams are left as on one process
+            _advance(one)
+
+
+def draws_apart() -> bool:
+    """Whether a draw now is one of :func:`drawn_apart`, which the generator's seed tells."""
+    return torch.default_generator.initial_seed() & _MARK == _APART_MARK
 
 
 class StageStreams:
@@ -272,7 +316,7 @@ class StageStreams:
 
     def begin(self) -> None:
         """The forward begins."""
-        self._before = _states()
+        self._before = torch_states()
         self._host_before = self._host_at_blocks = host_state()
 
     def enter_blocks(self) -> None:
@@ -303,7 +347,7 @@ class StageStreams:
 
     def has_drawn(self) -> bool:
         """Whether anything was drawn since :meth:`begin`."""
-        return _differ(self._before, _states())
+        return bool(drawn_since(self._before))
 
     def has_drawn_on_host(self) -> bool:
         """Whether anything was drawn from Python's or numpy's generators since :meth:`enter_blocks`."""
@@ -316,38 +360,16 @@ class StageStreams:
         np.random.seed(list(np.frombuffer(digest, dtype=np.uint32)))
 
 
-def host_state(states: tuple[Any, Any] | None = None) -> bytes:
-    """The states of Python's and numpy's generators, now or as given; the same on all ranks that are in the same state."""
-    both: Any = states or (random.getstate(), np.random.get_state())
-    (_, numbers, gauss), (_, keys, *rest) = both
-    parts = np.array(numbers, dtype=np.uint32).tobytes(), repr(gauss).encode(), keys.tobytes(), repr(rest).encode()
-    return b"".join(parts)
-
-
-_STAGE = 1 << 17
-"""Above any context-parallel rank behind :data:`_APART`."""
-
-_BETWEEN = 3 << 16
-"""Above any chunk of a pipeline's stages behind :data:`_STAGE`."""
-
-_BEHIND_STAGES = 1 << 18
-
 _APART = 1 << 16
-"""Above any tensor-parallel rank, whose own streams are seeded from the same state."""
+"""Added to a place, and above any, as the next three are: kinds of streams that are seeded from one state."""
+_STAGE = 2 << 16
+_BETWEEN = 3 << 16
+_BEHIND_STAGES = 4 << 16
 
 _MARK = 0xFFFFF << 40
-"""Bits of a seed that a CPU's generator does not use, which tell draws of :func:`drawn_apart`."""
-
+"""Bits of a seed that a CPU's generator does not use ..."""
 _APART_MARK = 0xA9A47 << 40
-"""What they are there."""
-
-
-def _advance(used: list[bool]) -> None:
-    """Draw one number from each generator for which ``used`` is set."""
-    with unseen():  # not a draw of the model, so no check may see it
-        for generator, moved in zip(_generators(), used, strict=False):
-            if moved:
-                torch.rand(1, dtype=torch.float32, generator=generator, device=generator.device)
+"""... and what they are in draws of :func:`drawn_apart`."""
 
 
 DRAWS = (
@@ -396,23 +418,6 @@ def drawn_by(func: Any, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     if name not in DRAWS:
         return None
     passed: Any = next((arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, torch.Generator)), None)
-    own = [generator_id(generator) for generator in _generators()]
+    own = [generator_id(generator) for generator in generators()]
     seeded = passed is not None and generator_id(passed) not in own
     return Drawn(name, tuple((out[0] if isinstance(out, tuple) else out).shape), seeded)
-
-
-def seed_streams() -> None:
-    """Seed the generators with a fixed number, inside :func:`kept_streams`: runs that are compared draw alike."""
-    random.seed(7)
-    np.random.seed(7)
-    torch.manual_seed(7)
-
-
-@contextmanager
-def kept_streams(device: torch.device) -> Iterator[None]:
-    """A context after which the generators of this process have the states that they had before it."""
-    before = get_streams(device)
-    try:
-        yield
-    finally:
-        set_streams(before, device)

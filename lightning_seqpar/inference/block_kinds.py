@@ -40,7 +40,7 @@ def kind_of(module: nn.Module, decisive: dict[type, frozenset[str]] | None = Non
 
     def settings(part: nn.Module) -> tuple[Any, ...]:
         return tuple(
-            (key, _setting(value))
+            (key, setting_key(value))
             for key, value in sorted(vars(part).items())
             if key not in _TOLD_OTHERWISE and (not _INDEX.search(key) or decides(type(part), key))
         )
@@ -63,14 +63,14 @@ _TOLD_OTHERWISE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffe
 """Attributes of modules that say nothing of their own, or that a kind has anyway."""
 
 
-def _setting(value: Any, depth: int = 3) -> Any:
+def setting_key(value: Any, depth: int = 3) -> Any:
     """A key that is equal for values that let a block do the same: their content if that is known, else their identity."""
     if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device):
         return type(value), repr(value)
     if depth and isinstance(value, list | tuple):
-        return type(value), tuple(_setting(one, depth - 1) for one in value)
+        return type(value), tuple(setting_key(one, depth - 1) for one in value)
     if depth and isinstance(value, dict):
-        return type(value), tuple((_setting(key, 0), _setting(one, depth - 1)) for key, one in value.items())
+        return type(value), tuple((setting_key(key, 0), setting_key(one, depth - 1)) for key, one in value.items())
     if isinstance(value, set | frozenset):
         return type(value), tuple(sorted(map(str, value)))
     if isinstance(value, Tensor):
@@ -79,19 +79,18 @@ def _setting(value: Any, depth: int = 3) -> Any:
         return "method", value.__func__
     if depth and isinstance(value, types.FunctionType):
         held = [cell.cell_contents for cell in value.__closure__ or ()]
-        return "function", value.__code__, _setting((value.__defaults__, value.__kwdefaults__, held), depth - 1)
+        return "function", value.__code__, setting_key((value.__defaults__, value.__kwdefaults__, held), depth - 1)
     if depth and isinstance(value, partial):
-        return "partial", _setting((value.func, value.args, value.keywords), depth)
+        return "partial", setting_key((value.func, value.args, value.keywords), depth)
     if depth and is_settings(value):
-        return type(value), _setting(vars(value), depth - 1)
+        return type(value), setting_key(vars(value), depth - 1)
     return type(value), id(value)
 
 
 _INDEX = re.compile(r"(idx|index|layer_id|layer_number|depth)$", re.IGNORECASE)
 """Names of attributes that hold a block's own index in its stack."""
 
-_INDEX_READ = re.compile(r"\.\w*(idx|index|layer_id|layer_number|depth)\b", re.IGNORECASE)
-"""How such an attribute is read."""
+_INDEX_READ = re.compile(r"\.\w*(idx|index|layer_id|layer_number|depth)\b", re.IGNORECASE)  # how it is read
 
 
 def _attributes_that_decide(kind: type) -> frozenset[str]:
@@ -101,30 +100,23 @@ def _attributes_that_decide(kind: type) -> frozenset[str]:
     """
     found: set[str] = set()
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        if base.__module__.startswith("torch."):
+            continue
         try:
             source = class_source(base)
-        except (OSError, TypeError):
+            tree = ast.parse(textwrap.dedent(source) if _INDEX_READ.search(source) else "")
+        except (OSError, TypeError, SyntaxError):
             continue
-        if not base.__module__.startswith("torch.") and _INDEX_READ.search(source):
-            found |= _names_decided_by(source)
+        around = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        found |= {
+            node.attr
+            for method in ast.walk(tree)
+            if isinstance(method, ast.FunctionDef) and method.name != "__init__" and method.args.args
+            for node in ast.walk(method)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _INDEX.search(node.attr)
+            if isinstance(node.value, ast.Name) and node.value.id == method.args.args[0].arg and _decides(node, around)
+        }
     return frozenset(found)
-
-
-def _names_decided_by(source: str) -> set[str]:
-    """The same for the source of one class."""
-    try:
-        tree = ast.parse(textwrap.dedent(source))
-    except SyntaxError:
-        return set()
-    around = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    return {
-        node.attr
-        for method in ast.walk(tree)
-        if isinstance(method, ast.FunctionDef) and method.name != "__init__" and method.args.args
-        for node in ast.walk(method)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _INDEX.search(node.attr)
-        if isinstance(node.value, ast.Name) and node.value.id == method.args.args[0].arg and _decides(node, around)
-    }
 
 
 def _decides(value: ast.AST, around: Mapping[ast.AST, ast.AST]) -> bool:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_seqpar.inference.block_kinds import is_settings, kind_of
-from lightning_seqpar.inference.dataflow import (
-    BlockFlow,
-    CantInferError,
-    SummedRow,
-    UserDecidesError,
-)
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, SummedRow, UserDecidesError
 from lightning_seqpar.inference.edit_search import find_edits
 from lightning_seqpar.inference.feature_dependence import ColumnLayout, GroupLayout, group_layout, mixes_positions
 from lightning_seqpar.inference.isolated_block import Block
@@ -28,13 +23,14 @@ from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.module_names import Argument, inside
 
+_Rule = tuple[str, str, dict[str, Any]]  # the name of a module or parameter, the style, and its options
+
 
 @dataclass
 class BlockPlan:
     """The plan of one block."""
 
-    # A triple each: name inside the block, style, options.
-    rules: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+    rules: list[_Rule] = field(default_factory=list)  # with names inside the block
     reasons: list[str] = field(default_factory=list)  # why, a sentence each
     # Names inside the block of the modules around what is sharded, each of which could be computed whole instead.
     parts: list[str] = field(default_factory=list)
@@ -52,17 +48,16 @@ class BlockPlanner:
     is reduced where it returns; ``stack`` are the names of all blocks of the stack.
     """
 
-    def __init__(
-        self, flow: BlockFlow, tp: int, covers: Callable[..., bool], stack: Sequence[str], *, sums: bool
-    ) -> None:
+    def __init__(self, flow: BlockFlow, tp: int, covers: Callable[..., bool], stack: Sequence[str], *, sums: bool) -> None:
         self._flow, self._model, self._tp = flow, flow.trace.model, tp
         self._covers, self._sums = covers, sums
         self._block = Block(flow, set(stack) - {flow.name})
         self._plan = BlockPlan()
-        self._rules: list[tuple[str, str, dict[str, Any]]] = []  # as the plan's, with full names
+        self._rules: list[_Rule] = []  # with full names
         self._groups: list[GroupLayout] = []
         self._edits: list[Edit] = []
         self._idle: list[str] = []
+        self._reason = self._plan.reasons.append
 
     def _inner(self, name: str) -> str:
         """A name as seen from the block."""
@@ -100,7 +95,14 @@ class BlockPlanner:
         self._write_edits(self._edits)
         rules = [(self._inner(name), style, options) for name, style, options in self._rules]
         rules += _idle_experts(self._flow, rules)
-        self._check_idle({name for name, style, _ in rules if style == "row"})
+        ruled = {name for name, style, _ in rules if style == "row"}
+        for row in self._idle if self._sums else ():
+            if self._inner(row) not in ruled:
+                raise self._stop(
+                    f"{row}: the example gives it no token, and no module like it shows how to deal it out; set "
+                    "example_input_array to an input that does",
+                    row,
+                )
         self._plan.rules = _one_for_all_experts(self._block.module, rules)
         return self._plan
 
@@ -120,10 +122,6 @@ class BlockPlanner:
             self._reason(f"{row}: an nn.MultiheadAttention, which calls its projections through raw weights")
         else:
             self._plan_row(row)
-
-    def _reason(self, text: str) -> None:
-        """Add a reason."""
-        self._plan.reasons.append(text)
 
     def _rule(self, name: str, style: str, **options: Any) -> None:
         """Add a rule."""
@@ -151,11 +149,9 @@ class BlockPlanner:
                 f"the attention of {self._inner(row)} stands in the block's own forward, which would read the length of "
                 "its shard"
             )
-            self._reason(
-                f"{flow.name}: {self._plan.no_sp}: no sequence parallelism here"
-                + "; a module of its own for the attention would allow it"
-                * (not is_installed(type(self._block.module)))
-            )
+            advice = "; a module of its own for the attention would allow it"
+            advice *= not is_installed(type(self._block.module))
+            self._reason(f"{flow.name}: {self._plan.no_sp}: no sequence parallelism here{advice}")
         shown = ", ".join(self._inner(column) for column in group.columns)
         self._reason(
             f"{row}: row, its output is added to the residual; its input falls apart into {group.units} units, made by "
@@ -170,7 +166,11 @@ class BlockPlanner:
         groups = [group_layout(self._block, row, self._tp)]
         for peer in self._rows_beside(row):
             groups.append(group_layout(self._block, peer, self._tp))
-            _share_columns(groups[-1], groups[:-1])
+            # Columns that other rows have cut already are left out.
+            for other in groups[:-1]:
+                for column in [name for name in groups[-1].columns if name in other.columns]:
+                    if groups[-1].columns.pop(column).ranges != other.columns[column].ranges:
+                        raise CantInferError(f"{column}: {other.row} and {peer} need other parts of it on a rank")
         tried = [*self._groups, *groups]
         return groups, find_edits(self._block, tried, self._edits, self._tp)
 
@@ -235,16 +235,6 @@ class BlockPlanner:
                 f"{counted[0]}: it counts, sorts or reduces tokens ({counted[1]}) where it would see this rank's part of them: no "
                 "sequence parallelism here"
             )
-
-    def _check_idle(self, rows: Collection[str]) -> None:
-        """Refuse an expert without tokens that did not get the rules of an equal expert."""
-        for row in self._idle if self._sums else ():
-            if self._inner(row) not in rows:
-                raise self._stop(
-                    f"{row}: the example gives it no token, and no module like it shows how to deal it out; set "
-                    "example_input_array to an input that does",
-                    row,
-                )
 
     # ---- rules -----------------------------------------------------------------------------------------------
 
@@ -321,9 +311,7 @@ class BlockPlanner:
             inner = any(inside(module, opener) for opener in openers)
             if flow.between(parameter, rows) and not inner:
                 self._rule(parameter, "gradient", summed=True)
-                self._reason(
-                    f"{parameter}: all heads or features share it, so its gradient is the sum of the ranks' parts"
-                )
+                self._reason(f"{parameter}: all heads or features share it, so its gradient is the sum of the ranks' parts")
             elif inner and flow.behind_rows(parameter):
                 self._rule(parameter, "gradient", summed=False)
                 self._reason(f"{parameter}: it is used behind the row, where every rank computes the same")
@@ -364,20 +352,10 @@ def _row_options(model: nn.Module, group: GroupLayout) -> dict[str, Any]:
     return {"segments": list(group.segments), "units": units}
 
 
-def _share_columns(group: GroupLayout, others: Sequence[GroupLayout]) -> None:
-    """Leave out of a row's columns those that other rows have cut already."""
-    for other in others:
-        for column in [name for name in group.columns if name in other.columns]:
-            if group.columns.pop(column).ranges != other.columns[column].ranges:
-                raise CantInferError(f"{column}: {other.row} and {group.row} need other parts of it on a rank")
-
-
-def _one_for_all_experts(
-    block: nn.Module, rules: Sequence[tuple[str, str, dict[str, Any]]]
-) -> list[tuple[str, str, dict[str, Any]]]:
+def _one_for_all_experts(block: nn.Module, rules: Sequence[_Rule]) -> list[_Rule]:
     """Rules in which those that are alike for all modules of a list inside the block are one rule with ``*``."""
     known = {repr(rule) for rule in rules}
-    out: dict[str, tuple[str, str, dict[str, Any]]] = {}
+    out: dict[str, _Rule] = {}
     for name, style, options in rules:
         shown = name
         for holder, like in _lists_around(block, name):
@@ -397,9 +375,7 @@ def _lists_around(block: nn.Module, name: str) -> Iterator[tuple[dict[str, nn.Mo
             yield dict(holder.named_children()), ".".join([*path[:at], "{}", *path[at + 1 :]])
 
 
-def _idle_experts(
-    flow: BlockFlow, rules: Sequence[tuple[str, str, dict[str, Any]]]
-) -> list[tuple[str, str, dict[str, Any]]]:
+def _idle_experts(flow: BlockFlow, rules: Sequence[_Rule]) -> list[_Rule]:
     """Rules for experts that get no token of the example: those of an equal expert."""
     known = {(name, style) for name, style, _ in rules}
     copied = []
@@ -445,18 +421,13 @@ def _unit_name(model: nn.Module, name: str, count: int) -> int | str:
         own = vars(model.get_submodule(at))
         places = {"": own} | {f"{key}.": vars(value) for key, value in own.items() if is_settings(value)}
         for prefix, settings in places.items():
-            matching = [
-                key for key, value in settings.items() if type(value) is int and value == count and _counts(key)
-            ]
-            if matching:
+            matching = [key for key, value in settings.items() if type(value) is int and value == count]
+            if matching := [key for key in matching if _COUNTS_HEADS.fullmatch(key)]:
                 return f"{prefix}{min(matching, key=lambda key: ('kv' in key or 'key' in key, len(key)))}"
     return count
 
 
-def _counts(key: str) -> bool:
-    """Whether an attribute counts heads, by its name."""
-    low = key.lower()
-    return "head" in low and "dim" not in low and "size" not in low and not low.startswith("_")
+_COUNTS_HEADS = re.compile(r"(?!_|.*dim|.*size).*head.*", re.IGNORECASE)  # names of attributes that count heads
 
 
 # ---- names -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from lightning_seqpar.inference.stacks import activation
-from lightning_seqpar.inference.trace import Call, ForwardTrace, Op, Value
+from lightning_seqpar.inference.trace import Call, ForwardTrace, Op
 from lightning_seqpar.layout.linear_kind import is_parametrized, linear_kind
 from lightning_seqpar.layout.module_names import Argument
 
@@ -46,16 +46,8 @@ class UserDecidesError(CantInferError):
     """With less sharded inference could go on, but that is for the user to say."""
 
 
-class UnknownLinearError(UserDecidesError):
-    """A linear of a class that is not known to compute what ``nn.Linear`` does (quantised?)."""
-
-
 class NothingToSplitError(UserDecidesError):
     """Nothing that rules could shard, so none is worth writing."""
-
-
-class UnevenError(UserDecidesError):
-    """Heads or features that another number of ranks would divide."""
 
 
 @dataclass(frozen=True)
@@ -205,9 +197,7 @@ class BlockReader:
     ``streams`` are what :func:`find_streams` finds, and ``summed`` the modules inside the block that are one row each, by name.
     """
 
-    def __init__(
-        self, trace: ForwardTrace, call: Call, streams: tuple[Argument, ...], summed: Mapping[str, SummedRow]
-    ) -> None:
+    def __init__(self, trace: ForwardTrace, call: Call, streams: tuple[Argument, ...], summed: Mapping[str, SummedRow]) -> None:
         self.trace, self.call, self.summed = trace, call, summed
         arg = activation(trace, call)
         assert arg is not None
@@ -217,13 +207,10 @@ class BlockReader:
         self.rows: dict[str, None] = {}
         self.ops = trace.ops_in(call)
         self.makers = {n: op for op in self.ops for n in op.outputs}
+        self.value = trace.values.__getitem__
         shapes = [trace.values[number].shape for number in self.out.activations]
         self.width = shapes[0][-1]
         self.counts = {math.prod(shape) for shape in shapes} | {sum(math.prod(shape) for shape in shapes)}
-
-    def value(self, number: int) -> Value:
-        """The value of that id."""
-        return self.trace.values[number]
 
     def run(self) -> BlockFlow:
         """The block's data flow; where to gather is not decided yet."""
@@ -278,12 +265,16 @@ class BlockReader:
         own = [n for n in op.inputs if self.value(n).parameter is not None and not self.upstream_of.get(n)]
         weights = [n for n in own if len(self.value(n).shape) >= 2]
         others = [n for n in op.inputs if n not in own]
-        if op.is_product and len(weights) == 1 and others and not self._makes_a_weight(op):
-            self._product(op, weights[0], others)
-            return
-        if op.is_product and not weights and (made := self._parametrized(op)) is not None:
-            self._product(op, made, [n for n in others if n != made])
-            return
+        if op.is_product:
+            around = [is_parametrized(self.trace.calls[number].module) for number in op.stack]
+            # A parametrized weight is made of parameters alone (a spectral norm multiplies it by vectors).
+            if len(weights) == 1 and others and (self._union(op.inputs) or not any(around)):
+                self._product(op, weights[0], others)
+                return
+            made = next((n for n in op.inputs if n in self.made_of and len(self.value(n).shape) == 2), None)
+            if not weights and any(around[-1:]) and made is not None:
+                self._product(op, made, [n for n in others if n != made])
+                return
         result: frozenset[str] = frozenset()
         if not op.is_empty:
             result = self._union(op.inputs)
@@ -308,24 +299,18 @@ class BlockReader:
         elif parameters:
             self.made_of.update(dict.fromkeys(op.outputs, frozenset(parameters)))
 
-    def _makes_a_weight(self, op: Op) -> bool:
-        """Whether an operation is a part of how a parametrized weight is made (a spectral norm multiplies it by vectors)."""
-        around = any(is_parametrized(self.trace.calls[number].module) for number in op.stack)
-        return around and not self._union(op.inputs)
-
-    def _parametrized(self, op: Op) -> int | None:
-        """The weight of a product, if a linear around it computes that of other parameters."""
-        if not any(is_parametrized(self.trace.calls[number].module) for number in op.stack[-1:]):
-            return None
-        return next((n for n in op.inputs if n in self.made_of and len(self.value(n).shape) == 2), None)
-
     def _product(self, op: Op, weight: int, others: list[int]) -> None:
         """Record a product of an activation with a parameter."""
         parameter = self.value(weight).parameter
         if parameter is None:
             parameter, owner = min(self.made_of[weight]), self.trace.calls[op.stack[-1]].name
         else:
-            owner = parameter if self._is_unwrapped(parameter) else parameter.rpartition(".")[0]
+            owner, _, leaf = parameter.rpartition(".")
+            own = [p for p in self.trace.modules[owner]._parameters.values() if p is not None and p.ndim > 1]
+            if len(own) > 1 or leaf != "weight" or own[0].ndim > 2:
+                owner = (
+                    parameter  # a module multiplies it that is no linear: it owns other matrices, or this one stacks several
+                )
         upstream = self._union(others)
         known = self.out.linears.get(owner)
         if known is not None and known.parameter != parameter:
@@ -337,9 +322,7 @@ class BlockReader:
         is_called = module is not None and linear_kind(module) is not None
         if known is None:
             out_dim = self._out_dim(op, weight)
-            self.out.linears[owner] = Linear(
-                owner, parameter, upstream, op.index, reads, op.outputs, is_called, out_dim
-            )
+            self.out.linears[owner] = Linear(owner, parameter, upstream, op.index, reads, op.outputs, is_called, out_dim)
         else:
             known.upstream |= upstream
             known.makes += op.outputs
@@ -357,28 +340,19 @@ class BlockReader:
             at = maker.inputs[0]
         return turns % 2
 
-    def _is_unwrapped(self, parameter: str) -> bool:
-        """Whether a module that is no linear multiplies the parameter: it owns other matrices, or the weight stacks several."""
-        owner, _, leaf = parameter.rpartition(".")
-        own = [p for p in self.trace.modules[owner]._parameters.values() if p is not None and p.ndim > 1]
-        return len(own) > 1 or leaf != "weight" or own[0].ndim > 2
-
     def _sum(self, op: Op, result: frozenset[str]) -> frozenset[str]:
         """The linears that a sum was made by: what is added to the residual was made by rows, and the sum is the residual."""
         sides = [self.upstream_of[n] for n in op.inputs if self.upstream_of.get(n)]
         through = [side for side in sides if RESIDUAL in side]
         added = [side for side in sides if RESIDUAL not in side]
-        if through and added and self._is_activation(op.outputs[0]):
-            for side in added:
-                for name in sorted(side - {OTHER_INPUT}):
-                    self.rows[name] = None
-            return frozenset({RESIDUAL})
-        return result
-
-    def _is_activation(self, number: int) -> bool:
-        """Whether a value has as many numbers and as many features as one of the block's activations, or as all of them."""
-        shape = self.value(number).shape
-        return math.prod(shape) in self.counts and shape[-1] == self.width
+        shape = self.value(op.outputs[0]).shape if through and added else ()
+        # As many numbers and features as one of the block's activations, or as all of them.
+        if math.prod(shape) not in self.counts or shape[-1:] != (self.width,):
+            return result
+        for side in added:
+            for name in sorted(side - {OTHER_INPUT}):
+                self.rows[name] = None
+        return frozenset({RESIDUAL})
 
     def _leave(self) -> None:
         """Count as rows what made the block's output without a residual, and linears in between that feed a column."""

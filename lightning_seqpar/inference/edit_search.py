@@ -20,8 +20,7 @@ from lightning_seqpar.layout.module_names import inside
 
 _OWN_OF_MODULES = ("_parameters", "_buffers", "_modules", "_forward", "_backward", "_state_dict", "_load_state")
 """Beginnings of the attributes in which every ``nn.Module`` keeps its parts and hooks."""
-_MAX_TRIES = 600
-"""Sets of edits that are rehearsed at most, the smallest first."""
+_MAX_TRIES = 600  # sets of edits that are rehearsed at most, the smallest first
 
 
 def _local_numbers(block: Block, groups: Sequence[GroupLayout], tp: int) -> dict[int, int]:
@@ -142,9 +141,7 @@ def find_edits(block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edit
     together = [*_depthwise(block, groups[-1], tp), *_beside_columns(block, groups[-1], tp)]
     candidates = [edit for edit in _candidates(block, groups, tp) if edit not in edits]
     near = [edit for edit in candidates if inside(edit.module, _holder(block, groups[-1]))]
-    tries = chain(
-        islice(_tries(near, together), _MAX_TRIES // 2) if near != candidates else (), _tries(candidates, together)
-    )
+    tries = chain(islice(_tries(near, together), _MAX_TRIES // 2) if near != candidates else (), _tries(candidates, together))
     for chosen in islice(tries, _MAX_TRIES):
         if rehearse(block, groups, tp, [*edits, *chosen]) is None:
             return [*norms, *_needed(block, groups, tp, edits, chosen)]
@@ -190,9 +187,7 @@ def _by(edits: Sequence[Edit], key: Callable[[Edit], Any]) -> list[tuple[Edit, .
     return [tuple(family) for family in families.values() if len(family) > 1]
 
 
-def _needed(
-    block: Block, groups: Sequence[GroupLayout], tp: int, edits: Sequence[Edit], chosen: Sequence[Edit]
-) -> list[Edit]:
+def _needed(block: Block, groups: Sequence[GroupLayout], tp: int, edits: Sequence[Edit], chosen: Sequence[Edit]) -> list[Edit]:
     """Those of the chosen edits without which the rehearsal goes wrong."""
     kept = list(chosen)
     for edit in chosen if len(chosen) > 1 else ():
@@ -212,8 +207,7 @@ def _depthwise(block: Block, group: GroupLayout, tp: int) -> list[Edit]:
             continue
         if any(inside(name, one) for one in around):
             edits += [
-                Edit("set", name, key, value=module.in_channels // tp)
-                for key in ("groups", "in_channels", "out_channels")
+                Edit("set", name, key, value=module.in_channels // tp) for key in ("groups", "in_channels", "out_channels")
             ]
             edits += [Edit("tensor", name, key) for key, _ in module.named_parameters()]
     return edits

@@ -186,7 +186,11 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
         yield from _of_loop(module, trainer, getattr(trainer, loop), ("training_step", step), name)
     except NoExampleError as error:
         refused = error
-    yield from _dummies(module)
+    for path, part in module.named_modules():
+        given = getattr(part, "dummy_inputs", None)
+        if isinstance(given, Mapping) and any(isinstance(value, Tensor) for value in given.values()):
+            yield Example(f"the dummy_inputs of {path or type(part).__name__}", "forward", (), given, path=path)
+            break
     if refused is not None:
         raise refused
 
@@ -205,15 +209,13 @@ def find_evaluation(module: LightningModule, trainer: Trainer) -> Example | None
     return next(_of_loop(module, trainer, loop, ("validation_step",), "validation"), None)
 
 
-def _of_loop(
-    module: LightningModule, trainer: Trainer, loop: Any, names: Sequence[str], name: str
-) -> Iterator[Example]:
+def _of_loop(module: LightningModule, trainer: Trainer, loop: Any, names: Sequence[str], name: str) -> Iterator[Example]:
     """The first batch of a loop, for each step of ``names`` that the module has. The user's hooks are called once, on this rank."""
     steps = {one: getattr(module, one) for one in dict.fromkeys(names) if is_overridden(one, module)}
     iterating = {one for one in steps if is_param_in_hook_signature(steps[one], "dataloader_iter", explicit=True)}
     cpu = torch.device("cpu")
     # The user's hooks may draw (augment), and count.
-    with kept_streams(cpu), _state_kept([module, getattr(trainer, "datamodule", None)], levels=1):
+    with kept_streams(), _state_kept([module, getattr(trainer, "datamodule", None)], levels=1):
         batch, several = _peek(loop._data_source.dataloader(), name, in_turn=loop is not trainer.fit_loop)
         read = small(batch)
         if iterating != set(steps):
@@ -224,22 +226,13 @@ def _of_loop(
         yield Example(f"the first {name} batch", one, takes, {}, iterates=one in iterating)
 
 
-def _dummies(module: nn.Module) -> Iterator[Example]:
-    """The ``dummy_inputs`` of the first submodule that has some."""
-    for path, part in module.named_modules():
-        given = getattr(part, "dummy_inputs", None)
-        if isinstance(given, Mapping) and any(isinstance(value, Tensor) for value in given.values()):
-            yield Example(f"the dummy_inputs of {path or type(part).__name__}", "forward", (), given, path=path)
-            return
-
-
 def peek_batch(make_loaders: Callable[[], Any], what: str, *, in_turn: bool = False) -> Any:
     """The first batch, read in this process; random streams and generators are put back as they were.
 
     ``make_loaders`` gives the user's loader, or a container of loaders, which with ``in_turn`` are read one after the other, as in
     evaluation; else each gives a part of a batch. Raises NoExampleError for an empty loader, or a stream to be read once only.
     """
-    with kept_streams(torch.device("cpu")):
+    with kept_streams():
         return _peek(make_loaders(), what, in_turn=in_turn)[0]
 
 
@@ -278,12 +271,11 @@ def _state_kept(holders: Sequence[Any], levels: int) -> Iterator[None]:
             if id(value) in seen or isinstance(value, Tensor | np.ndarray | type | types.ModuleType):
                 continue
             seen.add(id(value))
-            if isinstance(value, torch.Generator):
-                back.append(functools.partial(value.set_state, value.get_state()))
+            if isinstance(value, torch.Generator | np.random.RandomState):
+                state: Any = value.get_state()
+                back.append(functools.partial(value.set_state, state))
             elif isinstance(value, random.Random):
                 back.append(functools.partial(value.setstate, value.getstate()))
-            elif isinstance(value, np.random.RandomState):
-                back.append(functools.partial(value.set_state, value.get_state()))
             elif isinstance(value, np.random.Generator):
                 back.append(functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state))
             elif isinstance(value, list | tuple | dict):
@@ -302,11 +294,8 @@ def _state_kept(holders: Sequence[Any], levels: int) -> Iterator[None]:
             put_back()
 
 
-_LEVELS = 5
-"""How deep generators and counters are sought."""
-
-_FEW = 64
-"""Among how many items of a container they are."""
+_LEVELS = 5  # how deep generators and counters are sought
+_FEW = 64  # among how many items of a container they are
 
 
 def _put_back(held: Any, counts: Mapping[str, int | float], lists: Sequence[tuple[list[Any], list[Any]]]) -> None:
@@ -321,26 +310,20 @@ def _first(loader: Any, what: str) -> Any:
     """The first batch of one loader, which is put back to where it was."""
     if not isinstance(loader, DataLoader):
         return next(_reading(loader, f"{what} loader"))
-    inner = getattr(loader.batch_sampler, "sampler", None)
-    with _state_kept([loader, loader.sampler, loader.batch_sampler, inner, loader.dataset], _LEVELS):
-        return _first_of(loader, what)
-
-
-def _first_of(loader: DataLoader[Any], what: str) -> Any:
-    """The first batch of one loader, read without its workers."""
-    data = loader.dataset
-    if isinstance(data, IterableDataset):
-        iterator = _reading(data, f"{what} data set")
-        if loader.batch_size is None:
-            return loader.collate_fn(next(iterator))
-        samples = list(islice(iterator, loader.batch_size))
-    elif loader.batch_sampler is not None:
-        samples = [data[index] for index in next(iter(loader.batch_sampler))]
-    else:
-        return loader.collate_fn(data[next(iter(loader.sampler))])
-    if not samples:
-        raise NoExampleError(f"the {what} loader is empty; {_ADVICE}")
-    return loader.collate_fn(samples)
+    inner, data = getattr(loader.batch_sampler, "sampler", None), loader.dataset
+    with _state_kept([loader, loader.sampler, loader.batch_sampler, inner, data], _LEVELS):  # read without its workers
+        if isinstance(data, IterableDataset):
+            iterator = _reading(data, f"{what} data set")
+            if loader.batch_size is None:
+                return loader.collate_fn(next(iterator))
+            samples = list(islice(iterator, loader.batch_size))
+        elif loader.batch_sampler is not None:
+            samples = [data[index] for index in next(iter(loader.batch_sampler))]
+        else:
+            return loader.collate_fn(data[next(iter(loader.sampler))])
+        if not samples:
+            raise NoExampleError(f"the {what} loader is empty; {_ADVICE}")
+        return loader.collate_fn(samples)
 
 
 def _reading(data: Any, what: str) -> Iterator[Any]:

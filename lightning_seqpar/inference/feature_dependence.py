@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnevenError
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UserDecidesError
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.layout.linear_kind import is_parametrized
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.user_input import sizes_that_divide
 
-_MAX_DRAWS = 16
-"""Inputs that are tried at most before an out-feature counts as one that nothing depends on (ReLU hides some)."""
+_MAX_DRAWS = 16  # inputs that are tried at most before an out-feature counts as one that nothing depends on (ReLU hides some)
 
 Ranges = tuple[tuple[int, int], ...]
 """Ranges ``(start, stop)`` of features."""
@@ -44,7 +43,9 @@ class GroupLayout:
 
     row: str  # the row's name
     features: int  # number of its in-features
-    units: int  # number of units (heads) among them that must stay whole; of several segments, of the one with the largest units
+    units: (
+        int  # number of units (heads) among them that must stay whole; of several segments, of the one with the largest units
+    )
     segments: tuple[
         int, ...
     ] = ()  # sizes of the parts of which its input is put together, `[attention|mlp]`; one for most rows
@@ -61,15 +62,13 @@ def part_of_segments(segments: Sequence[int], rank: int, tp: int) -> Tensor:
     """The indices of the features that a rank has, if each segment of them is dealt out in order."""
     starts = [sum(segments[:at]) for at in range(len(segments))]
     sizes = [size // tp for size in segments]
-    return torch.cat(
-        [torch.arange(at + rank * size, at + (rank + 1) * size) for at, size in zip(starts, sizes, strict=True)]
-    )
+    return torch.cat([torch.arange(at + rank * size, at + (rank + 1) * size) for at, size in zip(starts, sizes, strict=True)])
 
 
 def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
     """Split one row and its columns over ``tp`` ranks.
 
-    Raises CantInferError if the features can't be split into ``tp`` independent parts, UnevenError if into another number of them.
+    Raises CantInferError if the features can't be split into ``tp`` independent parts, UserDecidesError if another tp could.
     """
     columns = block.flow.columns[row]
     for name in (row, *columns):
@@ -98,10 +97,10 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
             f"{row}: each of its {support.features} in-features depends on all features of {', '.join(columns)}, so they "
             f"can't be dealt out to tp={tp} ranks (a norm or a mix over the whole width?)"
         )
-    units = [_units_of(support, sharded, at) for at in range(len(support.segments))]
+    units = [support.units(sharded, at) for at in range(len(support.segments))]
     heads = min(units)
     if heads % tp:
-        raise UnevenError(
+        raise UserDecidesError(
             f"{row}: its {support.features} in-features fall apart into {heads} units (heads), which do not divide by "
             f"tp={tp}; {sizes_that_divide('tp', heads)}"
         )
@@ -109,13 +108,6 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
     for column in sharded:
         out.columns[column] = support.deal(column, min((units[at] for at in support.feeds(column)), default=heads))
     return out
-
-
-def _units_of(support: _FeatureSupport, columns: Sequence[str], segment: int) -> int:
-    """The number of units (heads) in a segment of a row's input."""
-    size = support.segments[segment]
-    counts = [n for column in columns if segment in support.feeds(column) for n in support.units(column)]
-    return max((count for count in counts if count < size), default=size)
 
 
 def mixes_positions(flow: BlockFlow, row: str, *, unknown: bool = False) -> bool:
@@ -203,9 +195,7 @@ class _Probe:
                 block.run(args, kwargs)
         for name in (row, *columns):
             if not (self._reads if name == row else self.made[name]):
-                raise CantInferError(
-                    f"{name}: the block run by itself does not call it (a cache, or a state of its own?)"
-                )
+                raise CantInferError(f"{name}: the block run by itself does not call it (a cache, or a state of its own?)")
         # A row may be called with constants too: DoRA multiplies both halves of an adapter by the identity.
         self.read = next((read for read in self._reads if read.requires_grad), self._reads[0])
         if not self.read.requires_grad:
@@ -228,9 +218,7 @@ class _Probe:
         noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.read)
         cotangent.index_copy_(-1, features.to(self.read.device), noise)
         leaves = self.leaves()
-        grads = torch.autograd.grad(
-            self.read, [leaf for _, leaf in leaves], cotangent, retain_graph=True, allow_unused=True
-        )
+        grads = torch.autograd.grad(self.read, [leaf for _, leaf in leaves], cotangent, retain_graph=True, allow_unused=True)
         out: dict[str, Tensor] = {}
         for (name, leaf), grad in zip(leaves, grads, strict=True):
             dim = self._past.get(name, -1)
@@ -264,7 +252,7 @@ class _FeatureSupport:
         self.segments = segments if sum(segments) == self.features else (self.features,)
         if any(size % tp for size in self.segments):
             works = sizes_that_divide("tp", math.gcd(*self.segments))
-            raise UnevenError(f"{row}: its {self.features} in-features do not divide by tp={tp}; {works}")
+            raise UserDecidesError(f"{row}: its {self.features} in-features do not divide by tp={tp}; {works}")
         self._parts = self._all_parts()
         self._fed: dict[str, list[int]] = {}
         for seed in range(1, _MAX_DRAWS):
@@ -303,10 +291,7 @@ class _FeatureSupport:
 
         If another column reads it, out-features that only that column needs are not counted.
         """
-        owners = self._owners(column)
-        if column in self._feeding:
-            owners = owners[owners > 0]
-        return bool((owners == self._tp).all())
+        return self.mixes(column) if column in self._feeding else self.shared(column) == len(self._owners(column))
 
     def mixes(self, column: str) -> bool:
         """Whether what a rank needs of a column at all, every rank needs."""
@@ -321,13 +306,18 @@ class _FeatureSupport:
         """For each rank, the ranges of a column's out-features that it needs."""
         return _split_at_all_ends([_runs(part[column]) for part in self._parts])
 
-    def units(self, column: str) -> list[int]:
-        """For each segment of a column (queries, keys, ...), the number of independent units that the row's in-features form."""
-        try:
-            segments = _segments(column, self._runs(column))
-        except CantInferError:
-            return [self._units(column, 0, None)]
-        return [self._units(column, start, stop) for start, stop, _ in segments]
+    def units(self, columns: Sequence[str], segment: int) -> int:
+        """The number of units (heads) in a segment of the row's input: of those that a part of a column (queries, keys) feeds."""
+        counts: list[int] = []
+        for column in (one for one in columns if segment in self.feeds(one)):
+            try:
+                segments = _segments(column, self._runs(column))
+            except CantInferError:
+                counts.append(self._units(column, 0, None))
+            else:
+                counts += [self._units(column, start, stop) for start, stop, _ in segments]
+        size = self.segments[segment]
+        return max((count for count in counts if count < size), default=size)
 
     def _units(self, column: str, start: int, stop: int | None) -> int:
         """The number of the smallest units, from ``start`` to ``stop`` of a column, that share no out-feature with the rest."""
@@ -361,8 +351,7 @@ class _FeatureSupport:
         owners = self._owners(column)
         sizes = [stop - start for start, stop, _ in segments]
         counts = [
-            parts if owners[start] > 1 else min(self._units(column, start, stop), most)
-            for start, stop, parts in segments
+            parts if owners[start] > 1 else min(self._units(column, start, stop), most) for start, stop, parts in segments
         ]
         if Shard.by_segments(0, sizes, counts, len(ranges), column).ranges != ranges:
             raise CantInferError(f"{column}: its parts are not dealt out in order: {_shown(ranges)}")
@@ -411,6 +400,4 @@ def _split_at_all_ends(ranges: Sequence[Ranges]) -> tuple[Ranges, ...]:
 
 def _shown(ranges: Sequence[Ranges]) -> str:
     """The first two ranks' ranges, for messages."""
-    return "; ".join(
-        f"rank {rank}: {', '.join(f'{a}-{b - 1}' for a, b in runs)}" for rank, runs in enumerate(ranges[:2])
-    )
+    return "; ".join(f"rank {rank}: {', '.join(f'{a}-{b - 1}' for a, b in runs)}" for rank, runs in enumerate(ranges[:2]))

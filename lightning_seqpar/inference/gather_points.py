@@ -28,9 +28,13 @@ def read_blocks(
     not, each expert gathers for itself. A row with a column whose input can be gathered nowhere is noted in the flow.
     """
     streams = tuple(dict.fromkeys(key for call in calls for key in find_streams(trace, call)))
-    flows = [_read(trace, call, streams) for call in calls]
-    for flow in flows:
+    flows = []
+    for call in calls:
+        flow = BlockReader(trace, call, streams, {}).run()
+        if summed := summed_rows(flow):
+            flow = BlockReader(trace, call, streams, summed).run()
         _end_rows_at_attention(flow, mixes)
+        flows.append(flow)
     reduced = {number for flow in flows for row in flow.rows for number in flow.linears[row].makes}
     for flow in flows:
         gathering = GatherPoints(flow, reduced, {call.name for call in calls}, sums=sums)
@@ -48,13 +52,6 @@ def read_blocks(
                 gathering.merge(row)
         gathering.settle()
     return flows
-
-
-def _read(trace: ForwardTrace, call: Call, streams: tuple[Argument, ...]) -> BlockFlow:
-    """The data flow of a block, in which a module that is a sum of products of its input is one row."""
-    flow = BlockReader(trace, call, streams, {}).run()
-    summed = summed_rows(flow)
-    return BlockReader(trace, call, streams, summed).run() if summed else flow
 
 
 def _end_rows_at_attention(flow: BlockFlow, mixes: Callable[[BlockFlow, str], bool]) -> None:
@@ -132,19 +129,18 @@ class GatherPoints:
                 args = flow.gathers.setdefault((call.name, style), [])
                 args += [key for key in takes if key not in args]
                 return
-        if style == "gather" and any(self._gather_sources(call, linear.reads) for call in calls):
-            return
+        for call in calls if style == "gather" else ():
+            keys = [key for key in self._sources(call, linear.reads) if trace.values[call.args[key]].floating]
+            if keys and self._can_gather(call, keys):
+                self._write(call.name, "gather", keys)
+                return
         raise CantInferError(f"{column}: its input is given to no module that could gather it")
 
-    def _gather_sources(self, call: Call, number: int) -> bool:
-        """Gather, at a module, the arguments that a value inside it is made of; whether they are activations that may be."""
-        keys = [key for key in self._sources(call, number) if self.trace.values[call.args[key]].floating]
-        if not keys or not all(self._is_activation(call.args[key]) for key in keys):
-            return False
-        if any(self._leaks(call, self.trace.values[call.args[key]].root) for key in keys):
-            return False
-        self._write(call.name, "gather", keys)
-        return True
+    def _can_gather(self, call: Call, keys: Iterable[Argument]) -> bool:
+        """Whether these arguments of a call are activations that may become whole there."""
+        return all(self._is_activation(call.args[key]) for key in keys) and not any(
+            self._leaks(call, self.trace.values[call.args[key]].root) for key in keys
+        )
 
     def _find_dealer(self, column: str) -> bool:
         """Find the module that takes all tokens and hands some of them on to this column, an expert; whether there is one."""
@@ -210,7 +206,7 @@ class GatherPoints:
         for number in common[common.index(flow.call.id) + 1 :]:
             call = trace.calls[number]
             takes = [key for key, value in call.args.items() if self._is_activation(value)]
-            if len(takes) == 1 and not self._leaks(call, trace.values[call.args[takes[0]]].root):
+            if len(takes) == 1 and self._can_gather(call, takes):
                 for column in alone:
                     del flow.gathers[column, "gather"]
                 flow.gathers[call.name, "gather"] = takes
@@ -235,12 +231,11 @@ class GatherPoints:
                 if trace.values[call.args[key]].floating
             }
             nested = [one for one in points if one != point and inside(one, point)]
-            fed = [one for one in nested if any(self._is_fed(call, key, one) for key in self._args_of(point))]
+            args = {*self._args_of(point)}
+            fed = [one for one in nested if args & self._sources_of(call, one)]
             if fed:
                 whole = [key for key in sources if call.args[key] in flow.made]
-                if all(self._is_activation(call.args[key]) for key in whole) and not any(
-                    self._leaks(call, trace.values[call.args[key]].root) for key in whole
-                ):
+                if self._can_gather(call, whole):
                     self._write(point, "gather", whole)
                     for one in fed:
                         flow.gathers.pop((one, "gather"), None)
@@ -259,10 +254,10 @@ class GatherPoints:
         """The arguments that a module makes whole."""
         return [key for style in ("gather", "copy") for key in self.flow.gathers.get((name, style), ())]
 
-    def _is_fed(self, call: Call, key: Argument, name: str) -> bool:
-        """Whether what the module ``name`` makes whole, inside a call, is made of that call's argument ``key``."""
-        inner = self.flow.call_of(name)
-        return any(key in self._sources(call, inner.args[one]) for one in self._args_of(name) if one in inner.args)
+    def _sources_of(self, call: Call, name: str) -> set[Argument]:
+        """The arguments of a call of which that is made what the module ``name`` inside it makes whole."""
+        given = self.flow.call_of(name).args
+        return set().union(*(self._sources(call, given[one]) for one in self._args_of(name) if one in given))
 
     def _sources(self, call: Call, number: int) -> set[Argument]:
         """The arguments of a call of which a value inside it is made."""

@@ -32,8 +32,7 @@ from lightning_seqpar.styles.style import LINEAR
 
 PROPOSAL = "\n  To have every rank compute that whole, and shard the rest, write what follows"
 """Where the proposal begins in a message; it is the end of it."""
-_MOST_RULES = 6
-"""Rules that are tried together: a model needs one for each kind of part that can't be split."""
+_MOST_RULES = 6  # rules that are tried together: a model needs one for each kind of part that can't be split
 
 
 def infer_plan(
@@ -101,7 +100,7 @@ def example_copy(
     cpu = torch.device("cpu")
     if dtype is torch.float64 and is_large(model):
         dtype = torch.float32
-    with kept_streams(cpu), default_dtype(dtype):
+    with kept_streams(), default_dtype(dtype):
         detached = detached_copy(model, cpu, dtype, example.reduction, frozen=example.frozen)
         copied = without_checkpoints(detached if adapted else without_adapters(detached))
         prepare(copied)
@@ -268,10 +267,5 @@ def with_tried_rules(
     if not rules:
         return told(f"{error}\n  No rule was found that works")
     instead = "it stops there too" if stopped.why == error.why else f"inference stops at\n  {stopped.why}"
-    return told(f"{error}\n  No rule was found that works. Tried:{_shown(rules)}\n  with which {instead}")
-
-
-def _shown(rules: Sequence[dict[str, Any]]) -> str:
-    """Rules as lines of a plan's file, indented."""
-    lines = ShardingPlan.from_rules(rules).to_yaml().splitlines()
-    return "".join(f"\n    {line}" for line in lines if line.startswith("- "))
+    shown = ShardingPlan.from_rules(rules).to_yaml().strip().replace("\n", "\n    ").removeprefix("rules:")
+    return told(f"{error}\n  No rule was found that works. Tried:{shown}\n  with which {instead}")

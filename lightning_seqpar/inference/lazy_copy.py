@@ -39,8 +39,7 @@ _UNCHANGEABLE = (
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, ProcessGroup),
 )
 """Types whose objects are given out as they are."""
-_LARGE_ARRAY = 2**26
-"""Bytes from which an array of numpy is not copied, but given out such that it can't be written to."""
+_LARGE_ARRAY = 2**26  # bytes from which an array of numpy is not copied, but given out such that it can't be written to
 
 
 class CantCopyError(ValueError):
@@ -81,7 +80,10 @@ class LazyCopies:
                 return nn.Parameter(copied, value.requires_grad)
             return copied.requires_grad_(value.requires_grad)
         if isinstance(value, np.ndarray):
-            return _array(value)
+            large = value.nbytes >= _LARGE_ARRAY or isinstance(value, np.memmap)
+            array: np.ndarray[Any, Any] = value.view() if large else value.copy()
+            array.flags.writeable = not large
+            return array
         if isinstance(value, dict | list | tuple | set | frozenset | collections.deque):
             return self._container(value, path)
         if callable(value) and (function := self._function(value, path)) is not None:
@@ -120,11 +122,10 @@ class LazyCopies:
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         made = copy.copy(value)
         self._made[id(value)] = made  # before its items, which may refer to it
-        if isinstance(value, dict):
-            for key, item in value.items():
-                dict.__setitem__(made, key, self.of(item, f"{path}[{key!r}]"))
-        elif isinstance(value, list):
-            list.__setitem__(made, slice(None), [self.of(item, f"{path}[{at}]") for at, item in enumerate(value)])
+        if isinstance(value, dict | list):
+            kind = dict if isinstance(value, dict) else list
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                kind.__setitem__(made, key, self.of(item, f"{path}[{key!r}]"))
         else:
             made.clear()
             (made.update if isinstance(value, set) else made.extend)(self.of(item, f"{path}[...]") for item in value)
@@ -210,17 +211,7 @@ def _is_plain_class(cls: type) -> bool:
     return True
 
 
-def _array(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A copy of an array, or of a large one a view that can't be written to."""
-    large = value.nbytes >= _LARGE_ARRAY or isinstance(value, np.memmap)
-    copied: np.ndarray[Any, Any] = value.view() if large else value.copy()
-    copied.flags.writeable = not large
-    return copied
-
-
-def deep_copy(
-    model: nn.Module, memo: dict[int, Any], begin: Callable[[dict[int, Any]], None] = lambda memo: None
-) -> nn.Module:
+def deep_copy(model: nn.Module, memo: dict[int, Any], begin: Callable[[dict[int, Any]], None] = lambda memo: None) -> nn.Module:
     """``copy.deepcopy`` of a model, whose modules may hold what has no copy: locks, open files, tensors with a graph, ...
 
     ``memo`` gets all copies; ``begin`` is called with it before.
@@ -251,10 +242,9 @@ def _stand_ins(model: nn.Module, copies: Mapping[int, Any]) -> dict[int, Any]:
         if id(value) in seen or isinstance(value, (*_UNCHANGEABLE, np.ndarray)):
             continue
         seen.add(id(value))
-        if isinstance(value, dict):
-            left += [(f"{path}[{key!r}]", item) for key, item in value.items()]
-        elif isinstance(value, list | tuple | set | frozenset | collections.deque):
-            left += [(f"{path}[{at}]", item) for at, item in enumerate(value)]
+        if isinstance(value, dict | list | tuple | set | frozenset | collections.deque):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            left += [(f"{path}[{key!r}]", item) for key, item in items]
         elif not isinstance(value, Tensor) or not value.is_leaf:
             try:
                 copy.deepcopy(value, dict(known))

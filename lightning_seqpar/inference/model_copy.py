@@ -47,15 +47,11 @@ class Quiet(TorchDispatchMode):
             return out.fill_(1)
         if self._draws:
             return out
-        if name in ("rand", "rand_like"):
-            return out.fill_(0.75)  # layerdrop compares with small numbers, from either side
-        if name == "uniform_":
-            low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])[:2]
+        if name in ("rand", "rand_like", "uniform_"):  # layerdrop compares with small numbers, from either side
+            low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])[:2] if name == "uniform_" else (0.0, 1.0)
             return out.fill_(low + 0.75 * (high - low))
-        if name in ("randn", "randn_like"):
-            return out.zero_()
-        if name == "normal_":
-            return out.fill_(args[1] if len(args) > 1 else 0.0)
+        if name in ("randn", "randn_like", "normal_"):
+            return out.fill_(args[1] if name == "normal_" and len(args) > 1 else 0.0)
         if name == "randperm":
             return out.copy_(torch.arange(out.numel(), device=out.device))
         return out
@@ -100,8 +96,10 @@ def detached_copy(
     point_to_copy(copied, memo)
     if reduction.vocabularies:
         tell_vocabularies(copied, model, reduction)
-    if reduction.skips_repeats:
-        _without_caches(copied)
+    for module in copied.modules() if reduction.skips_repeats else ():
+        settings: Any = getattr(module, "config", None)
+        if getattr(settings, "use_cache", None) is True:
+            settings.use_cache = False  # blocks that share one module would read each other's keys and values
     _without_meta(copied, device)
     copied = copied.to(device)
     if dtype is not None:
@@ -117,9 +115,7 @@ def detached_copy(
     return copied
 
 
-def change_attribute_tensors(
-    model: nn.Module, which: Callable[[Tensor], bool], change: Callable[[Tensor], Tensor]
-) -> None:
+def change_attribute_tensors(model: nn.Module, which: Callable[[Tensor], bool], change: Callable[[Tensor], Tensor]) -> None:
     """Replace tensors that a copy's modules have as plain attributes, in lists and dicts too, in place."""
     for module in model.modules():
         for key, value in vars(module).items():
@@ -127,8 +123,7 @@ def change_attribute_tensors(
                 module.__dict__[key] = map_tensors(lambda x: change(x) if which(x) else x, value)
 
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")
-"""Where a module keeps its tensors and modules."""
+_REGISTERED = ("_parameters", "_buffers", "_modules")  # where a module keeps its tensors and modules
 
 
 def left_out_of_copies(model: nn.Module) -> dict[int, Any]:
@@ -157,11 +152,8 @@ def kept_tensors(model: nn.Module) -> dict[int, Tensor]:
     return found
 
 
-_LEVELS = 4
-"""How deep in containers kept tensors are sought."""
-
-_MANY = 1024
-"""The most items of a container that are looked at: one of more is data."""
+_LEVELS = 4  # how deep in containers kept tensors are sought
+_MANY = 1024  # the most items of a container that are looked at: one of more is data
 
 
 def point_to_copy(copied: nn.Module, memo: dict[int, Any]) -> None:
@@ -197,8 +189,12 @@ class _Leads:
         return self._made[id(value)]
 
     def _lead(self, value: Any) -> Any:
-        if isinstance(value, weakref.ReferenceType) or type(value) in weakref.ProxyTypes:
-            return self._weak(value)
+        if isinstance(value, weakref.ReferenceType):
+            target = self._memo.get(id(value()))
+            return value if target is None else weakref.ref(target)
+        if type(value) in weakref.ProxyTypes:
+            target = self._memo.get(id(value.__repr__.__self__))
+            return value if target is None else weakref.proxy(target)
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, types.MethodType):
@@ -222,32 +218,20 @@ class _Leads:
         items = tuple(map(lead, value))
         return value if all(new is old for new, old in zip(items, value, strict=True)) else items
 
-    def _weak(self, value: Any) -> Any:
-        target = value() if isinstance(value, weakref.ReferenceType) else value.__repr__.__self__
-        if id(target) not in self._memo:
-            return value
-        copied = self._memo[id(target)]
-        return weakref.ref(copied) if isinstance(value, weakref.ReferenceType) else weakref.proxy(copied)
-
     def _function(self, value: types.FunctionType) -> types.FunctionType:
         """A function that holds copies where ``value`` holds parts of the model; itself if it holds none."""
         cells = tuple(types.CellType() for _ in value.__closure__ or ())
         made = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, cells or None)
         self._made[id(value)] = made  # before its cells, which may hold it
-        same = True
-        for cell, old in zip(cells, value.__closure__ or (), strict=True):
-            try:
-                content = old.cell_contents
-            except ValueError:  # a name that has no value yet
-                return value
-            cell.cell_contents = self._held(content)
-            same = same and cell.cell_contents is content
-        made.__defaults__ = self._held(value.__defaults__)
-        made.__kwdefaults__ = self._held(value.__kwdefaults__)
-        if same and made.__defaults__ is value.__defaults__ and made.__kwdefaults__ is value.__kwdefaults__:
+        try:
+            held = [*(cell.cell_contents for cell in value.__closure__ or ()), value.__defaults__, value.__kwdefaults__]
+        except ValueError:  # a name that has no value yet
             return value
+        *contents, made.__defaults__, made.__kwdefaults__ = led = [self._held(one) for one in held]
+        for cell, content in zip(cells, contents, strict=True):
+            cell.cell_contents = content
         made.__dict__.update(value.__dict__)
-        return made
+        return value if all(new is old for new, old in zip(led, held, strict=True)) else made
 
     def _held(self, content: Any) -> Any:
         """What stands for something that a function holds, which ``deepcopy`` has not seen."""
@@ -279,14 +263,6 @@ def release(copied: nn.Module) -> None:
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
-def _without_caches(model: nn.Module) -> None:
-    """Switch caches of keys and values off, in place: blocks that share one module would read each other's entries."""
-    for module in model.modules():
-        settings = getattr(module, "config", None)
-        if getattr(settings, "use_cache", None) is True:
-            settings.use_cache = False  # type: ignore[union-attr]
-
-
 def without_checkpoints(model: nn.Module) -> nn.Module:
     """Switch transformers' activation checkpointing off, in place: its reentrant form runs blocks without a graph."""
     for module in model.modules():
@@ -309,8 +285,7 @@ def _without_meta(model: nn.Module, device: torch.device) -> None:
     change_attribute_tensors(model, lambda x: x.is_meta, lambda x: torch.zeros_like(x, device=device))
 
 
-_PERIOD = 1_048_573
-"""Numbers of noise before they come again: a prime, so that no two rows of a matrix have the same ones."""
+_PERIOD = 1_048_573  # numbers of noise before they come again: a prime, so that no two rows of a matrix have the same ones
 
 
 def move_weights(model: nn.Module) -> None:
@@ -326,8 +301,10 @@ def move_weights(model: nn.Module) -> None:
                 continue
             fan_in = parameter.shape[-1] if parameter.ndim > 1 else 1
             scale = 0.5 / math.sqrt(fan_in) if parameter.ndim > 1 else 0.2
-            begin, count = (begin + 7919) % _PERIOD, parameter.numel()
-            noise = drawn.repeat(-(-(begin + count) // _PERIOD))[begin : begin + count].view(parameter.shape)
+            begin = (begin + 7919) % _PERIOD
+            end = begin + parameter.numel()
+            numbers = drawn if end <= _PERIOD else drawn.repeat(-(-end // _PERIOD))
+            noise = numbers[begin:end].view(parameter.shape)
             if parameter.ndim == 1 and float(parameter.detach().abs().max()) < 0.05:
                 parameter.add_(0.5)  # a layer scale near zero would hide its branch
             parameter.add_(noise.to(device=parameter.device), alpha=scale)

@@ -196,9 +196,7 @@ class _Traced:
             others = out[1:] if isinstance(out, tuple) else ()
             can_go = (one is None or (isinstance(one, Tensor) and one.is_floating_point()) for one in others)
             if not isinstance(x, Tensor) or not all(can_go):
-                raise CantInferError(
-                    f"{name} returns more than its activation, which stages behind would not have; use pp=1"
-                )
+                raise CantInferError(f"{name} returns more than its activation, which stages behind would not have; use pp=1")
             self.returned.add(len(others) + 1 if isinstance(out, tuple) else 0)
             is_last = name == self.stack.blocks[-1]
             self._left = {} if is_last else {id(one): (at, one) for at, one in enumerate(others, 1) if one is not None}
@@ -298,9 +296,7 @@ def trace_cut(
     found = []
     for at, one in enumerate(traced):
         own = next(chunk for chunk, names in enumerate(chunks) if one.stack.blocks[-1] in names)
-        reading = (
-            chunk for chunk, (start, stop) in enumerate(pairwise(borders)) if at in set().union(*takes[start:stop])
-        )
+        reading = (chunk for chunk, (start, stop) in enumerate(pairwise(borders)) if at in set().union(*takes[start:stop]))
         readers = tuple(chunk for chunk in (reading if one.has_graph else range(own, len(chunks))) if chunk != own)
         beside = tuple(sorted(one.beside.items()))
         found.append(CutStack(tuple(one.stack.blocks), one.stack.arg, min(one.returned), beside, readers))

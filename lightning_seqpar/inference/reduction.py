@@ -27,20 +27,11 @@ IDS = (torch.int16, torch.int32, torch.int64)
 PRECISE = 100_000_000
 """Number of parameters of a copy up to which it computes in float64."""
 
-_ROWS = 512
-"""About how many rows of a vocabulary a copy keeps."""
-
-_TOKENS = 32
-"""About how long the sequences are that a copy is run on."""
-
-_LONG = 256
-"""Sequences up to this length are left as they are, if the model is small."""
-
-_TOKENS_PER_EXPERT = 8
-"""About how many positions there are for each expert of a list, so that each gets tokens."""
-
-_WINDOW = 256
-"""Attention windows up to this length are exceeded by the sequences that a copy is run on."""
+_ROWS = 512  # about how many rows of a vocabulary a copy keeps
+_TOKENS = 32  # about how long the sequences are that a copy is run on
+_LONG = 256  # sequences up to this length are left as they are, if the model is small
+_TOKENS_PER_EXPERT = 8  # about how many positions there are for each expert of a list, so that each gets tokens
+_WINDOW = 256  # attention windows up to this length are exceeded by the sequences that a copy is run on
 
 
 def is_large(model: nn.Module) -> bool:
@@ -90,9 +81,7 @@ class Reduction:
 
     def numel(self, model: nn.Module) -> int:
         """How many parameters a copy has on which a plan is carried out."""
-        left_out = (
-            {id(p) for block in repeated_blocks(model) for p in block.parameters()} if self.skips_repeats else set()
-        )
+        left_out = {id(p) for block in repeated_blocks(model) for p in block.parameters()} if self.skips_repeats else set()
         return sum(
             math.prod(self.vocabularies.get(size, size) for size in parameter.shape)
             for parameter in model.parameters()
@@ -140,29 +129,17 @@ def _short_vocabularies(model: nn.Module, tp: int, least: int) -> dict[int, int]
 
 def _short_length(model: nn.Module, tp: int, length: int) -> int | None:
     """A length above short windows, of some tokens an expert, with the whole one's remainder by ``2 tp``; None if not shorter."""
-    windows = (window + 1 for window in _windows(model) if window <= _WINDOW)
-    least = max([_TOKENS, _TOKENS_PER_EXPERT * _most_experts(model), *windows])
+    repeated = in_repeated_blocks(model)
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and id(module) in repeated)
+    experts = max((len(module) for module in lists if len({type(one) for one in module}) == 1), default=0)
+    held = [vars(one) for m in model.modules() for one in (m, getattr(m, "config", None)) if hasattr(one, "__dict__")]
+    sizes = [value for values in held for key, value in values.items() if type(value) is int and _CHUNK.search(key)]
+    least = max([_TOKENS, _TOKENS_PER_EXPERT * experts, *(size + 1 for size in sizes if size <= _WINDOW)])
     kept = -(-least // (2 * tp)) * 2 * tp + length % (2 * tp)
     return kept if kept < length else None
 
 
-def _most_experts(model: nn.Module) -> int:
-    """How many modules of one class the longest list inside a repeated block holds; 0 without such lists."""
-    repeated = in_repeated_blocks(model)
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and id(module) in repeated)
-    return max((len(module) for module in lists if len({type(one) for one in module}) == 1), default=0)
-
-
-def _windows(model: nn.Module) -> Iterator[int]:
-    """Lengths of windows and chunks of attention, as modules and configs name them."""
-    for module in model.modules():
-        for holder in (module, getattr(module, "config", None)):
-            for key, value in getattr(holder, "__dict__", {}).items():
-                if isinstance(value, int) and not isinstance(value, bool) and _WINDOW_NAME.search(key):
-                    yield value
-
-
-_WINDOW_NAME = re.compile(r"window|chunk|local", re.IGNORECASE)
+_CHUNK = re.compile(r"window|chunk|local", re.IGNORECASE)  # names of lengths of windows and chunks of attention
 
 
 def cut_vocabularies(model: nn.Module, vocabularies: Mapping[int, int], memo: dict[int, Any]) -> None:
@@ -200,9 +177,7 @@ def tell_vocabularies(copied: nn.Module, original: nn.Module, reduction: Reducti
                 values[key] = reduction.of_id(value)
 
 
-_OTHER_SIZE = re.compile(
-    r"hidden|inter|ffn|ff_|dim|width|position|ctx|context|len|window|block|in_features", re.IGNORECASE
-)
+_OTHER_SIZE = re.compile(r"hidden|inter|ffn|ff_|dim|width|position|ctx|context|len|window|block|in_features", re.IGNORECASE)
 """Names of attributes that are no vocabulary's size, though they may be equal to one."""
 
 _TOKEN_NAME = re.compile(r"(id|idx|index|token|pad|mask|bos|eos|cls|sep|unk|sos)$", re.IGNORECASE)

@@ -202,13 +202,13 @@ class _MismatchError(Exception):
 def changed_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
     """While open, an attribute (a dotted path, too) has another value."""
     first = name.partition(".")[0]
-    missing = not hasattr(module, first)
-    before = None if missing else getattr(module, first)
-    write_attribute(module, name, value)
-    try:
+    with ExitStack() as stack:
+        if hasattr(module, first):
+            stack.callback(setattr, module, first, getattr(module, first))
+        else:
+            stack.callback(delattr, module, first)
+        write_attribute(module, name, value)
         yield
-    finally:
-        delattr(module, first) if missing else setattr(module, first, before)
 
 
 def _cut_weight(block: Block, linear: Linear, mine: Tensor) -> AbstractContextManager[None]:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_seqpar.inference.block_kinds import setting_key
+
 
 class Repeats:
     """The blocks of a copy that stand for more than two of the model, while only their first two calls are computed.
@@ -74,25 +76,12 @@ class _Repeat:
         self.skips = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        form = _form((args, kwargs))
+        form = setting_key((args, kwargs), 5)
         self.calls[form] += 1
         if self.calls[form] <= 2 or not self.skips:
             self._last[form] = self._forward(*args, **kwargs)
             return self._last[form]
         return _passed_through(self._last[form], (*args, *kwargs.values()))
-
-
-def _form(value: Any) -> Any:
-    """A key that is equal for arguments of one form."""
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype
-    if isinstance(value, list | tuple):
-        return type(value), tuple(_form(one) for one in value)
-    if isinstance(value, dict):
-        return type(value), tuple((str(key), _form(one)) for key, one in value.items())
-    if value is None or isinstance(value, bool | int | float | str):
-        return type(value), repr(value)
-    return (type(value), id(value)) if callable(value) else type(value)
 
 
 def _passed_through(out: Any, given: Sequence[Any]) -> Any:

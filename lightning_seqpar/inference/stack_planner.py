@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_seqpar.inference.block_kinds import kind_of
 from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, pattern_of
-from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError, UserDecidesError
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UserDecidesError
 from lightning_seqpar.inference.feature_dependence import mixes_positions
 from lightning_seqpar.inference.gather_points import read_blocks
 from lightning_seqpar.inference.isolated_block import Block
@@ -109,9 +109,7 @@ class StackPlanner:
         out: list[dict[str, Any]] = [{"pattern": blocks, **where}]
         args = {name: flow.arg for flow in flows if flow.arg != 0 for name in all_names(model, [flow.name])}
         for arg in dict.fromkeys(args.values()):
-            out.append(
-                {"pattern": pattern_of(model, [n for n in names if args.get(n) == arg]), "style": "scatter", "arg": arg}
-            )
+            out.append({"pattern": pattern_of(model, [n for n in names if args.get(n) == arg]), "style": "scatter", "arg": arg})
         out += _compress(model, names, plans)
         out += _whole_rules(flows, blocks, wholes)
         out += _exit_rules(trace, model, names, blocks, alone=alone)
@@ -142,7 +140,10 @@ class StackPlanner:
         if len(found) > 1:
             return f"its blocks have their sequence at different dims ({dims})"
         if found == [None]:
-            return _positions(flows[0])
+            shape = list(flows[0].trace.values[flows[0].activations[0]].shape)
+            if len(shape) > 3:
+                return f"its activation {shape} has positions in {len(shape) - 2} dims"
+            return f"both the first and the second dim of its activation {shape} mix (a batch norm?)"
         if streams := dict.fromkeys(key for flow in flows for key in flow.streams):
             return f"argument {', '.join(map(repr, streams))} is an activation too"
         if names := ", ".join(left):
@@ -196,7 +197,7 @@ class StackPlanner:
             unknown = isinstance(module, nn.Linear) and linear_kind(module) is None and len(call.outputs) == 1
             unknown = unknown and not is_parametrized(module)  # what it computes is known: its part is left whole
             if unknown and block is not None and not self._covers(call.name):
-                error = UnknownLinearError(
+                error = UserDecidesError(
                     f"{call.name}: a {type(module).__name__}, which is not known to compute what nn.Linear does (is it quantised?)"
                 )
                 around = call.name.rpartition(".")[0]
@@ -209,14 +210,6 @@ def left_whole(blocks: dict[str, str]) -> Inference:
     """The plan of blocks that every rank has whole: patterns, each with the reason."""
     reasons = [f"{pattern}: every rank has these blocks whole: {why}" for pattern, why in blocks.items()]
     return Inference(reasons=reasons, whole=blocks)
-
-
-def _positions(flow: BlockFlow) -> str:
-    """Why no one dim of a block's activation is the sequence."""
-    shape = list(flow.trace.values[flow.call.args[flow.arg]].shape)
-    if len(shape) > 3:
-        return f"its activation {shape} has positions in {len(shape) - 2} dims"
-    return f"both the first and the second dim of its activation {shape} mix (a batch norm?)"
 
 
 def _whole_rules(flows: Sequence[BlockFlow], blocks: str, wholes: Iterable[str]) -> list[dict[str, Any]]:
@@ -232,9 +225,7 @@ def _whole_rules(flows: Sequence[BlockFlow], blocks: str, wholes: Iterable[str])
     return out
 
 
-def _refuse_idle_stack(
-    model: nn.Module, first: str, plans: Iterable[BlockPlan], wholes: Iterable[CantInferError] = ()
-) -> None:
+def _refuse_idle_stack(model: nn.Module, first: str, plans: Iterable[BlockPlan], wholes: Iterable[CantInferError] = ()) -> None:
     """Refuse a stack without a row linear; with adapters in all its linears it may be whole, between shards of the sequence."""
     if not any(style in ("row", "replace") for plan in plans for _, style, _ in plan.rules):
         reasons = [error.why for error in wholes]

@@ -78,9 +78,7 @@ def _without_lone_mlps(trace: ForwardTrace, calls: Sequence[Call]) -> list[Call]
     a list (a feed-forward module of its own) is, and so are several of one class in a list, which repeat. Lists in a list
     (``[norm, attention, residual]``, ``[norm, feed-forward, residual]``, ...) are one.
     """
-    mixing = [
-        call for call in calls if any(op.name in _RELATING for op in trace.ops_in(call)) or _multiplies(trace, call)
-    ]
+    mixing = [call for call in calls if any(op.name in _RELATING for op in trace.ops_in(call)) or _multiplies(trace, call)]
     within = {call.name: _outer_list(trace.model, _parent(call.name)) for call in calls}
     first = {within[call.name]: call.id for call in reversed(mixing)}
     if not first:
@@ -132,9 +130,7 @@ def only_convolutions(model: nn.Module) -> str:
         # A single linear in a list is a head: nothing repeats around it.
         if sum(parameter.ndim == 2 for parameter in module.parameters()) > 1:
             return ""
-        if any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules()) and any(
-            True for _ in module.children()
-        ):
+        if any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules()) and any(True for _ in module.children()):
             sizes[_parent(name), type(module)] += sum(parameter.numel() for parameter in module.parameters())
     if not sizes:
         return ""

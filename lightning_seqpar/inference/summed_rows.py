@@ -22,10 +22,8 @@ from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.layout.linear_kind import is_parametrized
 from lightning_seqpar.layout.module_names import inside
 
-_SCALES = (1.0, 100.0)
-"""Sizes of the inputs that a module is tried on: what saturates is nearly linear in small ones."""
-_MAX_TRIES = 64
-"""Ways to treat a module's vectors that are tried at most, the likeliest first."""
+_SCALES = (1.0, 100.0)  # sizes of the inputs that a module is tried on: what saturates is nearly linear in small ones
+_MAX_TRIES = 64  # ways to treat a module's vectors that are tried at most, the likeliest first
 
 
 def summed_rows(flow: BlockFlow) -> dict[str, SummedRow]:
@@ -100,31 +98,25 @@ class _Candidate:
             return None
         if self._features < 2 or not self._readers or (len(self._readers) == 1 and self._count > 1):
             return None  # a chain of linears is no sum: one of them can be a row by itself
-        for ways in islice(product(*map(self._ways, self._vectors.values())), _MAX_TRIES):
+        # A vector is added by one rank, cut with the input's features, or left whole.
+        all_ways = [
+            ("once", "local", "whole") if len(vector) == self._features else ("once", "whole")
+            for vector in self._vectors.values()
+        ]
+        for ways in islice(product(*all_ways), _MAX_TRIES):
             chosen = dict(zip(self._vectors, ways, strict=True))
             once, local = ([n for n, way in chosen.items() if way == one] for one in ("once", "local"))
             if self._sums_up(once, local) and self._draws_for_features(once, local):
                 dims = {name: dim for name, (_, dim) in self._weights.items()}
-                rows = [
-                    (one.name, None) if one.is_called else (one.parameter, dims[one.parameter]) for one in self._readers
-                ]
+                rows = [(one.name, None) if one.is_called else (one.parameter, dims[one.parameter]) for one in self._readers]
                 return SummedRow(tuple(rows), tuple(once), tuple(local))
         return None
 
-    def _ways(self, vector: Tensor) -> list[str]:
-        """What may be done with a vector: added by one rank, cut with the input's features, or left whole."""
-        return ["once", *(["local"] if len(vector) == self._features else []), "whole"]
-
-    def _inputs(self) -> Iterator[Tensor]:
-        """Inputs to try, of the shape of the recorded one."""
-        for seed, scale in enumerate(_SCALES):
-            generator = torch.Generator().manual_seed(31 + seed)
-            noise = torch.randn(self._x.shape, generator=generator, dtype=torch.float64)
-            yield (noise * scale).to(self._x)
-
     def _sums_up(self, once: Iterable[str], local: Iterable[str]) -> bool:
         """Whether what the module makes of two parts of an input sums up to what it makes of the whole input."""
-        for training, x in product((True, False), self._inputs()):
+        for training, (seed, scale) in product((True, False), enumerate(_SCALES)):
+            generator = torch.Generator().manual_seed(31 + seed)
+            x = (torch.randn(self._x.shape, generator=generator, dtype=torch.float64) * scale).to(self._x)
             with self._mode(training), torch.no_grad():
                 whole = self._run(x)
                 if whole is None:
@@ -158,7 +150,7 @@ class _Candidate:
         ):
             drawn.clear()
             try:
-                with kept_streams(x.device), self._mode(True), part, torch.no_grad(), DrawWatch(drawn.append):
+                with kept_streams(), self._mode(True), part, torch.no_grad(), DrawWatch(drawn.append):
                     seed_streams()
                     self._module(x)
             except Exception:  # the user's own code, whose draws were constant until now
@@ -178,13 +170,9 @@ class _Candidate:
             for module, mode in before.items():
                 module.training = mode
 
-    def _cut(
-        self, mine: Tensor, once: Iterable[str], local: Iterable[str], *, first: bool
-    ) -> AbstractContextManager[None]:
+    def _cut(self, mine: Tensor, once: Iterable[str], local: Iterable[str], *, first: bool) -> AbstractContextManager[None]:
         """While open, the module has the parameters of a rank with some of the input's features."""
-        parts = {
-            name: tensor.index_select(dim, mine.to(tensor.device)) for name, (tensor, dim) in self._weights.items()
-        }
+        parts = {name: tensor.index_select(dim, mine.to(tensor.device)) for name, (tensor, dim) in self._weights.items()}
         tensors = {name: tensor for name, (tensor, _) in self._weights.items()} | self._vectors
         parts |= {name: self._vectors[name].index_select(0, mine.to(self._vectors[name].device)) for name in local}
         held = [(tensors[name], part.detach()) for name, part in parts.items()]

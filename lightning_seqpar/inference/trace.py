@@ -18,18 +18,18 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.distributed.autograd import storage_id
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "mv", "addmv", "_grouped_mm")
-"""Products of matrices."""
-
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "mv", "addmv", "_grouped_mm")  # products of matrices
 _EMPTY = (
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
     *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
 )
 """Operations that read a tensor's shape alone, so that nothing flows from its content."""
 
-_COPIES = ("_unsafe_view", "clone", "_to_copy")
-"""Operations that are no views, whose result has the content of their one input."""
-
+_COPIES = (
+    "_unsafe_view",
+    "clone",
+    "_to_copy",
+)  # operations that are no views, whose result has the content of their one input
 _ORDERED = (
     *("cumsum", "cumprod", "cummax", "cummin", "_cummax_helper", "_cummin_helper", "logcumsumexp"),
     *("sort", "argsort", "topk", "kthvalue", "flip", "roll"),

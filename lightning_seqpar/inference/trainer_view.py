@@ -81,15 +81,15 @@ def answer_harmlessly(
         if at_once is not None:
             at_once(loss)
 
-    steps = _Steps(model)
+    configured = _configured(model)
     answers: dict[str, Any] = {
         "log": log,
         "log_dict": log_dict,
         "manual_backward": backward,
         "optimizers": lambda use_pl_optimizer=True: _one_or_all(
-            [_wrapped(one) for one in steps.optimizers()] if use_pl_optimizer else steps.optimizers()
+            [_wrapped(one) if use_pl_optimizer else one for one in configured()[0]]
         ),
-        "lr_schedulers": lambda: _one_or_all([config.scheduler for config in steps.configs()]) or None,
+        "lr_schedulers": lambda: _one_or_all([config.scheduler for config in configured()[1]]) or None,
         **dict.fromkeys(("print", "toggle_optimizer", "untoggle_optimizer", "clip_gradients"), _nothing),
     }
     for module in model.modules():
@@ -156,32 +156,23 @@ def _wrapped(optimizer: Any) -> LightningOptimizer:
     return wrapped
 
 
-class _Steps:
-    """The optimizers and schedulers that a copy configures, once a step asks for them."""
+def _configured(model: LightningModule) -> Callable[[], tuple[list[Any], list[Any]]]:
+    """What gives the optimizers and schedulers that a copy configures, which it does when a step first asks for them."""
 
-    def __init__(self, model: LightningModule) -> None:
-        self._model = model
-
-    @functools.cached_property
-    def _configured(self) -> tuple[list[Any], list[Any]]:
-        answer: Any = self._model.configure_optimizers()
+    @functools.cache
+    def configure() -> tuple[list[Any], list[Any]]:
+        answer: Any = model.configure_optimizers()
         optimizers, schedulers, monitor = _configure_optimizers(answer) if answer is not None else ([], [], None)
         configs: list[Any] = (
             _configure_schedulers_automatic_opt(schedulers, monitor)
-            if self._model.automatic_optimization
+            if model.automatic_optimization
             else _configure_schedulers_manual_opt(schedulers)
         )
         for one in (*optimizers, *(config.scheduler for config in configs)):
             _without_steps(one)
         return optimizers, configs
 
-    def optimizers(self) -> list[Any]:
-        """All optimizers."""
-        return list(self._configured[0])
-
-    def configs(self) -> list[Any]:
-        """All schedulers, as Lightning configures them."""
-        return list(self._configured[1])
+    return configure
 
 
 def _one_or_all(items: list[Any]) -> Any:
@@ -204,13 +195,18 @@ def _view(model: LightningModule, trainer: Trainer) -> Any:
             given[id(module)] = functools.partial(model.get_submodule, name)
         for name, parameter in real.named_parameters(remove_duplicate=False):
             given[id(parameter)] = functools.partial(model.get_parameter, name)
-    steps = _Steps(model)
+    configured = _configured(model)
+    steps: dict[str, Any] = {
+        "optimizers": property(lambda self: [*configured()[0]]),
+        "lr_scheduler_configs": property(lambda self: [*configured()[1]]),
+    }
 
     def changes(cls: type) -> dict[str, Any]:
         if issubclass(cls, Trainer):
-            return _of_trainer(steps)
+            return {**_of_trainer(), **steps}
         if issubclass(cls, Strategy):
-            return _of_strategy(steps)
+            wrapped = property(lambda self: [_wrapped(one) for one in configured()[0]])
+            return {**_of_strategy(), **steps, "_lightning_optimizers": wrapped}
         if issubclass(cls, Logger):
             names = [name for name in dir(cls) if name.startswith("log_") and callable(getattr(cls, name, None))]
             names += ["save", "finalize", "after_save_checkpoint", "watch", "unwatch"]
@@ -223,7 +219,7 @@ def _view(model: LightningModule, trainer: Trainer) -> Any:
     return LazyCopies(given, changes).of(trainer, "self.trainer")
 
 
-def _of_trainer(steps: _Steps) -> dict[str, Any]:
+def _of_trainer() -> dict[str, Any]:
     """What the trainer's stand-in answers by itself."""
 
     def runs(name: str) -> Callable[..., Any]:
@@ -255,14 +251,12 @@ def _of_trainer(steps: _Steps) -> dict[str, Any]:
     return {
         **{name: runs(name) for name in ("fit", "validate", "test", "predict")},
         **dict.fromkeys(("save_checkpoint", "print"), _nothing),
-        "optimizers": property(lambda self: steps.optimizers()),
-        "lr_scheduler_configs": property(lambda self: steps.configs()),
         "train_dataloader": property(train_dataloader),
         "num_training_batches": property(num_training_batches),
     }
 
 
-def _of_strategy(steps: _Steps) -> dict[str, Any]:
+def _of_strategy() -> dict[str, Any]:
     """What the strategy's stand-in answers by itself: collectives as if every rank had the copy's values."""
 
     def size_of(self: Any, group: Any) -> int:
@@ -289,9 +283,6 @@ def _of_strategy(steps: _Steps) -> dict[str, Any]:
         **dict.fromkeys(("broadcast", "reduce_boolean_decision"), same),
         "all_gather": all_gather,
         "reduce": reduce,
-        "optimizers": property(lambda self: steps.optimizers()),
-        "_lightning_optimizers": property(lambda self: [_wrapped(one) for one in steps.optimizers()]),
-        "lr_scheduler_configs": property(lambda self: steps.configs()),
     }
 
 

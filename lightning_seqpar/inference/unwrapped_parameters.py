@@ -22,11 +22,8 @@ from lightning_seqpar.inference.rehearsal import Edit, changed_attribute
 from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.layout.shard import Shard
 
-_MAX_TRIES = 2000
-"""Cuts that are tried at most, the likeliest first."""
-
-_SEGMENTS = (1, 2, 3)
-"""Numbers of equal parts that a fused parameter is tried as: ``[f]``, ``[gate|up]``, ``[q|k|v]``."""
+_MAX_TRIES = 2000  # cuts that are tried at most, the likeliest first
+_SEGMENTS = (1, 2, 3)  # numbers of equal parts that a fused parameter is tried as: ``[f]``, ``[gate|up]``, ``[q|k|v]``
 
 
 @dataclass(frozen=True)
@@ -141,13 +138,9 @@ class UnwrappedProducts:
 
     def _others(self, tensor: Tensor, cuts: dict[str, Cut], tp: int) -> list[Cut | None]:
         """How another parameter, such as a bias, may be treated: cut like a column, added by one rank, or left whole (None)."""
-        columns = {(cut.size, cut.segments) for name, cut in cuts.items() if name in self.columns}
-        sliced: list[Cut | None] = [
-            Cut(dim, size, segments)
-            for dim, size in enumerate(tensor.shape)
-            for length, segments in sorted(columns)
-            if size == length
-        ]
+        columns = sorted({(cut.size, cut.segments) for name, cut in cuts.items() if name in self.columns})
+        dims = [*enumerate(tensor.shape)]
+        sliced: list[Cut | None] = [Cut(dim, size, n) for dim, size in dims for length, n in columns if size == length]
         once: list[Cut | None] = [Cut(None)] if tensor.ndim and tensor.shape[-1] == self.whole.shape[-1] else []
         return [*sliced, *once, None]
 

@@ -45,12 +45,7 @@ class TensorRef:
     @property
     def is_all(self) -> bool:
         """Whether it is contiguous and begins where its storage begins. If it has as many bytes, it covers the storage."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return self.offset == 0
+        return self.offset == 0 and torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     @property
     def nbytes(self) -> int:
@@ -60,25 +55,17 @@ class TensorRef:
 
 @dataclass
 class _Op:
-    """A recorded operation, with a :class:`TensorRef` in place of each meta tensor.
-
-    Attributes:
-        writes: storages that it changes in place.
-        overwrites: that one of them of whose old values nothing is left; None if there is none.
-        dtype: the default dtype when it was called.
-        stream: the generator that it draws from, by id; 0 is torch's own.
-        state: index of the state that the generator was set to before the operation; -1 if it was not set.
-    """
+    """A recorded operation, with a :class:`TensorRef` in place of each meta tensor."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     out: Any
-    writes: frozenset[int]
-    overwrites: int | None
+    writes: frozenset[int]  # storages that it changes in place
+    overwrites: int | None  # that one of them of whose old values nothing is left
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    stream: int = 0
-    state: int = -1
+    stream: int = 0  # the generator that it draws from, by id; 0 is torch's own
+    state: int = -1  # index of the state that the generator was set to before the operation; -1 if it was not set
 
     @property
     def name(self) -> str:
@@ -93,16 +80,9 @@ class _Op:
 
     def reads(self) -> set[int]:
         """The storages whose values before the operation its result depends on."""
-        if self.overwrites is None:
-            return _storages((self.args, dict(self.kwargs)))
         # The first argument is the one that an operation in place changes.
-        return _storages((self.args, dict(self.kwargs))) - {self.overwrites} | _storages(
-            (self.args[1:], dict(self.kwargs))
-        )
-
-    def makes(self) -> set[int]:
-        """The storages of its results."""
-        return _storages(self.out)
+        others = _storages((self.args[1:], dict(self.kwargs)))
+        return _storages(self.args[:1]) - {self.overwrites} | others
 
 
 def _storages(tree: Any) -> set[int]:
@@ -145,7 +125,8 @@ class DeferredInit(TorchDispatchMode):
                 for position, argument in enumerate(func._schema.arguments)
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
-            overwritten = self._overwritten(func, ref_args)
+            first = ref_args[0] if _name(func) in _OVERWRITES else None
+            overwritten = self._covered_by(first) if isinstance(first, TensorRef) else None
             self._note(_Op(func, ref_args, ref_kwargs, ref_out, frozenset(_storages(written)), overwritten), made)
         return out
 
@@ -192,9 +173,7 @@ class DeferredInit(TorchDispatchMode):
         self._states = states_and_numbers[0]
         numbers = iter(states_and_numbers[1])
         for op in self._ops:
-            op.args, op.kwargs = tree_map(
-                lambda x: next(numbers) if isinstance(x, Tensor) else x, (op.args, dict(op.kwargs))
-            )
+            op.args, op.kwargs = tree_map(lambda x: next(numbers) if isinstance(x, Tensor) else x, (op.args, dict(op.kwargs)))
 
     def digest(self) -> str:
         """A digest of the record without :attr:`shared`, to compare it over ranks."""
@@ -249,12 +228,11 @@ class DeferredInit(TorchDispatchMode):
         """Records a call of a function of ``torch.nn.init`` that does nothing to meta tensors; a replay calls it as a whole."""
         ref_arguments = {name: self._refer(value) for name, value in arguments.items()}
         target = ref_arguments["tensor"]
-        overwritten = target.storage if self._covers_storage(target) else None
-        self._note(_Op(function, (), ref_arguments, None, frozenset([target.storage]), overwritten))
+        self._note(_Op(function, (), ref_arguments, None, frozenset([target.storage]), self._covered_by(target)))
 
-    def _covers_storage(self, ref: TensorRef) -> bool:
-        """Whether a tensor is all of its storage."""
-        return ref.is_all and ref.nbytes == self._storages[ref.storage].nbytes()
+    def _covered_by(self, ref: TensorRef) -> int | None:
+        """The storage of which a tensor is all; None if it is a part of one."""
+        return ref.storage if ref.is_all and ref.nbytes == self._storages[ref.storage].nbytes() else None
 
     def __enter__(self) -> DeferredInit:
         self._depth += 1
@@ -280,19 +258,11 @@ class DeferredInit(TorchDispatchMode):
         """The reference to a meta tensor."""
         storage = tensor.untyped_storage()
         self._storages.setdefault(storage_id(storage), storage)
-        return TensorRef(
-            storage_id(storage), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
-        )
+        return TensorRef(storage_id(storage), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def fills(self, tensor: Tensor) -> bool:
         """Whether the record gives values to a meta tensor."""
         return storage_id(tensor) in self._filled
-
-    def _overwritten(self, func: Any, args: tuple[Any, ...]) -> int | None:
-        """The storage of whose old values an operation leaves nothing; None if there is none."""
-        if _name(func) not in _OVERWRITES or not isinstance(args[0], TensorRef):
-            return None
-        return args[0].storage if self._covers_storage(args[0]) else None
 
     def replay(self, wanted: Iterable[TensorRef], take: Callable[[int, Callable[[TensorRef], Tensor]], None]) -> None:
         """Does what was recorded on real tensors, so far as ``wanted`` depends on it.
@@ -303,7 +273,10 @@ class DeferredInit(TorchDispatchMode):
         """
         wanted_storages = {ref.storage for ref in wanted}
         needed = self._needed(wanted_storages)
-        last_uses = self._last_uses(needed)
+        last_uses: dict[int, int] = {}
+        for at, op in enumerate(self._ops):
+            if needed[at]:
+                last_uses.update(dict.fromkeys(op.reads() | op.writes | _storages(op.out), at))
         ends: dict[int, list[int]] = defaultdict(list)  # by operation: the storages that it is the last to use
         for key, at in last_uses.items():
             ends[at].append(key)
@@ -312,9 +285,7 @@ class DeferredInit(TorchDispatchMode):
         def tensor(ref: TensorRef) -> Tensor:
             """The real tensor of a reference, whose storage is made if there is none."""
             if ref.storage not in real:
-                real[ref.storage] = torch.zeros(
-                    self._storages[ref.storage].nbytes(), dtype=torch.uint8
-                ).untyped_storage()
+                real[ref.storage] = torch.zeros(self._storages[ref.storage].nbytes(), dtype=torch.uint8).untyped_storage()
             empty = torch.empty(0, dtype=ref.dtype)
             return empty.set_(real[ref.storage], ref.offset, ref.shape, ref.stride)
 
@@ -329,7 +300,10 @@ class DeferredInit(TorchDispatchMode):
                         if op.is_random:
                             _run(op, _fresh, generators)  # only to draw what it drew
                         continue
-                    _keep_results(op, _run(op, tensor, generators), real)
+                    out = _run(op, tensor, generators)
+                    for ref, made in zip(tree_leaves(op.out), tree_leaves(out), strict=True):
+                        if isinstance(ref, TensorRef) and ref.storage not in real:
+                            real[ref.storage] = _as_recorded(op, ref, made).untyped_storage()
                     for key in ends[at]:
                         if key in wanted_storages:
                             take(key, tensor)
@@ -340,21 +314,13 @@ class DeferredInit(TorchDispatchMode):
         finally:
             torch.set_rng_state(before)
 
-    def _last_uses(self, needed: list[bool]) -> dict[int, int]:
-        """The index of the last needed operation that uses each storage."""
-        last_uses: dict[int, int] = {}
-        for at, op in enumerate(self._ops):
-            if needed[at]:
-                last_uses.update(dict.fromkeys(op.reads() | op.writes | op.makes(), at))
-        return last_uses
-
     def _needed(self, wanted_storages: set[int]) -> list[bool]:
         """For each operation, whether the final values of some storages depend on it."""
         live = set(wanted_storages)  # storages whose values at this point matter, going backwards
         needed = [False] * len(self._ops)
         for at in range(len(self._ops) - 1, -1, -1):
             op = self._ops[at]
-            made = op.makes() - op.reads() - op.writes
+            made = _storages(op.out) - op.reads() - op.writes
             if op.name in _EMPTY:
                 live -= made  # it gives them no values
                 continue
@@ -368,15 +334,11 @@ class DeferredInit(TorchDispatchMode):
         return needed
 
 
-def _keep_results(op: _Op, out: Any, real: dict[int, torch.UntypedStorage]) -> None:
-    """Put the storages of an operation's results, if they are new, into ``real``; raises RuntimeError for other shapes."""
-    for ref, made in zip(tree_leaves(op.out), tree_leaves(out), strict=True):
-        if isinstance(ref, TensorRef) and ref.storage not in real:
-            if made.stride() != ref.stride and made.shape == ref.shape:
-                made = _fresh(ref).copy_(made)
-            if (made.shape, made.dtype) != (ref.shape, ref.dtype):
-                raise RuntimeError(f"{op.name}: made {made.dtype} {list(made.shape)}, not what it did before")
-            real[ref.storage] = made.untyped_storage()
+def _as_recorded(op: _Op, ref: TensorRef, made: Tensor) -> Tensor:
+    """A result with the strides that it had in the record; raises RuntimeError for another shape."""
+    if (made.shape, made.dtype) != (ref.shape, ref.dtype):
+        raise RuntimeError(f"{op.name}: made {made.dtype} {list(made.shape)}, not what it did before")
+    return made if made.stride() == ref.stride else _fresh(ref).copy_(made)
 
 
 def _name(func: Any) -> str:

@@ -23,8 +23,7 @@ from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.user_input import nearest
 
-_SOURCE = "_seqpar_weights"
-"""The attribute of a module on the meta device that holds its :class:`_Source`."""
+_SOURCE = "_seqpar_weights"  # the attribute of a module on the meta device that holds its :class:`_Source`
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
@@ -307,31 +306,33 @@ class LateWeights:
         """Raises ValueError for a tensor that nothing fills, or that would get other values than in a whole model."""
         drawn: list[_Place] = []  # tensors that get their values from the record
         read: set[int] = set()  # storages of tensors that are read from a checkpoint or a file
-        storages_of_files = {
-            key: (name, source.since)
-            for source, _ in self._sources.values()
-            for key, (name, _) in source.storages.items()
-        }
-        for places in (*self._parameters.values(), *self._others.values()):
-            for place in places:
-                tensor = getattr(place.holder, place.leaf)
-                if place.name in self._state or place.name in self._in_files:
-                    read.add(place.ref.storage)
-                    continue
-                self._check_known(place)
-                drawn.append(place)
-                if self.recorder.written_elsewhere(tensor):
+        sources = [source for source, _ in self._sources.values()]
+        storages_of_files = {key: (name, one.since) for one in sources for key, (name, _) in one.storages.items()}
+        for place in self._places():
+            tensor = getattr(place.holder, place.leaf)
+            if place.name in self._state or place.name in self._in_files:
+                read.add(place.ref.storage)
+                continue
+            for _, source, files, inner in self._around(place.name):
+                if isinstance(tensor, nn.Parameter) and files.has(inner):  # another one than files were to fill
                     raise ValueError(
-                        f"{place.name}: it was made on the meta device, and initialised there outside configure_model, where "
-                        "nothing remembers it; make and initialise the model in configure_model, or give its weights: "
-                        "weights_from(module, folder)"
+                        f"{place.name}: it came after weights_from({str(source)!r}), which holds numbers of that name; change "
+                        "layers (a resized embedding, a new head) before weights_from, or make the model outside "
+                        "torch.device('meta')"
                     )
-                if self._is_blank(tensor):
-                    raise ValueError(
-                        f"{place.name}: it was made on the meta device, and nothing says how it is filled: its module "
-                        f"({type(place.holder).__name__}) has no reset_parameters. Make the model in configure_model (what is "
-                        "done to meta tensors there is remembered), or give its weights: weights_from(module, folder)"
-                    )
+            drawn.append(place)
+            if self.recorder.written_elsewhere(tensor):
+                raise ValueError(
+                    f"{place.name}: it was made on the meta device, and initialised there outside configure_model, where nothing "
+                    "remembers it; make and initialise the model in configure_model, or give its weights: weights_from(module, "
+                    "folder)"
+                )
+            if self._is_blank(tensor):
+                raise ValueError(
+                    f"{place.name}: it was made on the meta device, and nothing says how it is filled: its module "
+                    f"({type(place.holder).__name__}) has no reset_parameters. Make the model in configure_model (what is done to "
+                    "meta tensors there is remembered), or give its weights: weights_from(module, folder)"
+                )
         for place in drawn:
             # Unless it is tied to a tensor that is read.
             if place.ref.storage in storages_of_files and place.ref.storage not in read:
@@ -343,14 +344,9 @@ class LateWeights:
                 )
         self.recorder.check((place.ref for place in drawn), storages_of_files)
 
-    def _check_known(self, place: _Place) -> None:
-        """Raises ValueError for a parameter that is not the one of its name that files were to fill: it would be drawn."""
-        for _, source, files, inner in self._around(place.name):
-            if isinstance(getattr(place.holder, place.leaf), nn.Parameter) and files.has(inner):
-                raise ValueError(
-                    f"{place.name}: it came after weights_from({str(source)!r}), which holds numbers of that name; change layers "
-                    "(a resized embedding, a new head) before weights_from, or make the model outside torch.device('meta')"
-                )
+    def _places(self) -> list[_Place]:
+        """All places: those of parameters, then those of other tensors."""
+        return [place for group in (self._parameters, self._others) for places in group.values() for place in places]
 
     def _around(self, name: str) -> Iterator[tuple[str, _Source, WeightFiles, str]]:
         """The sources of all modules that a name lies in: the module's name, its source, its files, the name within it."""
@@ -361,8 +357,7 @@ class LateWeights:
     @functools.cached_property
     def _in_files(self) -> dict[str, tuple[WeightFiles, str]]:
         """Maps each tensor that files fill to the files and its name there; looked up before any tensor gets its values."""
-        places = (place for group in (self._parameters, self._others) for places in group.values() for place in places)
-        return {place.name: source for place in places if (source := self._source_of(place)) is not None}
+        return {place.name: source for place in self._places() if (source := self._source_of(place)) is not None}
 
     def _source_of(self, place: _Place) -> tuple[WeightFiles, str] | None:
         """Finds the files of a tensor, and its name when they were given; raises ValueError if it was changed in place since."""
@@ -390,18 +385,15 @@ class LateWeights:
     def fill_parameters(self, record: ShardedModel | None) -> None:
         """Gives every parameter this rank's part of its values, or its rows; no more than one whole tensor exists at a time."""
         # What other stages of a pipeline hold has left the meta device already, without values.
-        wanted = {
-            key: places
-            for key, places in self._parameters.items()
-            if any(getattr(place.holder, place.leaf).is_meta for place in places)
-        }
+        wanted: dict[int, list[_Place]] = {}
         # Memory for all parts is allocated first, so that the whole tensors come and go in the same place after them.
-        for place in (place for places in wanted.values() for place in places):
-            parameter = getattr(place.holder, place.leaf)
-            if parameter.is_meta:
-                room = nn.Parameter(empty_on_cpu(parameter), parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, room)
-
+        for key, places in self._parameters.items():
+            for place in places:
+                parameter = getattr(place.holder, place.leaf)
+                if parameter.is_meta:
+                    wanted[key] = places
+                    room = nn.Parameter(empty_on_cpu(parameter), parameter.requires_grad)
+                    torch.utils.swap_tensors(parameter, room)
         self._fill(wanted, record)
         for module in self._model.modules():
             module.__dict__.pop(_SOURCE, None)
@@ -428,11 +420,11 @@ class LateWeights:
         if place.name in self._state:
             whole = self._state[place.name]
             _set(place, whole if layout is None else layout.take(whole, rank))
-        elif (source := self._in_files.get(place.name)) is not None:
-            files, name = source
-            _set(place, files.read(name, layout.shard if layout is not None else None, rank))
-        else:
+            return True
+        if place.name not in self._in_files:
             return False
+        files, name = self._in_files[place.name]
+        _set(place, files.read(name, layout.shard if layout is not None else None, rank))
         return True
 
 

@@ -27,24 +27,15 @@ from lightning_seqpar.user_input import cause_of, name_error, nearest, read_text
 
 @dataclass
 class TargetModel:
-    """A model that a target names, and what else a YAML file says of its training.
-
-    Attributes:
-        fields: fields of :class:`~lightning_seqpar.config.ParallelConfig` that the file sets.
-        world_size: the number of ranks.
-        batch: the first training batch.
-        strategy: class path and arguments of a strategy that is not ours.
-        clipping: arguments of the Trainer that say how gradients are clipped.
-        notes: sentences on what could not be read.
-    """
+    """A model that a target names, and what else a YAML file says of its training."""
 
     model: nn.Module
-    fields: dict[str, Any] = field(default_factory=dict)
-    world_size: int | None = None
-    batch: Any = None
-    strategy: tuple[str, dict[str, Any]] | None = None
-    clipping: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)  # of ParallelConfig
+    world_size: int | None = None  # the number of ranks
+    batch: Any = None  # the first training batch
+    strategy: tuple[str, dict[str, Any]] | None = None  # class path and arguments of one that is not ours
+    clipping: dict[str, Any] = field(default_factory=dict)  # arguments of the Trainer that say how gradients are clipped
+    notes: list[str] = field(default_factory=list)  # sentences on what could not be read
 
 
 _FORMS = "a YAML file with a model, a Hugging Face folder (with config.json), or package.module:factory"
@@ -276,9 +267,7 @@ def _strategy_of(setting: Any, file: Path, foreign: bool) -> tuple[tuple[str, di
 def _mapping(value: Any, name: str, file: Path) -> dict[str, Any]:
     """Copies a mapping below ``trainer.strategy`` of a YAML file; empty for nothing, ValueError for anything else."""
     if value is not None and not isinstance(value, Mapping):
-        raise ValueError(
-            f"{file}: {name}={shown(value)} of trainer.strategy is no mapping; write arguments by name, as tp: 2"
-        )
+        raise ValueError(f"{file}: {name}={shown(value)} of trainer.strategy is no mapping; write arguments by name, as tp: 2")
     return dict(value or {})
 
 

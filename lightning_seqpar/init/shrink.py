@@ -81,7 +81,7 @@ def _shrink_width(config: Any, changes: list[str]) -> None:
         # A model as small as that already would grow.
         scale = min(1.0, HEAD_DIM / max(1, per_head))
         for name, value in _own(config, _OF_HEADS):
-            _set(config, name, max(2, _even(value * scale)), changes)
+            _set(config, name, max(2, 2 * round(value * scale / 2)), changes)
         unit = heads if width % heads == 0 else 1
         _set(config, width_name, max(unit, unit * round(width * scale / unit)), changes)
         for name, value in _own(config, _WIDTHS):
@@ -98,21 +98,13 @@ def _shrink_depth(config: Any, changes: list[str]) -> None:
             if special.endswith("token_id") and isinstance(token, int) and token >= config.vocab_size:
                 setattr(config, special, config.vocab_size - 1)
     kinds = [value for name, value in vars(config).items() if name.endswith("layer_types") and isinstance(value, list)]
+    showing_all = [max(one.index(kind) for kind in set(one)) + 1 for one in kinds if one]
     for name, value in _own(config, _DEPTHS):
-        blocks = min(value, max([_BLOCKS, *(_showing_all(one) for one in kinds)]))
+        blocks = min(value, max([_BLOCKS, *showing_all]))
         lists = [key for key, one in vars(config).items() if isinstance(one, list) and len(one) == value]
         _set(config, name, blocks, changes)
         for key in lists:
             setattr(config, key, getattr(config, key)[:blocks])
-
-
-def _even(value: float) -> int:
-    return 2 * round(value / 2)
-
-
-def _showing_all(kinds: list[Any]) -> int:
-    """How many blocks it takes to see every kind."""
-    return max(kinds.index(kind) for kind in set(kinds)) + 1 if kinds else 0
 
 
 def _shrink_sections(config: Any, scale: float) -> None:

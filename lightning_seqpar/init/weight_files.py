@@ -35,15 +35,11 @@ class TensorFiles:
                 )
             path = path / (usual or others)[0]
         if not path.is_file():
-            raise ValueError(
-                f"weights_from: {str(path)!r} does not exist; give a safetensors file, its index, or a folder"
-            )
+            raise ValueError(f"weights_from: {str(path)!r} does not exist; give a safetensors file, its index, or a folder")
         if path.name.endswith(".json"):
             index = json.loads(path.read_text())
             if not isinstance(index, Mapping) or not isinstance(index.get("weight_map"), Mapping):
-                raise ValueError(
-                    f"weights_from: {str(path)!r} has no 'weight_map'; give a model.safetensors.index.json"
-                )
+                raise ValueError(f"weights_from: {str(path)!r} has no 'weight_map'; give a model.safetensors.index.json")
             files = {key: path.parent / name for key, name in index["weight_map"].items()}
             if missing := sorted({file.name for file in files.values() if not file.is_file()}):
                 raise ValueError(f"weights_from: {str(path)!r} names {missing[0]}, which is not beside it")

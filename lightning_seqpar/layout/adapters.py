@@ -8,10 +8,8 @@ from torch import nn
 
 BASE = "base_layer"
 """Name of the adapted linear inside an adapter."""
-
 DOWN = "lora_A"
 """Name of the linears ``A``, ``[h → r]``, by adapter name."""
-
 UP = "lora_B"
 """Name of the linears ``B``, ``[r → f]``, by adapter name."""
 

@@ -1,4 +1,4 @@
-"""The source of a class, also where ``inspect`` can't give it."""
+"""The source of a class, and whether it comes with an installed package."""
 
 from __future__ import annotations
 
@@ -10,31 +10,13 @@ import sysconfig
 
 
 def class_source(kind: type) -> str:
-    """Returns the source of a class, as ``inspect.getsource`` gives it (OSError or TypeError if there is none).
+    """Returns the source of a class, as ``inspect.getsource`` gives it; raises OSError if there is none.
 
     That asks every loaded module for its file, at which a module that is imported lazily may raise whatever it likes.
     """
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        raise
-    except Exception:  # of a module that has nothing to do with the class
-        return _read(kind)
-
-
-def is_installed(kind: type) -> bool:
-    """Whether a class comes with an installed package, whose code users do not change."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    paths = sysconfig.get_paths()
-    return isinstance(file, str) and file.startswith(tuple(paths[name] for name in ("stdlib", "purelib", "platlib")))
-
-
-def _read(kind: type) -> str:
-    """The source of a class out of its own module's file."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     lines = linecache.getlines(file) if isinstance(file, str) else []
-    tree = ast.parse("".join(lines))
-    node: ast.AST = tree
+    node: ast.AST = ast.parse("".join(lines))
     for name in kind.__qualname__.split("."):
         if name == "<locals>":
             continue
@@ -45,3 +27,10 @@ def _read(kind: type) -> str:
     assert isinstance(node, ast.ClassDef)
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return "".join(inspect.getblock(lines[first - 1 :]))
+
+
+def is_installed(kind: type) -> bool:
+    """Whether a class comes with an installed package, whose code users do not change."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    paths = sysconfig.get_paths()
+    return isinstance(file, str) and file.startswith(tuple(paths[name] for name in ("stdlib", "purelib", "platlib")))

@@ -49,9 +49,7 @@ def linear_kind(module: nn.Module | None) -> LinearKind | None:
     if weight.is_meta or isinstance(weight, FakeTensor):  # it has no values, so a copy with random ones is tried
         with unset_fake_temporarily():
             numbers = {name: torch.randn(parameter.shape) for name, parameter in own.items()}
-            module = copy.deepcopy(
-                module, {id(parameter): nn.Parameter(numbers[name]) for name, parameter in own.items()}
-            )
+            module = copy.deepcopy(module, {id(own[name]): nn.Parameter(number) for name, number in numbers.items()})
             return _try(module, numbers["weight"], numbers.get("bias"))
     return _try(module, weight, bias)
 
@@ -121,15 +119,14 @@ def _try(module: nn.Module, weight: Tensor, bias: Tensor | None) -> LinearKind |
                 continue
             x = torch.randn(2, 3, matrix.shape[1], generator=generator).to(weight)
             wanted = F.linear(x, matrix, bias).detach()
-            if all(_makes(module, x, wanted, training) for training in (True, False)):
+            if all(_makes(_output(module, x, training), wanted) for training in (True, False)):
                 other = torch.float32 if x.dtype == torch.float64 else torch.float64
                 return None if _output(module, x.to(other), module.training) is not None else kind
     return None
 
 
-def _makes(module: nn.Module, x: Tensor, wanted: Tensor, training: bool) -> bool:
-    """Whether a module makes ``wanted`` of ``x``, in training or not."""
-    got = _output(module, x, training)
+def _makes(got: Tensor | None, wanted: Tensor) -> bool:
+    """Whether a module made what it was to make."""
     if got is None or (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
         return False
     return torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)

@@ -43,25 +43,15 @@ class Reason(Enum):
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """The layout of one parameter.
+    """The layout of one parameter."""
 
-    Attributes:
-        name: its name in the model; parallelisation does not change it.
-        global_shape: the shape of the whole parameter.
-        shard: how it is split over the axis ``tp``; None if every rank has all of it.
-        sum_over: the *set* of axes over whose ranks its gradient is a sum: each rank has one term.
-        reason: why it is so.
-        free: whether the model's own code reads this rank's part, rather than a parallel layer.
-        stages: the stages of a pipeline that hold it; empty where every rank of the axis ``pp`` does.
-    """
-
-    name: str
+    name: str  # in the model; parallelisation does not change it
     global_shape: tuple[int, ...]
-    shard: Shard | None = None
-    sum_over: frozenset[str] = frozenset()
+    shard: Shard | None = None  # how it is split over the axis tp; None if every rank has all of it
+    sum_over: frozenset[str] = frozenset()  # the axes over whose ranks its gradient is a sum: each rank has one term
     reason: Reason = Reason.IDENTICAL
-    free: bool = False
-    stages: tuple[int, ...] = ()
+    free: bool = False  # the model's own code reads this rank's part, rather than a parallel layer
+    stages: tuple[int, ...] = ()  # of a pipeline that hold it; empty where every rank of the axis pp does
 
     @property
     def is_sharded(self) -> bool:
@@ -88,12 +78,7 @@ class ParamLayout:
 
 
 class ModelLayout(Mapping[str, ParamLayout]):
-    """The layouts of a model's parameters, by name (as a mapping) or by parameter (:meth:`of`).
-
-    Args:
-        model: the model that was parallelised.
-        layouts: by parameter name.
-    """
+    """The layouts of the parameters of a model that was parallelised, by name (as a mapping) or by parameter (:meth:`of`)."""
 
     def __init__(self, model: nn.Module, layouts: Mapping[str, ParamLayout]) -> None:
         self._layouts = dict(layouts)
@@ -123,10 +108,7 @@ class ModelLayout(Mapping[str, ParamLayout]):
         self._layouts = {name: replace(layout, stages=stages_of(name)) for name, layout in self._layouts.items()}
 
     def note_computing(self, model: nn.Module, prefix: str) -> dict[str, nn.Parameter]:
-        """Notes the objects that stand in for parameters whose names begin with ``prefix`` while a forward computes with all rows.
-
-        Returns those that were not known yet, by name.
-        """
+        """Notes, and returns if they are new, what stands in for parameters called ``prefix``... while a forward has all rows."""
         new: dict[str, nn.Parameter] = {}
         for name in self._parameters:
             if name.startswith(prefix) and name not in self._computing:
@@ -178,15 +160,11 @@ class ModelLayout(Mapping[str, ParamLayout]):
     def added(self, model: nn.Module) -> list[str]:
         """Names of parameters that the model did not have when it was parallelised."""
         known = self._layouts.keys()
-        return [
-            name for name, parameter in model.named_parameters() if self.of(parameter) is None and name not in known
-        ]
+        return [name for name, p in model.named_parameters() if self.of(p) is None and name not in known]
 
     def local_numel(self, names: Iterable[str] | None = None) -> int:
         """How many numbers are on this rank of the parameters of these names; None for all."""
-        return sum(
-            local_rows(self._parameters[name]).numel() for name in (self._parameters if names is None else names)
-        )
+        return sum(local_rows(self._parameters[n]).numel() for n in (self._parameters if names is None else names))
 
     def global_numel(self) -> int:
         """Number of parameters of the whole model."""

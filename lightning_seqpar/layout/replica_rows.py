@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from lightning_seqpar.distributed.async_ops import all_gather
+from lightning_seqpar.distributed.padding import pad
+
 
 def is_split(tensor: object) -> TypeGuard[DTensor]:
     """Whether each data-parallel rank holds only some rows of the tensor."""
@@ -49,9 +52,7 @@ def take_rows(part: Tensor, like: Tensor) -> Tensor:
 
 def with_rows(rows: Tensor, like: DTensor) -> DTensor:
     """The ``DTensor`` of which this rank holds ``rows``, split as ``like`` is."""
-    return DTensor.from_local(
-        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return DTensor.from_local(rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def empty_like_rows(like: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -73,13 +74,9 @@ def gather_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Gathers the rows of all replicas, if the tensor is split. Collective over the data-parallel group."""
     if not is_split(tensor):
         return tensor
-    rows, length = local_rows(tensor).detach(), tensor.shape[0]
+    rows = local_rows(tensor).detach()
     device = rows.device
     if device.type == "cpu" and dist.get_backend(group) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())  # after fit the model lies on the CPU
-    part = -(-length // dist.get_world_size(group))
-    sent = torch.zeros(part, *rows.shape[1:], dtype=rows.dtype, device=device)
-    sent[: len(rows)] = rows
-    parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, sent, group=group)
-    return torch.cat(parts)[:length].to(rows.device)
+    sent = pad(rows.to(device), 0, -(-tensor.shape[0] // group.size()))
+    return all_gather(sent, 0, group, tensor.shape[0]).to(rows.device)

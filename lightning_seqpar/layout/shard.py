@@ -19,18 +19,12 @@ class Shard:
 
     A rank may have several ranges (its heads of ``[q|k|v]``), and several ranks may have the same indices (a kv head that
     their query heads share).
-
-    Attributes:
-        dim: the tensor dim.
-        length: its global length.
-        ranges: for each rank, the ``(start, stop)`` ranges of indices that it has, in the order in which it stores them.
-        padded: the length on every rank, where shorter parts end in zeros; None for no padding.
     """
 
     dim: int
-    length: int
-    ranges: tuple[tuple[tuple[int, int], ...], ...]
-    padded: int | None = None
+    length: int  # of the whole
+    ranges: tuple[tuple[tuple[int, int], ...], ...]  # of each rank, (start, stop) in the order in which it stores them
+    padded: int | None = None  # the length on every rank, where shorter parts end in zeros; None for no padding
 
     @classmethod
     def by_vocabulary(cls, length: int, size: int) -> Shard:
@@ -47,9 +41,7 @@ class Shard:
         one kv head. With 4 query heads, 2 kv heads, 2 features a head and ``size=4``, segments ``[8, 4, 4]`` and units
         ``[4, 2, 2]`` give rank 1 the ranges ``(2, 4)``, ``(8, 10)`` and ``(12, 14)``, of which rank 0 has the last two too.
 
-        Raises:
-            ValueError: if units do not divide by ``size``, a segment does not divide by its units, or every rank would have
-                all of it; the message names the module ``name`` and the sizes that work.
+        What does not divide is a ValueError, which names the module ``name`` and the sizes that work.
         """
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         start = 0

@@ -56,8 +56,7 @@ class Later(Tensor):
         if func.__name__ in ("__get__", "size", "dim", "numel"):
             with without_subclasses():
                 return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(Later, Later._read, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -69,16 +68,13 @@ class Later(Tensor):
     def _read(self) -> Tensor:
         if self.made is None:
             with torch.no_grad():
-                self.made = made = self.make().requires_grad_(self.requires_grad)
-            return made
+                self.made = self.make().requires_grad_(self.requires_grad)
         return self.made
 
 
 def later(like: Tensor, shape: Sequence[int], make: Callable[[], Tensor], *, requires_grad: bool) -> Later:
     """A tensor of a shape, and of the type of ``like``, that ``make`` makes when it is read."""
-    out: Later = Tensor._make_wrapper_subclass(
-        Later, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
-    )
+    out: Later = Tensor._make_wrapper_subclass(Later, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad)
     out.make = make
     return out
 

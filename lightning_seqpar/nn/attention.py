@@ -14,7 +14,7 @@ from lightning_seqpar.distributed.collectives import reduce_from_tensor_parallel
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import RowParallelLinear, shrink
 from lightning_seqpar.region.column_inputs import ColumnGroup, Hooks
-from lightning_seqpar.region.products import Kept, Products, Tokens
+from lightning_seqpar.region.products import Products, Tokens, autocast_dtype, kept_of
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
@@ -28,9 +28,10 @@ class _Projections(ColumnGroup):
     def gather(self, tokens: Tokens, x: Tensor, hooks: Hooks = None, *, regather: bool = True) -> Tensor:
         """``[b, s/tp, h]`` → ``[b, s, h]``."""
         whole: Tensor
-        how = tokens, Kept.of(x) if regather else None, (False,) * len(self._pairs)
+        kept = kept_of(x, traced=tokens.traced) if regather else None
+        how = tokens, kept, (False,) * len(self._pairs), autocast_dtype(x)
         parameters = [one for pair in self._pairs for one in pair]
-        whole, *self._made = Products.apply(how, x, *parameters)  # type: ignore[no-untyped-call]
+        whole, *self._made = Products.apply(how, x, *parameters)
         return whole
 
     def of(self, whole: Tensor) -> list[Tensor]:
@@ -165,7 +166,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
             for inputs in ((key,), (value,)) if key is not value else ((key, value),):
                 made = _Projections(pairs[len(packed) : len(packed) + len(inputs)])
                 packed += made.of(path.copy(inputs[0], self.full_name, made))
-        self.region.rng.begin_features()
+        self.region.inner_streams.begin()
         return [self._split(part) for part in packed]
 
     def _split(self, x: Tensor) -> Tensor:
@@ -190,9 +191,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         causal_hint = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal_hint else self._merge(attn_mask, key_padding_mask, b, s, k.shape[2], q.dtype)
         if need_weights and not average:
-            raise ValueError(
-                f"{self.full_name}: average_attn_weights=False would need every rank's heads; average them"
-            )
+            raise ValueError(f"{self.full_name}: average_attn_weights=False would need every rank's heads; average them")
         out, weights = attend(q, k, v, mask, self.dropout if self.training else 0.0, causal_hint, need_weights)
         if weights is not None:
             weights = self._sum_over_ranks(weights.sum(1)) / self.global_heads
@@ -268,10 +267,7 @@ class ParallelTransformerEncoder(nn.TransformerEncoder):
             and not self.layers[0].training
             and not (torch.is_grad_enabled() and any(p.requires_grad for p in (src, *self.layers[0].parameters())))
             and not torch.is_autocast_enabled(src.device.type)
-            and (
-                not self.mask_check
-                or bool(torch._nested_tensor_from_mask_left_aligned(src, _boolean(padding).logical_not()))
-            )
+            and (not self.mask_check or bool(torch._nested_tensor_from_mask_left_aligned(src, _boolean(padding).logical_not())))
         )
 
 

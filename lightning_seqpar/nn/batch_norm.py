@@ -16,19 +16,21 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from lightning_seqpar.context.operations import arguments_of
 from lightning_seqpar.distributed.collectives import gather_from_sequence_parallel_region
 
 
 def _synced_batch_norm(
-    x: Tensor,
-    running: tuple[Tensor | None, Tensor | None],
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     momentum: float,
     eps: float,
     group: ProcessGroup,
 ) -> Tensor:
-    """A batch norm in training, of one rank's samples with the statistics of all ranks'.
+    """A batch norm in training, of one rank's samples with the statistics of all ranks'; computed in float32 at least.
 
     =====================  ===========================  =========================
     tensor                 on this rank                 over the group
@@ -40,46 +42,28 @@ def _synced_batch_norm(
 
     Forward: each rank sends the mean, the variance and the number of its own values of each channel, from which all compute
     those of the whole: with ``n = sum n_r`` values, ``mean = sum n_r mean_r / n``,
-    ``var = sum n_r (var_r + (mean_r - mean)^2) / n`` and ``y = (x - mean) / std * weight + bias``.
-
-    Backward: autograd's; gradients of what ranks sent are reduce-scattered. Gradients of weight and bias are sums over this rank's
-    values, to which the reduction of gradients over the replicas adds the others'.
+    ``var = sum n_r (var_r + (mean_r - mean)^2) / n`` and ``y = (x - mean) / std * weight + bias``. Backward: autograd's; gradients
+    of what ranks sent are reduce-scattered, and those of weight and bias are sums over this rank's values.
     """
-    wide = _wide(x)
-    mean, var, total = _moments(wide, group)
-    _update(running, momentum, mean.detach(), var.detach(), total)
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    mean, var, total = _moments(x, group)
+    for kept, new in ((running_mean, mean), (running_var, var * (total / (total - 1)))):  # the latter is unbiased
+        if kept is not None:
+            kept.mul_(1 - momentum).add_((new.detach() * momentum).to(kept.dtype))
     factor = torch.rsqrt(var + eps) if weight is None else torch.rsqrt(var + eps) * weight
-    y = (wide - _along(mean, x)) * _along(factor, x)  # in this order: a mean may be far larger than what is left
-    return (y if bias is None else y + _along(bias, x)).to(x.dtype)
-
-
-def _dims(x: Tensor) -> list[int]:
-    """The dims of ``[b, c, ...]`` that statistics are taken over: all but the channels'."""
-    return [dim for dim in range(x.ndim) if dim != 1]
-
-
-def _along(value: Tensor, x: Tensor) -> Tensor:
-    """A value of each channel, ``[c]``, in a shape that broadcasts to ``x``, ``[b, c, ...]``."""
-    return value.view(1, -1, *[1] * (x.ndim - 2))
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In the type that statistics are computed in: at least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    along = (1, -1, *[1] * (x.ndim - 2))
+    y = (x - mean.view(along)) * factor.view(along)  # in this order: a mean may be far larger than what is left
+    return (y if bias is None else y + bias.view(along)).to(input.dtype)
 
 
 def _moments(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance of each channel over all ranks' values, ``[c]``, and their number, ``[]``; a rank may have no values.
-
-    Raises:
-        ValueError: on every rank, if a channel has one value on all of them together.
-    """
-    channels = x.shape[1]
+    """Mean and variance of each channel over all ranks' values, ``[c]``, and their number, ``[]``; a rank may have no values."""
+    channels, dims = x.shape[1], [dim for dim in range(x.ndim) if dim != 1]
     count = x.numel() // max(channels, 1)
     if count:
-        var, mean = torch.var_mean(x, _dims(x), correction=0)
+        var, mean = torch.var_mean(x, dims, correction=0)
     else:
-        var = mean = x.sum(_dims(x))  # zeros with a graph, whose collective all ranks must run
+        var = mean = x.sum(dims)  # zeros with a graph, whose collective all ranks must run
     sent = torch.cat([mean, var, mean.new_full((1,), count)]).unsqueeze(0)
     gathered = gather_from_sequence_parallel_region(sent, 0, group, group.size())
     means, variances, counts = gathered.split([channels, channels, 1], 1)
@@ -95,15 +79,6 @@ def _moments(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     return mean, var, total
 
 
-def _update(
-    running: tuple[Tensor | None, Tensor | None], momentum: float, mean: Tensor, var: Tensor, total: Tensor
-) -> None:
-    """Move the running mean and the running, unbiased variance towards those of a batch, in place."""
-    for kept, new in zip(running, (mean, var * (total / (total - 1))), strict=True):
-        if kept is not None:
-            kept.mul_(1 - momentum).add_((new * momentum).to(kept.dtype))
-
-
 class _SyncedStatistics(TorchFunctionMode):
     """A mode in which ``F.batch_norm`` takes the statistics of a training batch over all ranks of a group."""
 
@@ -114,34 +89,10 @@ class _SyncedStatistics(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        return self._batch_norm(*args, **kwargs) if func is F.batch_norm else func(*args, **kwargs)
-
-    def _batch_norm(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        """``F.batch_norm``, with its arguments."""
-        if not training:
-            return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-        return _synced_batch_norm(input, (running_mean, running_var), weight, bias, momentum, eps, self._group)
-
-
-def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a module is a batch norm of torch's, or of a class derived from one."""
-    return isinstance(module, BatchNorm)
-
-
-def asks_for_sync(module: nn.Module) -> bool:
-    """Whether a module is an ``nn.SyncBatchNorm`` of the user's own, over all ranks."""
-    return isinstance(module, nn.SyncBatchNorm) and module.process_group is None
+        given = arguments_of(func, args, kwargs or {}) if func is F.batch_norm else {}
+        if not given.pop("training", False):
+            return func(*args, **(kwargs or {}))
+        return _synced_batch_norm(**given, group=self._group)
 
 
 def make_synced(module: nn.Module, name: str, group: ProcessGroup) -> None:

@@ -18,7 +18,7 @@ from lightning_seqpar.layout.stand_in import resolve
 from lightning_seqpar.region.activations import hold
 from lightning_seqpar.region.column_inputs import ColumnGroup, take_made
 from lightning_seqpar.region.data_path import as_part
-from lightning_seqpar.region.products import Products, Row
+from lightning_seqpar.region.products import Products, Row, autocast_dtype
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
@@ -131,7 +131,8 @@ class ColumnParallelLinear(_ParallelLinear):
             if region.sp and place is None:
                 return as_part(out, region.dim, region.frames.current.chunks)
         else:
-            region.rng.begin_features()
+            if region.inner_streams.draws:
+                region.inner_streams.begin()
             made = take_made(self, x)
             if made is None:
                 region.observers.column_begins(x, self.full_name)
@@ -149,10 +150,11 @@ class ColumnParallelLinear(_ParallelLinear):
         finally:
             region.close_gather()
             region.frames.finish(self.full_name)
-            region.rng.begin_features()
+            if region.inner_streams.draws:
+                region.inner_streams.begin()
 
     def _multiplied(self, x: Tensor) -> Tensor:
-        out: Tensor = Products.apply((None, None, (self.transposed,)), x, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        out: Tensor = Products.apply((None, None, (self.transposed,), autocast_dtype(x)), x, self.weight, self.bias)
         return out
 
 
@@ -193,18 +195,20 @@ class RowParallelLinear(_ParallelLinear):
         region = self.region
         try:
             if self.leaves_partial:
-                partial: Tensor = Products.apply((None, None, (self.transposed,)), x, self.weight, None)  # type: ignore[no-untyped-call]
+                partial: Tensor = Products.apply((None, None, (self.transposed,), autocast_dtype(x)), x, self.weight, None)
             else:
                 tokens = region.path.row_tokens((*x.shape[:-1], self.out_features), self.full_name)
                 weight, frame, held = self._parameters.get("weight"), region.frames.current, None
                 if frame.span is not None:
                     x, held = hold(x, frame)
-                out: Tensor = Row.apply((tokens, self.transposed, held), x, self.weight if weight is None else weight)  # type: ignore[no-untyped-call]
+                out: Tensor = Row.apply((tokens, self.transposed, held), x, self.weight if weight is None else weight)
         except BaseException:  # also what stops an activation checkpoint's recomputation, once it has all tensors
-            region.rng.end_features()
+            if not region.sp:
+                region.inner_streams.end()
             raise
         if not self.leaves_partial:
-            region.rng.end_features()
+            if not region.sp:
+                region.inner_streams.end()
             bias = self._parameters.get("bias")
             bias = self.bias if bias is None else bias
             return out if bias is None else out + bias.to(out.dtype)

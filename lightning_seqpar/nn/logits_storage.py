@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_seqpar.distributed.meeting import Meeting
+from lightning_seqpar.layout.shard import Shard
+
+
+@dataclass(frozen=True)
+class VocabPart:
+    """Which part of a vocabulary a layer on this rank has; copies of the layer have the same."""
+
+    shard: Shard
+    group: ProcessGroup  # over tp
+    rank: int
+    loss_chunk: int | None = None  # of a head: tokens of which a loss makes the logits at a time; None for all
+    meeting: Meeting | None = None  # of a head: where ranks meet before its logits are gathered
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Start and stop of this rank's part of the vocabulary, without padding."""
+        ((start, stop),) = self.shard.ranges[self.rank]
+        return start, stop
+
+    def __deepcopy__(self, memo: dict[int, object]) -> VocabPart:
+        """Itself: process groups are not copied."""
+        return self
 
 
 class StoredLogits:
     """One rank's part of logits: in memory as the head made it, or its input, weight and bias, of which a reader makes them.
 
-    A cast to a wider type is not carried out before somebody reads the part: the loss casts a few tokens at a time.
-
-    Args:
-        x: the logits ``[..., ceil(v/tp)]``, or the head's input ``[..., h]``.
-        dtype: the type that readers get; it represents every number of the logits.
-        weight: this rank's part of the head's weight, ``[ceil(v/tp), h]``; None for logits in memory.
-        bias: this rank's part of its bias, ``[ceil(v/tp)]``, or None.
-        compute: the type in which the product is computed, as autocast was when the head was called.
-        chunk: how many tokens' logits a loss makes at a time; 0 for as many as fit into its own limit.
-
-    Attributes:
-        tensors: the logits and two Nones, or the head's input, weight and bias.
+    A cast to a wider type is not carried out before somebody reads the part: the loss casts a few tokens at a time. So ``dtype`` is
+    what readers get, and ``compute`` the type of the product, as autocast was when the head was called. ``x`` is the logits,
+    ``[..., ceil(v/tp)]``, or the head's input ``[..., h]`` with this rank's ``weight``, ``[ceil(v/tp), h]``, and ``bias``; a loss
+    makes the logits of ``chunk`` tokens at a time (0 for as many as fit into its own limit).
     """
 
     def __init__(
@@ -49,11 +67,7 @@ class StoredLogits:
         return [one._version for one in self.tensors if one is not None and not one.is_inference()]
 
     def check(self) -> None:
-        """Refuse to read logits whose inputs were changed in place after the head was called, as an optimizer does.
-
-        Raises:
-            RuntimeError: naming the remedies.
-        """
+        """Refuse to read logits whose inputs were changed in place after the head was called, as an optimizer does."""
         if self._versions is not None and self._read_versions() != self._versions:
             raise RuntimeError(
                 "logits that were not made yet (loss_chunk) are read after the head's weight or its input has changed, and would "
@@ -62,16 +76,10 @@ class StoredLogits:
             )
 
     def read(self) -> Tensor:
-        """The logits as a tensor of :attr:`dtype`.
-
-        Raises:
-            RuntimeError: if they are computed now, and the inputs were changed.
-        """
+        """The logits as a tensor of :attr:`dtype`; raises RuntimeError if they are computed now, and the inputs were changed."""
         self.check()
         x, weight, bias = self.tensors
-        if weight is None:
-            return x.to(self.dtype)
-        return made_logits(x, weight, bias, self.compute).to(self.dtype)
+        return (x if weight is None else made_logits(x, weight, bias, self.compute)).to(self.dtype)
 
     def of_tokens(self, change: Callable[[Tensor], Tensor]) -> StoredLogits:
         """The part with other leading dims: ``change`` reshapes the tokens or chooses among them, and leaves the last dim."""
@@ -84,11 +92,11 @@ class StoredLogits:
 
     def detached(self) -> StoredLogits:
         """The same part without a graph."""
-        x, *head = self.tensors
-        return self._like(self.dtype, x.detach(), *(None if one is None else one.detach() for one in head))
+        return self._like(self.dtype, *(None if one is None else one.detach() for one in self.tensors))
 
-    def _like(self, dtype: torch.dtype, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> StoredLogits:
+    def _like(self, dtype: torch.dtype, x: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> StoredLogits:
         self.check()
+        assert x is not None
         return StoredLogits(x, dtype, weight, bias, self.compute, self.chunk)
 
     @property

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_seqpar.context.seq_part import FACTS, RESHAPES, warn_of_gather, writes
+from lightning_seqpar.context.operations import arguments_of
+from lightning_seqpar.context.seq_part import FACTS, RESHAPES, functions, warn_of_gather, writes
 from lightning_seqpar.distributed.autograd import (
     GivenAway,
-    backward_classes,
+    is_node_of,
     memory_of,
     once_differentiable,
     without_subclasses,
@@ -29,9 +28,7 @@ from lightning_seqpar.distributed.collectives import (
     reduce_from_tensor_parallel_region,
 )
 from lightning_seqpar.distributed.host import require_inside
-from lightning_seqpar.distributed.meeting import Meeting
-from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.logits_storage import StoredLogits
+from lightning_seqpar.nn.logits_storage import StoredLogits, VocabPart
 from lightning_seqpar.nn.vocab_loss import LossOptions, VocabParallelCrossEntropy
 
 
@@ -45,71 +42,46 @@ class ShardedLogits(Tensor):
     """
 
     _part: StoredLogits
-    _shard: Shard
-    _group: ProcessGroup
-    _rank: int
+    _of: VocabPart
     _memory: _Memory
-    _meeting: Meeting | None = None
-    """Where ranks meet before they gather these logits; None for nowhere."""
     _changed: Tensor | None = None
     """The whole logits, once they were changed in place."""
 
     @staticmethod
-    def wrap(local: Tensor, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
+    def wrap(local: Tensor, of: VocabPart) -> ShardedLogits:
         """The logits of which ``local``, ``[..., ceil(v/tp)]``, is this rank's part."""
-        return ShardedLogits._wrap(StoredLogits(local, local.dtype), shard, group, rank)
+        return ShardedLogits._wrap(StoredLogits(local, local.dtype), of)
 
     @staticmethod
-    def product(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        chunk: int,
-        shard: Shard,
-        group: ProcessGroup,
-        rank: int,
-    ) -> ShardedLogits:
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, of: VocabPart) -> ShardedLogits:
         """The logits ``x Wᵀ + b``, not computed yet: ``F.cross_entropy`` computes them ``chunk`` tokens at a time.
 
-        Args:
-            x: the head's input ``[..., h]``.
-            weight: this rank's part, ``[ceil(v/tp), h]``.
-            bias: this rank's part, ``[ceil(v/tp)]``, or None.
-            chunk: how many tokens at a time.
+        ``x`` is the head's input ``[..., h]``; of ``weight`` and ``bias`` this rank has ``[ceil(v/tp), h]`` and ``[ceil(v/tp)]``.
         """
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        return ShardedLogits._wrap(StoredLogits(x, dtype, weight, bias, dtype, chunk), shard, group, rank)
+        return ShardedLogits._wrap(StoredLogits(x, dtype, weight, bias, dtype, chunk), of)
 
     @staticmethod
-    def _wrap(part: StoredLogits, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
+    def _wrap(part: StoredLogits, of: VocabPart) -> ShardedLogits:
         if not torch.is_grad_enabled():  # made without gradients, they must not train the head when they are read later
             part = part.detached()
-        out: ShardedLogits = _Wrap.apply(*part.tensors, (part, shard, group, rank))  # type: ignore[no-untyped-call]
-        out._part, out._memory = part, _Memory()
-        return out
-
-    @staticmethod
-    def _make(part: StoredLogits, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
-        out: ShardedLogits = Tensor._make_wrapper_subclass(
-            ShardedLogits, (*part.shape[:-1], shard.length), dtype=part.dtype, device=part.tensors[0].device
-        )
-        out._part, out._shard, out._group, out._rank = part, shard, group, rank
+        out: ShardedLogits = _Wrap.apply(*part.tensors, part, of)  # type: ignore[no-untyped-call]
+        out._part, out._of, out._memory = part, of, _Memory()
         return out
 
     @property
     def local(self) -> Tensor:
         """This rank's part, ``[..., ceil(v/tp)]``, with its graph; columns past the vocabulary's end are padding."""
         part = self._part
+        made = part.read()
         if part.is_deferred:
-            made = part.read()
             with without_subclasses():
                 graph = self.requires_grad
             # Not if a metric reads them under no_grad: the loss would then read them without a graph.
             if made.requires_grad or not (graph or made.is_inference()):
                 self._part = StoredLogits(made, made.dtype)  # computed once for all readers
-            return made
-        return part.read()
+        return made
 
     @property
     def is_changed(self) -> bool:
@@ -127,30 +99,22 @@ class ShardedLogits(Tensor):
             return self._changed
         self._meet()
         local = self.local
-        return gather_replicated_from_sequence_parallel_region(local, local.ndim - 1, self._group, self._shard.length)
+        return gather_replicated_from_sequence_parallel_region(local, local.ndim - 1, self._of.group, self._of.shard.length)
 
     def _meet(self) -> None:
-        """Wait for the other ranks, which must gather them too.
-
-        Raises:
-            RuntimeError: if they do not.
-        """
-        if self._meeting is not None:
-            self._meeting.await_others(
+        """Wait for the other ranks, which must gather them too; raises RuntimeError if they do not."""
+        if self._of.meeting is not None:
+            self._of.meeting.await_others(
                 "logits that are sharded by vocabulary are read whole (an argmax, a metric, a table)",
                 "Read them on every rank, and print or log the result on one: not under 'if self.global_rank == 0' or "
                 "@rank_zero_only. Or leave the head whole (vocab=False)",
             )
 
     def _write(self, change: Callable[[Tensor], Any]) -> Any:
-        """Change the whole logits in place; collective over tp.
-
-        Returns:
-            what the operation returns, with these logits in place of the whole ones.
-        """
+        """Change the whole logits in place (collective over tp), and return what the operation does."""
         whole = self.whole()
         if self._changed is None:
-            self._memory.write(self)
+            self._memory.changed = weakref.ref(self)
             whole = self._changed = whole.clone()
             with without_subclasses():  # what comes past the changed logits, from an autograd.Function, is refused
                 if self.requires_grad:
@@ -160,28 +124,15 @@ class ShardedLogits(Tensor):
 
     def with_local(self, local: Tensor) -> ShardedLogits:
         """Logits over the same vocabulary with another local part ``[..., ceil(v/tp)]``."""
-        return self.with_part(StoredLogits(local, local.dtype))
+        return ShardedLogits.wrap(local, self._of)
 
     def with_part(self, part: StoredLogits) -> ShardedLogits:
         """The same for a part whose storage has not been read."""
-        out = ShardedLogits._wrap(part, self._shard, self._group, self._rank)
-        out._meeting = self._meeting
-        return out
-
-    def meeting_at(self, meeting: Meeting | None) -> ShardedLogits:
-        """These logits, before whose gathering ranks meet."""
-        self._meeting = meeting
-        return self
-
-    @property
-    def columns(self) -> tuple[int, int]:
-        """Start and stop of this rank's part of the vocabulary, without padding."""
-        ((start, stop),) = self._shard.ranges[self._rank]
-        return start, stop
+        return ShardedLogits._wrap(part, self._of)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The global shape and the rank; no numbers, which would take a collective."""
-        return f"ShardedLogits(shape={list(self.shape)}, rank {self._rank} of tp={self._group.size()})"
+        return f"ShardedLogits(shape={list(self.shape)}, rank {self._of.rank} of tp={self._of.group.size()})"
 
     @classmethod
     def __torch_function__(
@@ -208,24 +159,24 @@ class ShardedLogits(Tensor):
                 if func in _VIEWS and not _copies(func, logits, kept, args, kwargs):
                     kept._memory = logits._memory
                 return kept
-        is_write = logits is not None and writes(func, kwargs)
-        if (
-            func in _REFUSED
-            or (is_write and getattr(func, "__name__", "") in RESHAPES)
-            or isinstance(kwargs.get("out"), ShardedLogits)
-        ):
+        is_write, name = logits is not None and writes(func, kwargs), getattr(func, "__name__", str(func))
+        if func in _REFUSED or (is_write and name in RESHAPES) or isinstance(kwargs.get("out"), ShardedLogits):
             raise RuntimeError(
-                f"{getattr(func, '__name__', func)} of logits that are sharded by vocabulary would change a copy: they are whole "
-                "only where they are used. Write logits = logits.whole() first (on all ranks), or the same out of place, "
-                "or leave the head whole in the plan (vocab=False)"
+                f"{name} of logits that are sharded by vocabulary would change a copy: they are whole only where they are used. "
+                "Write logits = logits.whole() first (on all ranks), or the same out of place, or leave the head whole in the plan "
+                "(vocab=False)"
             )
-        tree_map_only(ShardedLogits, lambda one: _before_gather(func, one), (args, kwargs))
         gathered: list[tuple[_Memory, Tensor]] = []
 
         def read(other: ShardedLogits) -> Tensor:
             gathered.append((other._memory, other.whole()))
             return gathered[-1][1]
 
+        for one in tree_leaves((args, kwargs)):
+            if isinstance(one, ShardedLogits):
+                _check_graph(one)
+                if one._changed is None and one._of.group.size() > 1 and not one._of.rank:
+                    warn_of_gather(func, f"the vocabulary of logits of which each rank of tp={one._of.group.size()}")
         if logits is not None and is_write:
             rest, plain_kwargs = tree_map_only(ShardedLogits, read, (args[1:], kwargs))
             return logits._write(lambda whole: func(whole, *rest, **plain_kwargs))
@@ -249,7 +200,7 @@ class ShardedLogits(Tensor):
             if logits._changed is not None:
                 return logits._changed.detach()
             logits._meet()
-            return all_gather(logits.local.detach(), logits.local.ndim - 1, logits._group, logits._shard.length)
+            return all_gather(logits.local.detach(), logits.ndim - 1, logits._of.group, logits._of.shard.length)
 
         plain_args, plain_kwargs = tree_map_only(ShardedLogits, read, (args, dict(kwargs or {})))
         return func(*plain_args, **plain_kwargs)
@@ -264,44 +215,21 @@ def _refuse_gradient(grad: Tensor) -> None:
 
 
 class _Memory:
-    """What logits that are views of one another have in common.
-
-    Attributes:
-        changed: which of them were changed in place; None for none.
-        copies: gathered ones of which an operation gave away what is a view where logits are plain.
-    """
+    """What logits that are views of one another have in common."""
 
     def __init__(self) -> None:
-        self.changed: weakref.ref[ShardedLogits] | None = None
-        self.copies: list[GivenAway] = []
+        self.changed: weakref.ref[ShardedLogits] | None = None  # which of them were changed in place
+        self.copies: list[GivenAway] = []  # gathered ones, of which an operation gave away what is a view of plain logits
 
     def check(self, logits: ShardedLogits) -> None:
-        """Refuse to read logits that don't have a change that was made to a view of them.
-
-        Raises:
-            RuntimeError: then.
-        """
-        if (self.changed is not None and self.changed() is not logits) or (
-            self.copies and any(one.is_changed for one in self.copies)
-        ):
+        """Refuse to read logits that don't have a change that was made to a view of them."""
+        is_stale = self.changed is not None and self.changed() is not logits
+        if is_stale or any(one.is_changed for one in self.copies):
             raise RuntimeError(
                 "logits that are sharded by vocabulary are read after a tensor that shares their memory was changed in place, and "
                 "the change did not reach them. Write it as a new tensor (torch.where, x = x + y), or logits = logits.whole() "
                 "first (on all ranks)"
             )
-
-    def write(self, logits: ShardedLogits) -> None:
-        """These are about to be changed in place.
-
-        Raises:
-            RuntimeError: if somebody has a copy that would not change with them.
-        """
-        if any(one.is_held for one in self.copies):
-            raise RuntimeError(
-                "logits that are sharded by vocabulary are changed in place while a view of them is held, which is a copy and "
-                "would not change with them. Write logits = logits.whole() first (on all ranks)"
-            )
-        self.changed = weakref.ref(logits)
 
 
 def whole_logits(x: Tensor) -> Tensor:
@@ -319,28 +247,17 @@ def _copies(func: Any, logits: Tensor, out: Tensor, args: tuple[Any, ...], kwarg
     return any(isinstance(item, Tensor | list) for item in items)
 
 
-def _before_gather(func: Any, logits: ShardedLogits) -> None:
-    """Check logits that a function has gathered, and name it in a warning."""
-    _check_graph(logits)
-    if logits._changed is None and logits._group.size() > 1 and not logits._rank:
-        warn_of_gather(func, f"the vocabulary of logits of which each rank of tp={logits._group.size()}")
-
-
-_REENTRANT = backward_classes([CheckpointFunction])
-
-
 def _check_graph(logits: ShardedLogits) -> None:
-    """Refuse logits that came out of a reentrant activation checkpoint, whose local parts have no graph.
-
-    Raises:
-        RuntimeError: naming the remedies.
-    """
+    """Refuse logits that an ``autograd.Function`` made, as a reentrant activation checkpoint does: their parts have no graph."""
     with without_subclasses():
         node = logits.grad_fn
-    if type(node) in _REENTRANT:
+    if node is not None and not is_node_of(node, _Wrap):
+        name = type(node).__name__.removesuffix("Backward")
+        what = f"{name}, an autograd.Function" if name != "CheckpointFunction" else "a reentrant activation checkpoint"
         raise RuntimeError(
-            "logits that are sharded by vocabulary came out of a reentrant activation checkpoint, and their parts have no graph: "
-            "what the loss says would not reach the model. Write checkpoint(..., use_reentrant=False), or take the head out of it"
+            f"logits that are sharded by vocabulary came out of {what}, and their parts have no graph: what the loss says would "
+            "not reach the model. Give the function logits.whole() (on all ranks); write checkpoint(..., use_reentrant=False), or "
+            "take the head out of it"
         )
 
 
@@ -365,35 +282,29 @@ class _Wrap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        stored: tuple[StoredLogits, Shard, ProcessGroup, int],
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, part: StoredLogits, of: VocabPart) -> Tensor:
         ctx.set_materialize_grads(False)
-        part, shard, _, rank = stored
-        ctx.start, ctx.width = shard.ranges[rank][0], part.shape[-1]
+        ctx.columns, ctx.width = of.columns, part.shape[-1]
         ctx.is_product, ctx.dtype = weight is not None, x.dtype
         if ctx.is_product:
             ctx.save_for_backward(x, weight)
-        return ShardedLogits._make(*stored)
+        shape = (*part.shape[:-1], of.shard.length)
+        return Tensor._make_wrapper_subclass(ShardedLogits, shape, dtype=part.dtype, device=x.device)
 
     @staticmethod
     @passes_none
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        start, stop = ctx.start
+        start, stop = ctx.columns
         own = F.pad(grad[..., start:stop], (0, ctx.width - (stop - start)))
         if not ctx.is_product:
-            return own.to(ctx.dtype), *([None] * 3)
+            return own.to(ctx.dtype), *([None] * 4)
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         flat = own.flatten(0, -2)
         grad_x = (own @ weight.to(own.dtype)).to(x.dtype) if needs[0] else None
         grad_w = (flat.t() @ x.flatten(0, -2).to(own.dtype)).to(weight.dtype) if needs[1] else None
-        return grad_x, grad_w, flat.sum(0) if needs[2] else None, None
+        return grad_x, grad_w, flat.sum(0) if needs[2] else None, None, None
 
 
 # ---- operations that keep logits sharded -----------------------------------------------------------------------
@@ -416,65 +327,56 @@ def _cast(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[
 
 def _softmax(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A softmax over the vocabulary, or its logarithm: two sums over tp, of a number a token."""
-    dim = args[0] if args else kwargs.get("dim")
-    if dim not in (-1, logits.ndim - 1) or len(args) > 1 or logits._group.size() == 1:
+    dim, group = args[0] if args else kwargs.get("dim"), logits._of.group
+    if dim not in (-1, logits.ndim - 1) or len(args) > 1 or group.size() == 1:
         return None
-    dtype = (
-        kwargs.get("dtype") or func(torch.empty(1, dtype=logits.dtype, device=logits.device), -1).dtype
-    )  # as in autocast
+    like = torch.empty(1, dtype=logits.dtype, device=logits.device)
+    dtype = kwargs.get("dtype") or func(like, -1).dtype  # as in autocast
     logits._meet()
     x = _with_padding(logits, torch.promote_types(dtype, torch.float32))
-    top = all_gather(x.detach().amax(-1, keepdim=True), x.ndim - 1, logits._group).amax(-1, keepdim=True)
+    top = all_gather(x.detach().amax(-1, keepdim=True), x.ndim - 1, group).amax(-1, keepdim=True)
     powers = (x - top).exp()
-    total = reduce_from_tensor_parallel_region(powers.sum(-1, keepdim=True), logits._group)
-    total = copy_to_tensor_parallel_region(total, logits._group)
+    total = reduce_from_tensor_parallel_region(powers.sum(-1, keepdim=True), group)
+    total = copy_to_tensor_parallel_region(total, group)
     return logits.with_local((x - top - total.log() if func in _LOG_SOFTMAXES else powers / total).to(dtype))
 
 
 def _argmax(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The token of the largest logit: each rank's, and then that of the rank whose is the largest."""
-    given = dict(zip(("dim", "keepdim"), args, strict=False)) | kwargs
+    given, of = dict(zip(("dim", "keepdim"), args, strict=False)) | kwargs, logits._of
     if given.get("dim") not in (-1, logits.ndim - 1):
         return None
     logits._meet()
     largest, at = _with_padding(logits, logits.dtype).detach().max(-1, keepdim=True)
-    owner = all_gather(largest, largest.ndim - 1, logits._group).argmax(-1, keepdim=True)
-    found = all_gather(at + logits.columns[0], at.ndim - 1, logits._group).gather(-1, owner)
+    owner = all_gather(largest, largest.ndim - 1, of.group).argmax(-1, keepdim=True)
+    found = all_gather(at + of.columns[0], at.ndim - 1, of.group).gather(-1, owner)
     return found if given.get("keepdim") else found.squeeze(-1)
 
 
 def _with_padding(logits: ShardedLogits, dtype: torch.dtype) -> Tensor:
     """This rank's part, whose columns past the vocabulary's end are minus infinity."""
-    start, stop = logits.columns
+    start, stop = logits._of.columns
     local = logits.local.to(dtype)
     return F.pad(local[..., : stop - start], (0, local.shape[-1] - (stop - start)), value=float("-inf"))
 
 
-def _scaled(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation on each number by itself with plain numbers: a temperature, a soft cap, a copy."""
-    if any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
-        return None
-    return logits.with_local(func(logits.local, *args, **kwargs))
-
-
-def _added(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A sum or difference of logits over the same vocabulary (a head and its adapter), or with a plain number."""
-    (other, *rest) = args or (kwargs.get("other"),)
-    if not isinstance(other, ShardedLogits):
-        return _scaled(func, logits, args, kwargs)
-    if other._changed is not None:
-        return None
-    alike = (other.shape, other._shard, other._group) == (logits.shape, logits._shard, logits._group)
-    if not alike or rest or kwargs.keys() - {"alpha", "other"}:
-        return None
-    return logits.with_local(func(logits.local, other.local, **{k: v for k, v in kwargs.items() if k != "other"}))
+def _pointwise(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation on each number by itself, with plain numbers (a temperature); a sum with logits like these (an adapter's)."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, ShardedLogits) and func in _SUMS and x._changed is None and x.shape == logits.shape:
+            if (x._of.shard, x._of.group) != (logits._of.shard, logits._of.group):
+                return None
+        elif isinstance(x, Tensor):
+            return None
+    others, named = tree_map_only(ShardedLogits, lambda x: x.local, (args, kwargs))
+    return logits.with_local(func(logits.local, *others, **named))
 
 
 def _reshape(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A reshape, if its last dim stays the vocabulary; a view as another type is gathered."""
     if any(isinstance(arg, torch.dtype) for arg in (*args, *kwargs.values())):
         return None
-    own = (*logits._part.shape[:-1], logits._shard.length)
+    own = tuple(logits.shape)
     shape = func(torch.empty(own, device="meta"), *args, **kwargs).shape
     if not shape or shape[-1] != own[-1]:
         return None
@@ -502,85 +404,18 @@ def _dims(item: Any) -> int:
     return item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1
 
 
-def _loss(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.cross_entropy`` of ``[n, v]`` for class targets; other shapes and soft targets are gathered."""
-    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    options = {**dict(zip(names, args, strict=False)), **kwargs}
-    target = options["target"]
-    if options.get("size_average") is not None or options.get("reduce") is not None:
-        return None  # deprecated ways to write a reduction
-    if logits.ndim != 2 or isinstance(target, ShardedLogits) or target.is_floating_point():
-        return None  # classes in another dim, or soft targets
-    return cross_entropy(
-        logits,
-        target,
-        weight=options.get("weight"),
-        ignore_index=options.get("ignore_index", -100),
-        reduction=options.get("reduction", "mean"),
-        label_smoothing=options.get("label_smoothing", 0.0),
-    )
-
-
-_CASTS = (Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type_as)
-_ALIASES = (Tensor.detach, Tensor.data.__get__, Tensor.contiguous, torch.detach)  # type: ignore[attr-defined]
-_RESHAPES = (Tensor.reshape, Tensor.flatten, Tensor.squeeze, Tensor.unsqueeze, Tensor.unflatten)
-_SCALINGS = (
-    Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__, Tensor.tanh, torch.mul, torch.div, torch.tanh,
-    Tensor.__neg__, Tensor.neg,
-)  # fmt: skip
-_LOG_SOFTMAXES = (Tensor.log_softmax, torch.log_softmax, F.log_softmax)
-_SUMS = (Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.sub, Tensor.__sub__, torch.add, torch.sub)
-_KEEPING: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(_SCALINGS, _scaled),
-    **dict.fromkeys(_SUMS, _added),
-    **dict.fromkeys(_CASTS, _cast),
-    **dict.fromkeys((*_ALIASES, Tensor.clone, torch.clone), _scaled),
-    **dict.fromkeys(
-        (*_RESHAPES, torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze, torch.unflatten), _reshape
-    ),
-    Tensor.view: _reshape,
-    Tensor.__getitem__: _index,
-    F.cross_entropy: _loss,
-    **dict.fromkeys((*_LOG_SOFTMAXES, Tensor.softmax, torch.softmax, F.softmax), _softmax),
-    **dict.fromkeys((Tensor.argmax, torch.argmax), _argmax),
-}
-_VIEWS = frozenset([*_CASTS, *_ALIASES, *_RESHAPES, torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze,
-                           torch.unflatten, Tensor.view, Tensor.__getitem__])  # fmt: skip
-_FACTS = FACTS | {
-    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_version")),
-    Tensor.is_contiguous,
-}
-_REFUSED = frozenset([Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, Tensor.share_memory_])
-
-
-# ---- the loss --------------------------------------------------------------------------------------------------
-
-
-def cross_entropy(
-    logits: ShardedLogits,
-    target: Tensor,
-    *,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """``F.cross_entropy`` of logits ``[n, v]`` that are sharded by vocabulary, for class targets ``[n]``.
+def _cross_entropy(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``F.cross_entropy`` of logits ``[n, v]`` for class targets ``[n]``; classes in another dim and soft targets are gathered.
 
     The forward makes one all-gather over tp, of ``[3, n]`` numbers a rank (``[4, n]`` with smoothing); the backward makes
     none. Kept for the backward are the logits as the head made them, or the head's inputs if ``loss_chunk`` is set.
-
-    Args:
-        target: class indices ``[n]``.
-        weight: a weight for each class, ``[v]``.
-        ignore_index: the target that counts nothing.
-        reduction: ``mean`` (weighted by class), ``sum`` or ``none``.
-        label_smoothing: the share of the target that is spread over all classes.
-
-    Raises:
-        ValueError: for an unknown reduction, or targets of another length.
-        IndexError: for a target outside the vocabulary (on the CPU; as in torch, a device assertion elsewhere).
     """
+    given = arguments_of(func, (logits, *args), kwargs)
+    target, weight, reduction, ignore_index = (given[n] for n in ("target", "weight", "reduction", "ignore_index"))
+    if given["size_average"] is not None or given["reduce"] is not None:
+        return None  # deprecated ways to write a reduction
+    if logits.ndim != 2 or isinstance(target, ShardedLogits) or target.is_floating_point():
+        return None
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{reduction} is not a valid value for reduction; write 'mean', 'sum' or 'none'")
     count, classes = logits.shape
@@ -598,7 +433,7 @@ def cross_entropy(
         require_inside(target, (beyond == 0) | (beyond == ignored), "Target {} is out of bounds.")
     weight = None if weight is None else weight.to(torch.promote_types(part.dtype, torch.float32))
     own = None if weight is None else weight[kept]
-    options = LossOptions(part, weight, own, label_smoothing, logits._shard, logits._rank, logits._group)
+    options = LossOptions(part, weight, own, given["label_smoothing"], logits._of)
     found: Tensor = VocabParallelCrossEntropy.apply(*part.tensors, target, options)  # type: ignore[no-untyped-call]
     # As if each were the log-likelihood of the one class 0: a GPU asserts that no other target is there but the ignored ones.
     by_weight = own is not None and reduction == "mean"
@@ -606,3 +441,23 @@ def cross_entropy(
     if own is not None and by_weight:
         loss = loss / (own * (beyond == 0)).sum()
     return loss.to(part.dtype)
+
+
+_CASTS = functions("float double half bfloat16 to type_as", Tensor)
+_ALIASES = functions("detach data contiguous", torch, Tensor)
+_RESHAPES = functions("reshape flatten squeeze unsqueeze unflatten view", torch, Tensor)
+_LOG_SOFTMAXES = functions("log_softmax", torch, Tensor, F)
+_SUMS = functions("add __add__ __radd__ sub __sub__", torch, Tensor)
+_SCALINGS = functions("mul __mul__ __rmul__ div __truediv__ tanh neg __neg__ clone", torch, Tensor)
+_KEEPING: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((*_SUMS, *_SCALINGS, *_ALIASES), _pointwise),
+    **dict.fromkeys(_CASTS, _cast),
+    **dict.fromkeys(_RESHAPES, _reshape),
+    Tensor.__getitem__: _index,
+    F.cross_entropy: _cross_entropy,
+    **dict.fromkeys((*_LOG_SOFTMAXES, *functions("softmax", torch, Tensor, F)), _softmax),
+    **dict.fromkeys(functions("argmax", torch, Tensor), _argmax),
+}
+_VIEWS = frozenset([*_CASTS, *_ALIASES, *_RESHAPES, Tensor.__getitem__])
+_FACTS = FACTS.union(functions("requires_grad grad_fn is_leaf _version is_contiguous", Tensor))
+_REFUSED = frozenset(functions("register_hook retain_grad requires_grad_ share_memory_", Tensor))

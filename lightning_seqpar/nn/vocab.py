@@ -5,13 +5,11 @@ from __future__ import annotations
 import dis
 import itertools
 import types
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from lightning_seqpar.context.seq_part import SeqPart, over_tp
 from lightning_seqpar.distributed.autograd import once_differentiable
@@ -21,9 +19,8 @@ from lightning_seqpar.distributed.collectives import (
     reduce_from_tensor_parallel_region,
 )
 from lightning_seqpar.distributed.host import require_inside
-from lightning_seqpar.distributed.meeting import Meeting
-from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import shrink
+from lightning_seqpar.nn.logits_storage import VocabPart
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
 
 
@@ -55,11 +52,7 @@ def _read(part: Tensor) -> Tensor:
 
 
 def unfit_forward(module: nn.Module, base: type[nn.Module]) -> str | None:
-    """Why the forward of a user's subclass of ``base`` can't be kept around a parallel layer; None if it can.
-
-    A forward that leaves the product, or the lookup, to ``super().forward`` works as it is: a scale on an embedding's output.
-    One that computes with the weight itself would see this rank's part.
-    """
+    """Why the forward of a user's subclass of ``base`` can't be kept around a parallel layer; None if it leaves that to super."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     kind = type(module)
@@ -76,12 +69,9 @@ def _leaves_it_to_super(forward: types.FunctionType) -> bool:
     """Whether a method calls ``super().forward``, and asks its weight and bias for nothing but their type and device."""
     steps = list(dis.get_instructions(forward))
     names = {step.argval for step in steps if isinstance(step.argval, str)}
-    reads = [
-        after.argval
-        for step, after in itertools.pairwise(steps)
-        if step.opname.startswith("LOAD") and step.argval in ("weight", "bias", "_parameters", "parameters")
-    ]
-    return {"super", "forward"} <= names and all(name in ("dtype", "device") for name in reads)
+    own = ("weight", "bias", "_parameters", "parameters")
+    pairs = [pair for pair in itertools.pairwise(steps) if pair[0].opname.startswith("LOAD") and pair[0].argval in own]
+    return {"super", "forward"} <= names and all(after.argval in ("dtype", "device") for _, after in pairs)
 
 
 def _parallel_class(parallel: Any, own: Any, base: Any) -> Any:
@@ -90,29 +80,6 @@ def _parallel_class(parallel: Any, own: Any, base: Any) -> Any:
         return parallel
     body = {"__doc__": own.__doc__, "__module__": own.__module__, "__qualname__": own.__qualname__}
     return type(own.__name__, (own, parallel), body)
-
-
-@dataclass(frozen=True)
-class VocabPart:
-    """Which part of a vocabulary a layer on this rank has; copies of the layer have the same.
-
-    Attributes:
-        shard: how the vocabulary is split.
-        group: the tensor-parallel group.
-        rank: this rank in it.
-        loss_chunk: of a head: tokens of which a loss makes the logits at a time; None to make them all where it is called.
-        meeting: of a head: where ranks meet before its logits are gathered; None for nowhere.
-    """
-
-    shard: Shard
-    group: ProcessGroup
-    rank: int
-    loss_chunk: int | None = None
-    meeting: Meeting | None = None
-
-    def __deepcopy__(self, memo: dict[int, object]) -> VocabPart:
-        """Itself: process groups are not copied."""
-        return self
 
 
 class _VocabParallel(nn.Module):
@@ -162,12 +129,8 @@ class VocabParallelEmbedding(_VocabParallel, nn.Embedding):
     @staticmethod
     def unfit(embedding: nn.Embedding) -> str | None:
         """Why it has no form over a part of the vocabulary: an option, or a forward of its own; None if it has."""
-        for option, wrong in (
-            ("max_norm", embedding.max_norm is not None),
-            ("scale_grad_by_freq", embedding.scale_grad_by_freq),
-            ("sparse", embedding.sparse),
-        ):
-            if wrong:
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(embedding, option):
                 return f"an nn.Embedding with {option} can't be sharded by vocabulary"
         return unfit_forward(embedding, nn.Embedding)
 
@@ -180,14 +143,14 @@ class VocabParallelEmbedding(_VocabParallel, nn.Embedding):
         ids = over_tp(ids) if isinstance(ids, SeqPart) else ids
         if isinstance(ids, SeqPart):
             return SeqPart.wrap(VocabParallelEmbedding.forward(self, ids.local), ids.place)  # not what a subclass adds
-        shard, group, rank = self._vocab_part.shard, self._vocab_part.group, self._vocab_part.rank
+        shard, group = self._vocab_part.shard, self._vocab_part.group
         inside = (ids >= 0) & (ids < shard.length)
         require_inside(
             *(ids, inside),
             f"token id {{}} is out of range: the embedding has {shard.length} rows; resize it to the tokenizer before training, "
             "or mask the id",
         )
-        ((start, stop),) = shard.ranges[rank]
+        start, stop = self._vocab_part.columns
         mine = (ids >= start) & (ids < stop)
         local = (ids - start).masked_fill(~mine, 0)
         out = F.embedding(local, _read(self.weight)) * mine.unsqueeze(-1)
@@ -225,7 +188,6 @@ class VocabParallelHead(_VocabParallel, nn.Linear):
         part = self._vocab_part
         x = copy_to_tensor_parallel_region(x, part.group)
         weight, bias = _read(self.weight), None if self.bias is None else _read(self.bias)
-        where = (part.shard, part.group, part.rank)
         if part.loss_chunk is not None:
-            return ShardedLogits.product(x, weight, bias, part.loss_chunk, *where).meeting_at(part.meeting)
-        return ShardedLogits.wrap(F.linear(x, weight, bias), *where).meeting_at(part.meeting)
+            return ShardedLogits.product(x, weight, bias, part.loss_chunk, part)
+        return ShardedLogits.wrap(F.linear(x, weight, bias), part)

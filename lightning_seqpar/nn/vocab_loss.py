@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.collectives import all_gather, passes_none
-from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.logits_storage import StoredLogits, made_logits
+from lightning_seqpar.nn.logits_storage import StoredLogits, VocabPart, made_logits
 
 
 class LossOptions(NamedTuple):
@@ -22,9 +20,7 @@ class LossOptions(NamedTuple):
     weights: Tensor | None
     own: Tensor | None
     smoothing: float
-    shard: Shard
-    rank: int
-    group: ProcessGroup
+    of: VocabPart
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -56,25 +52,18 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        head: Tensor | None,
-        bias: Tensor | None,
-        target: Tensor,
-        options: LossOptions,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, head: Tensor | None, bias: Tensor | None, target: Tensor, options: LossOptions) -> Tensor:
         ctx.set_materialize_grads(False)
-        part, weights, own, smoothing, shard, rank, group = options
+        part, weights, own, smoothing, of = options
         part.check()
-        ((start, stop),) = shard.ranges[rank]
+        start, stop = of.columns
         how = (stop - start, part.dtype, part.compute, part.chunk)
         rows = _LogitChunks((x, head, bias), how)
         local = target - start
         at = local.clamp(0, max(0, rows.count - 1))
         elsewhere = at != local
         stats = rows.statistics(at, elsewhere, None if weights is None else weights[start:stop], smoothing)
-        parts = all_gather(stats.unsqueeze(0), 0, group)  # [tp, 3 or 4, n]: every rank combines them alike
+        parts = all_gather(stats.unsqueeze(0), 0, of.group)  # [tp, 3 or 4, n]: every rank combines them alike
         top, score = parts[:, :2].amax(0)  # ranks that don't have a target tell minus infinity of it
         total = (parts[:, 2] * (parts[:, 0] - top).exp()).sum(0)
         log_total = total.log()
@@ -82,11 +71,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         if own is not None:
             result = result * own
         if smoothing:
-            classes = shard.length if weights is None else weights.sum()
+            classes = of.shard.length if weights is None else weights.sum()
             mean = parts[:, 3].sum(0) - classes * (top + log_total)
-            result = (1 - smoothing) * result + smoothing / shard.length * mean
+            result = (1 - smoothing) * result + smoothing / of.shard.length * mean
         ctx.save_for_backward(x, head, bias, at, elsewhere, own, weights, top, total.neg_())
-        ctx.how, ctx.smoothing, ctx.start, ctx.classes = how, smoothing, start, shard.length
+        ctx.how, ctx.smoothing, ctx.start, ctx.classes = how, smoothing, start, of.shard.length
         return result
 
     @staticmethod
@@ -185,11 +174,9 @@ class _ChunkGrads:
         if of_x is not None and head is not None and not rows.count:
             of_x.zero_()
         self.grads: list[Tensor | None] = [of_x, None, None]
-        # They are sums over chunks, so they are kept in float32 at least.
-        if head is not None and needs[1]:
-            self.grads[1] = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32))
-        if bias is not None and needs[2]:
-            self.grads[2] = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
+        for at, one in ((1, head), (2, bias)):  # they are sums over chunks, so they are kept in float32 at least
+            if one is not None and needs[at]:
+                self.grads[at] = torch.zeros_like(one, dtype=torch.promote_types(one.dtype, torch.float32))
 
     def rooms(self) -> Iterator[tuple[slice, Tensor | None]]:
         """The chunks, each with memory for the gradient of its logits, ``[c, count]``; None where logits are made."""
@@ -211,9 +198,7 @@ class _ChunkGrads:
         """Take the gradient ``level * z`` of a chunk's logits, ``[c, count]``, into account; it may lie where it belongs."""
         rows, (of_x, of_head, of_bias) = self._rows, self.grads
         if rows.head is None:
-            if (
-                of_x is not None and self._ratio > 1 and z.device.type == "cpu"
-            ):  # its kernels cast in copies of their own
+            if of_x is not None and self._ratio > 1 and z.device.type == "cpu":  # its kernels cast in copies of their own
                 of_x[some, : rows.count] = z.mul_(level)
             elif of_x is not None:
                 torch.mul(z, level, out=of_x[some, : rows.count])

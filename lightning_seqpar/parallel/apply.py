@@ -21,7 +21,7 @@ from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, is_compiled
 from lightning_seqpar.parallel.context import hook_embeddings
-from lightning_seqpar.parallel.graph_draws import check_draws
+from lightning_seqpar.parallel.graph_draws import check_graph
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, recomputed, remake_activations
 from lightning_seqpar.parallel.resolve import ResolvedPlan
@@ -37,7 +37,6 @@ from lightning_seqpar.parallel.sharded_model import (
 from lightning_seqpar.pipeline.held_parameters import from_holder
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.hooks import begin_on_shards, draw_alike, end_on_shards, return_whole
-from lightning_seqpar.region.lowered import LoweredRegion, begin_lowered_block
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.styles.blocks import close_stack, hook_stack
 from lightning_seqpar.styles.style import Application, Stack
@@ -66,17 +65,19 @@ class _Swap:
         self._context = ContextAxis(groups["cp"], cp_method) if has_context(groups) else None
         self._tiles, self._tiled = tiles, tiles.find(self.plan) if tiles is not None else []
         if compiler is not None:
-            refuse_unlowered(self.plan)
+            refuse_untraceable(self.plan)
         regions = {stack.blocks[0]: self._region(stack, regather) for stack in self.plan.stacks}
-        self._application = Application(self.plan, groups["tp"], groups.rank("tp"), regions)
-        if compiler is not None:
-            self._application.lowered = {
-                key: LoweredRegion(groups["tp"], region.dim, region.sp) for key, region in regions.items()
-            }
+        self._application = Application(self.plan, groups["tp"], groups.rank("tp"), regions, compiles=compiler is not None)
 
     def _region(self, stack: Stack, regather: bool) -> SequenceRegion:
         region = SequenceRegion(
-            self._groups["tp"], stack.dim, sp=stack.sp, name=stack.shown, regather=regather, context=self._context
+            *(self._groups["tp"], stack.dim),
+            sp=stack.sp,
+            name=stack.shown,
+            # In a compiled block that runs again in the backward all that was gathered is there again.
+            regather=regather and (self._compiler is None or self._recompute != "full"),
+            context=self._context,
+            traced=self._compiler is not None,
         )
         region.blocks, region.argument = tuple(stack.blocks), stack.arg
         return region
@@ -89,8 +90,6 @@ class _Swap:
         # Modules before parameters and buffers: a count that a module reads off its tensors is the whole model's.
         for match in sorted(plan.decided, key=lambda match: match.of_tensor):
             match.rule.apply(match.name, application)
-            if self._application.is_lowered(match.name):
-                match.rule.lower(match.name, application)
         make_recomputed(plan, self._recomputed, self._recompute, application.region_of)
         if self._recompute in ("activations", "selective"):
             apart = (*self._recomputed, *self._tiled)
@@ -127,10 +126,8 @@ class _Swap:
     def _compile_blocks(self, compiler: BlockGraphs, layouts: ModelLayout) -> None:
         count = sum(len(stack.blocks) for stack in self.plan.stacks)
         for stack in self.plan.stacks:
-            lowered = self._application.lowered[stack.blocks[0]]
-
+            check = functools.partial(check_graph, layout=layouts, region=self._application.region_at(stack))
             for name in stack.blocks:
-                check = functools.partial(check_draws, layout=layouts, lowered=lowered)
                 compiler.compile(self.plan.modules[name], name, count, check)
 
     # ---- hooks -------------------------------------------------------------------------------------------------
@@ -147,10 +144,6 @@ class _Swap:
     def _own_hooks(self, record: ShardedModel) -> Iterator[RemovableHandle]:
         for stack in self.plan.stacks:
             yield from hook_stack(stack, self._application)
-            # What is traced in a block is told how long the sequence is, behind the hook by which the block enters the region.
-            for name in stack.blocks if self._compiler is not None else ():
-                frames, lowered = self._application.region_at(stack).frames, self._application.lowered_at(name)
-                yield self.plan.modules[name].register_forward_pre_hook(begin_lowered_block(lowered, frames))
             owner = self.plan.modules[stack.owner]
             yield owner.register_forward_pre_hook(_refuse_other_strategies(self._model), prepend=True)
         for name in dict.fromkeys(match.name for match in self.plan.decided):
@@ -172,7 +165,7 @@ class _Swap:
     def _hook_dropouts(self) -> Iterator[RemovableHandle]:
         """What drops whole activations, and stochastic depth, draws alike on all ranks."""
         for name, module in self.plan.modules.items():
-            if self._application.is_lowered(name):
+            if self._application.is_compiled(name):
                 continue  # the graph's draws are checked when it is made
             stochastic = type(module).__name__.lower().endswith(("droppath", "stochasticdepth"))
             if (stochastic or isinstance(module, _DropoutNd)) and any(stack.covers(name) for stack in self.plan.stacks):
@@ -192,7 +185,7 @@ class _Swap:
         }
         for name in sorted(readers):
             stack = self.plan.stack_reaching(name)
-            if stack is not None and name not in ends and not self._application.is_lowered(name):
+            if stack is not None and name not in ends and not self._application.is_compiled(name):
                 module, region = self.plan.modules[name], self._application.region_at(stack)
                 yield module.register_forward_pre_hook(
                     begin_on_shards(region, name, is_exit=False), with_kwargs=True, prepend=True
@@ -271,7 +264,7 @@ def parallelize(
     """Shard ``model`` in place by ``plans`` over the axis ``tp``, and the sequence in its blocks over ``cp``.
 
     Every rank must hold the same whole model. Modules and parameters stay the same objects; shapes shrink. With a ``compiler`` the
-    blocks take their lowered form, and their forward is compiled.
+    forward of the blocks is compiled.
 
     Raises:
         ValueError: for a plan that can't be carried out right; the model is untouched then.
@@ -283,12 +276,12 @@ def parallelize(
     return swap.apply()
 
 
-def refuse_unlowered(plan: ResolvedPlan) -> None:
-    """Every style inside the blocks must have a lowered form, and no region may begin or end in a block of another one."""
+def refuse_untraceable(plan: ResolvedPlan) -> None:
+    """Every style inside the blocks must be one that can be traced, and no region may begin or end in a block of another one."""
     for match in plan.decided:
         if not any(stack.covers(match.name) for stack in plan.stacks):
             continue
-        if (why := match.rule.unfit_to_lower(match.name, plan)) is not None:
+        if (why := match.rule.unfit_to_trace(match.name, plan)) is not None:
             raise ValueError(f"{match.name}: compile=True, but {why}; use compile=False")
     for stack in plan.stacks:
         blocks = [block for other in plan.stacks for block in other.blocks]

@@ -78,9 +78,7 @@ class BlockGraphs:
             self._note_nodes(out)
             return out
 
-        made = type(
-            kind.__name__, (kind,), {"forward": forward, "__doc__": kind.__doc__, "__module__": kind.__module__}
-        )
+        made = type(kind.__name__, (kind,), {"forward": forward, "__doc__": kind.__doc__, "__module__": kind.__module__})
         made.__qualname__ = kind.__qualname__
         return made
 
@@ -92,6 +90,8 @@ class BlockGraphs:
             stack.enter_context(_refusing(block.__dict__[NAME_KEY]))
             # Dispatch modes are hidden, since torch compiles nothing under them. DDP would split graphs where its buckets end.
             stack.enter_context(unseen_by_compiler())
+            # In an activation checkpoint columns are given products, and take them, which is no side effect behind it.
+            stack.enter_context(torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True))
             if DistributedDataParallel._get_active_ddp_module() is not None:
                 stack.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
             # Graphs are chosen by the default dtype too, which Lightning sets in a step alone, and not for a recompute behind it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,9 +29,7 @@ def enter_context(name: str, stack: Stack, axis: ContextAxis) -> Callable[..., A
         if isinstance(x, SeqPart):
             return None
         if not isinstance(x, Tensor) or x.is_nested:
-            raise ValueError(
-                f"{name}: argument {stack.arg!r} of the block is no (plain) tensor; name the right one by 'scatter'"
-            )
+            raise ValueError(f"{name}: argument {stack.arg!r} of the block is no (plain) tensor; name it by 'scatter'")
         return put_argument(where, axis.part(x, stack.dim), args, kwargs)
 
     return hook
@@ -47,22 +46,17 @@ def hook_embeddings(plan: PlannedModel, axis: ContextAxis) -> Iterator[Removable
         if plan.canonical[name] != name or not isinstance(module, nn.Embedding):
             continue
         if not any(stack.covers(name) for stack in plan.stacks):
-            yield module.register_forward_pre_hook(_enter_ids(axis))
+            yield module.register_forward_pre_hook(functools.partial(_enter_ids, axis))
 
 
-def _enter_ids(axis: ContextAxis) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
-        ids, *rest = args or (None,)
-        if not isinstance(ids, Tensor) or isinstance(ids, SeqPart) or ids.ndim != 2 or ids.is_floating_point():
-            return None
-        return axis.part(ids, 1), *rest
-
-    return hook
+def _enter_ids(axis: ContextAxis, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    ids, *rest = args or (None,)
+    if not isinstance(ids, Tensor) or isinstance(ids, SeqPart) or ids.ndim != 2 or ids.is_floating_point():
+        return None
+    return axis.part(ids, 1), *rest
 
 
-def split_context(
-    model: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, method: Method
-) -> ShardedModel:
+def split_context(model: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, method: Method) -> ShardedModel:
     """Let the blocks of a model, of which tp shards nothing, see a part of the sequence each."""
     plan = read_plans(model, plans)
     record, axis = whole_model(model, groups), ContextAxis(groups["cp"], method)

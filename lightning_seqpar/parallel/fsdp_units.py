@@ -14,9 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from lightning_seqpar.layout.module_names import inside, match_pattern
 from lightning_seqpar.user_input import nearest
 
-_TYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-}
+_TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 _MP_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 OPTIONS = ("reshard_after_forward", "mp_policy", "offload_policy", "units")
 """What the field ``fsdp`` may hold: by the names of ``fully_shard``, and ``units``."""
@@ -26,10 +24,8 @@ def fully_shard_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of ``fully_shard`` for the field ``fsdp``, but for ``units``, which :func:`units_among` reads.
 
     ``reshard_after_forward``: true (ZeRO-3) or false (ZeRO-2). ``mp_policy``: ``param_dtype``, ``reduce_dtype``, ``output_dtype``
-    (by name) and ``cast_forward_inputs``. ``offload_policy``: true keeps parameters, gradients and moments on the CPU.
-
-    Raises:
-        ValueError: for another option or value.
+    (by name) and ``cast_forward_inputs``. ``offload_policy``: true keeps parameters, gradients and moments on the CPU. Another
+    option or value is a ValueError.
     """
     for name in given:
         if name not in OPTIONS:
@@ -39,9 +35,7 @@ def fully_shard_options(given: Mapping[str, Any]) -> dict[str, Any]:
             )
     units = given.get("units")
     if units is not None and (not isinstance(units, list | tuple) or not all(isinstance(each, str) for each in units)):
-        raise ValueError(
-            f"fsdp={{'units': {units!r}}}: give a list of patterns, such as ['model.layers.*'], or an empty list"
-        )
+        raise ValueError(f"fsdp={{'units': {units!r}}}: give a list of patterns, such as ['model.layers.*'], or an empty list")
     out: dict[str, Any] = {}
     if (reshard := given.get("reshard_after_forward")) is not None:
         use = "true (blocks are gathered once more in the backward) or false (they stay gathered)"
@@ -119,11 +113,7 @@ def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
     """
     named = dict(model.named_modules())
     modules = {id(named[name]): name for name in reversed(list(blocks)) if name in named}
-    outer = [
-        name
-        for name in modules.values()
-        if not any(other != name and inside(name, other) for other in modules.values())
-    ]
+    outer = [name for name in modules.values() if not any(other != name and inside(name, other) for other in modules.values())]
     everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     found = set()
     while outer:
@@ -142,9 +132,7 @@ class ReplicaSplit:
     """How ``fully_shard`` shares out a model over replicas, in numbers: those of the first rank, which holds most rows."""
 
     replicas: int = 1  # that share a parameter
-    units: Sequence[
-        str
-    ] = ()  # modules that are gathered and reduced each on its own; the rest of the model is one more
+    units: Sequence[str] = ()  # modules that are gathered and reduced each on its own; the rest is one more
     options: Mapping[str, Any] = field(default_factory=dict)  # keywords of ``fully_shard``
 
     @classmethod
@@ -167,7 +155,7 @@ class ReplicaSplit:
         """Bytes of whole parameters that a rank holds at once in a step: all outside of the units, and those of two units."""
         if self.replicas == 1:
             return 0
-        *units, rest = [sum(_bytes_as(p, p.numel(), self._type) for p in unit) for unit in self._groups(parameters)]
+        *units, rest = [sum(p.numel() * self._size(p) for p in unit) for unit in self._groups(parameters)]
         stay = self.options.get("reshard_after_forward") is False
         return rest + (sum(units) if stay else sum(sorted(units)[-2:]))
 
@@ -176,7 +164,6 @@ class ReplicaSplit:
         calls, sent = Counter[str](), Counter[str]()
         if self.replicas == 1:
             return calls, sent
-        reduced = getattr(self.options.get("mp_policy"), "reduce_dtype", None) or self._type
         again = self.options.get("reshard_after_forward")
         *units, rest = self._groups(parameters)
         has_gradient = any(p.requires_grad for p in rest)
@@ -187,24 +174,20 @@ class ReplicaSplit:
             has_gradient = has_gradient or any(p.requires_grad for p in unit)
             times = 1 + (gathers and has_gradient)
             calls["all_gather"] += times
-            sent["all_gather"] += times * sum(_bytes_as(p, self.numel(p), self._type) for p in unit)
+            sent["all_gather"] += times * sum(self.numel(p) * self._size(p) for p in unit)
             if trained := [p for p in unit if p.requires_grad]:
                 calls["reduce_scatter"] += 1
-                sent["reduce_scatter"] += sum(_bytes_as(p, self.numel(p) * self.replicas, reduced) for p in trained)
+                sizes = (self.numel(p) * self._size(p, "reduce_dtype") for p in trained)
+                sent["reduce_scatter"] += self.replicas * sum(sizes)
         return calls, sent
 
-    @property
-    def _type(self) -> torch.dtype | None:
-        """The type in which parameters are gathered; None for their own."""
-        dtype: torch.dtype | None = getattr(self.options.get("mp_policy"), "param_dtype", None)
-        return dtype
+    def _size(self, parameter: Tensor, field: str = "param_dtype") -> int:
+        """Bytes of a number of a parameter as it is gathered, or of its gradient as it is reduced."""
+        policy = self.options.get("mp_policy")
+        dtype: torch.dtype = getattr(policy, field, None) or getattr(policy, "param_dtype", None) or parameter.dtype
+        return dtype.itemsize
 
     def _groups(self, parameters: Mapping[str, Tensor]) -> list[list[Tensor]]:
         """The parameters of each unit, and of what is in none; without those that are not shared."""
         left = {name: parameter for name, parameter in parameters.items() if parameter.ndim}
         return [[left.pop(name) for name in list(left) if not unit or inside(name, unit)] for unit in [*self.units, ""]]
-
-
-def _bytes_as(parameter: Tensor, numel: int, dtype: torch.dtype | None) -> int:
-    """Bytes of ``numel`` numbers in ``dtype``; None for the parameter's own."""
-    return numel * (dtype or parameter.dtype).itemsize

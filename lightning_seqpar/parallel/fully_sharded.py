@@ -26,6 +26,7 @@ from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
+from lightning_seqpar.parallel.context import average_gradients
 from lightning_seqpar.parallel.fsdp_units import units_of
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.sharded_model import ShardedModel
@@ -55,7 +56,7 @@ class _PartsAround:
     def close(self) -> None:
         """Register the hooks that lie outside of those of ``fully_shard``."""
         self._unit.register_forward_pre_hook(self._take, prepend=True, with_kwargs=True)
-        self._unit.register_forward_hook(self._return)
+        self._unit.register_forward_hook(lambda module, args, out: _with_places(out, self._made))
 
     def _take(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._places.append([_place(leaf) for leaf in tree_leaves((args, kwargs))])
@@ -67,9 +68,6 @@ class _PartsAround:
     def _take_out(self, module: nn.Module, args: Any, out: Any) -> Any:
         self._made = [_place(leaf) for leaf in tree_leaves(out)]
         return tree_map(_plain, out)
-
-    def _return(self, module: nn.Module, args: Any, out: Any) -> Any:
-        return _with_places(out, self._made)
 
 
 _Place = tuple[tuple[Place, ...], ShardedLogits | None]
@@ -85,8 +83,7 @@ def _plain(leaf: Any) -> Any:
 
 def _place(leaf: Any) -> _Place:
     local = plain_of(leaf)
-    is_sharded = isinstance(local, ShardedLogits) and not local.is_changed
-    return places_of(leaf), local if is_sharded else None
+    return places_of(leaf), local if isinstance(local, ShardedLogits) and not local.is_changed else None
 
 
 def _with_places(tree: Any, places: Sequence[_Place]) -> Any:
@@ -95,8 +92,7 @@ def _with_places(tree: Any, places: Sequence[_Place]) -> Any:
     for at, (where, logits) in enumerate(places):
         if logits is not None:
             leaves[at] = logits.with_local(leaves[at])
-        if where:
-            leaves[at] = put_in(leaves[at], where)
+        leaves[at] = put_in(leaves[at], where)
     return tree_unflatten(leaves, spec)
 
 
@@ -106,13 +102,10 @@ class FullySharded:
     Raises ValueError for what ``fully_shard`` would compute wrong, or refuse in the first step; the model is untouched then.
     """
 
-    def __init__(
-        self, record: ShardedModel, blocks: Iterable[str], options: Mapping[str, Any], device: torch.device
-    ) -> None:
+    def __init__(self, record: ShardedModel, blocks: Iterable[str], options: Mapping[str, Any], device: torch.device) -> None:
         self._record, self._model = record, record.model
         everything = dict(self._model.named_parameters())
-        holds = (lambda name: True) if record.stage is None else record.stage.holds
-        parameters = {name: p for name, p in everything.items() if holds(name)}
+        parameters = {name: p for name, p in everything.items() if record.stage is None or record.stage.holds(name)}
         # The blocks that are gathered and reduced each on its own; and what has no dims, which fully_shard can't split.
         self.units = [name for name in units_of(self._model, blocks) if any(inside(one, name) for one in parameters)]
         self.whole = {name: p for name, p in parameters.items() if p.ndim == 0}
@@ -126,7 +119,7 @@ class FullySharded:
         mesh = DeviceMesh.from_group(record.groups[record.groups.mean_axes], device.type, mesh_dim_names=("dp",))
         modules = list(self._model.modules())
         snapshots = [ModuleSnapshot(module) for module in modules]
-        hooks = [(module, {key: dict(getattr(module, key)) for key in _HOOKS}) for module in modules]
+        self._hooks = [(module, {key: dict(getattr(module, key)) for key in _HOOKS}) for module in modules]
         left = dict(self._own)
         crossings = [_PartsAround(self._model.get_submodule(unit)) for unit in self.units]
         for unit in [*self.units, ""]:
@@ -143,7 +136,6 @@ class FullySharded:
         self._used: set[str] = set()  # parameters that have got a gradient since they had none
         changes = changes_since(snapshots)
         self._changes = [change for change in changes if change.own is not change.other or change.added]
-        self._hooks = hooks
         record.layout.rebind(self._model)
         record.changes, record.replicas = [*record.changes, *self._changes], self
         self._notes = [
@@ -151,7 +143,12 @@ class FullySharded:
             for name in [*self.units, ""]
         ]
         self._trains = {name: p.requires_grad for name, p in self._own.items()}
-        outside = self._outside_modules()
+        # Modules outside of the blocks that hold parameters themselves; not the model, whose call gathers them.
+        outside = [
+            module
+            for name, module in self._model.named_modules()
+            if name and not any(inside(name, one) for one in self.units) and any(True for _ in module.parameters(False))
+        ]
         self._handles = [
             *(module.register_forward_pre_hook(self._gather_outside, prepend=True) for module in outside),
             *(self._model.get_submodule(unit).register_forward_hook(_refuse_graph(unit)) for unit in self.units),
@@ -164,6 +161,11 @@ class FullySharded:
         """The model, which holds every parameter that is in no block."""
         assert isinstance(self._model, FSDPModule)
         return self._model
+
+    @property
+    def _state(self) -> Any:
+        """What torch keeps for the root. It has no public way to say that a backward begins in the middle of a forward."""
+        return self.root._get_fsdp_state()
 
     def _own_calls(self) -> None:
         """Put hooks of ours in the place of those that ``fully_shard`` gave the model for its calls."""
@@ -224,30 +226,16 @@ class FullySharded:
 
     def _note(self, unit: str, module: nn.Module, args: Any) -> None:
         """Note, in a unit's first forward, the parameters that it computes with. A hook that takes itself away."""
-        at = [*self.units, ""].index(unit)
         self._note_computing(f"{unit}." if unit else "")
-        self._notes[at].remove()
+        self._notes[[*self.units, ""].index(unit)].remove()
 
     def _note_computing(self, prefix: str) -> None:
         """Note what stands in for parameters in a forward, and let each tell when it gets a gradient."""
         for name, stand_in in self._record.layout.note_computing(self._model, prefix).items():
             trains = stand_in.requires_grad
             stand_in.requires_grad_(True)  # a hook can be given to no other; it may be frozen now and train later
-            stand_in.register_post_accumulate_grad_hook(functools.partial(self._note_use, name))
+            stand_in.register_post_accumulate_grad_hook(lambda _, name=name: self._used.add(name))
             stand_in.requires_grad_(trains)
-
-    def _note_use(self, name: str, stand_in: Tensor) -> None:
-        self._used.add(name)
-
-    def _outside_modules(self) -> list[nn.Module]:
-        """Modules outside of the blocks that hold parameters themselves; not the model, whose call gathers them."""
-        return [
-            module
-            for name, module in self._model.named_modules()
-            if name
-            and not any(inside(name, unit) for unit in self.units)
-            and any(True for _ in module.parameters(False))
-        ]
 
     def _gather_outside(self, module: nn.Module, args: Any) -> None:
         """Before a module outside of the blocks: gather what is in no block, if no call of the model has.
@@ -274,11 +262,6 @@ class FullySharded:
     def begin(self) -> None:
         """Fix which module is the root, once all parameters have their values: the first that is called would be it."""
         self._state._lazy_init()
-
-    @property
-    def _state(self) -> Any:
-        """What torch keeps for the root. It has no public way to say that a backward begins in the middle of a forward."""
-        return self.root._get_fsdp_state()
 
     def expect_backward(self, loss: Tensor) -> None:
         """Before a backward: let the root's gradients be reduced at its end, also in the middle of a step."""
@@ -352,7 +335,8 @@ class FullySharded:
         layout = self._record.layout
         if parameters is None:
             parameters = [layout.parameter(name) for name in layout]
-        due = [item.name for p in parameters if is_split(p) and p.requires_grad and (item := layout.of(p)) is not None]
+        named = [(p, item.name) for p in parameters if p.requires_grad and (item := layout.of(p)) is not None]
+        due = [name for p, name in named if is_split(p) or name in self.whole]
         if not due:
             return
         used_here = [name in self._used for name in due]
@@ -367,27 +351,18 @@ class FullySharded:
                 layout.parameter(name).grad = None
 
     def average(self, parameters: Sequence[Tensor] | None) -> None:
-        """Average the gradients of those of ``parameters`` (None for all) that every replica holds whole. Collective over dp."""
+        """Average the gradients of those of ``parameters`` (None for all) that every replica holds whole. Collective over dp.
+
+        Those without one here, or anywhere, get zeros, until :meth:`drop_unused` takes away what nobody has used.
+        """
         asked = None if parameters is None else {id(parameter) for parameter in parameters}
-        due = [p for p in self.whole.values() if p.requires_grad and (asked is None or id(p) in asked)]
-        if not due:
-            return
-        group = self._record.groups[self._record.groups.mean_axes]
-        wide = torch.promote_types(functools.reduce(torch.promote_types, (p.dtype for p in due)), torch.float32)
-        sent = torch.zeros(2, len(due), dtype=wide, device=due[0].device)
-        for at, parameter in enumerate(due):
-            if parameter.grad is not None:
-                sent[0, at], sent[1, at] = parameter.grad, 1
-        dist.all_reduce(sent, group=group)
-        lacking = [parameter for parameter in due if parameter.grad is None]
-        # A rank that has all gradients does not wait for the others' answer.
-        anywhere = sent[1].tolist() if lacking else []
-        averages = sent[0] / self._record.groups.size(self._record.groups.mean_axes)
-        for at, parameter in enumerate(due):
-            if parameter.grad is not None:
-                parameter.grad.copy_(averages[at])
-            elif anywhere[at]:
-                parameter.grad = averages[at].to(parameter.dtype, copy=True)
+        for name, parameter in self.whole.items():
+            if parameter.requires_grad and (asked is None or id(parameter) in asked):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                else:
+                    self._used.add(name)
+                average_gradients([parameter], self._record.groups[self._record.groups.mean_axes])
 
     # ---- the way back ----------------------------------------------------------------------------------------
 
@@ -450,15 +425,15 @@ def _refuse_graph(unit: str) -> Callable[..., None]:
     return hook
 
 
-def refuse_rows(out: Any) -> None:
-    """Refuse what a step returned if a parameter's rows are in it, which the step took for the parameter."""
-    if any(is_split(tensor) for tensor in tree_leaves(out)):
-        raise RuntimeError(READ_ROWS)
-
-
 READ_ROWS = (
     "the step reads a parameter of a block outside of that block's forward (a norm of weights in the loss?), where "
     "data_parallel='fsdp' holds this rank's rows of it alone. Read it in the block, set fsdp={'units': []}, which gathers all "
     "parameters for the whole step, or use data_parallel='ddp'"
 )
 """What is said where rows meet whole tensors."""
+
+
+def refuse_rows(out: Any) -> None:
+    """Refuse what a step returned if a parameter's rows are in it, which the step took for the parameter."""
+    if any(is_split(tensor) for tensor in tree_leaves(out)):
+        raise RuntimeError(READ_ROWS)

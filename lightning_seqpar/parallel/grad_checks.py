@@ -97,12 +97,13 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
     names, grads = [], []
     for parameter in parameters:
         found = layout.of(parameter)
-        if found is not None and found.is_sharded:
+        if found is None:
+            what = f"a parameter of shape {list(parameter.shape)} that is none of the model's (register it in its module)"
+            names.append((what, "nothing is known of it"))
+        elif found.is_sharded:
             continue
-        unknown = (
-            f"a parameter of shape {list(parameter.shape)} that is none of the model's (register it in its module)"
-        )
-        names.append((unknown, "nothing is known of it") if found is None else (found.name, str(found.reason)))
+        else:
+            names.append((found.name, str(found.reason)))
         grads.append(local_rows(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)))
     if not grads:
         return _passes
@@ -110,16 +111,15 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
 
     def comparison() -> None:
         gaps = {}
-        for index, (low, high, dtype) in enumerate(zip(*spread.read(), dtypes, strict=True)):
+        for what, low, high, dtype in zip(names, *spread.read(), dtypes, strict=True):
             if high > 0:
                 gap = (high - low) / high
-                gaps[index] = gap if gap > tolerance(dtype) else 0.0
-        worst = max(gaps.values(), default=0.0)
-        if worst > 0:
-            name, reason = names[max(gaps, key=gaps.__getitem__)]
+                gaps[what] = gap if gap > tolerance(dtype) else 0.0
+        name, reason = worst = max(gaps, key=gaps.__getitem__, default=("", ""))
+        if gaps and gaps[worst] > 0:
             raise RuntimeError(
                 f"{name}: every rank holds it whole, but the gradients that reach the optimizer differ across tp by "
-                f"{worst:.1e} (laid out as: {reason}). {_why_apart_over_tp([*gaps.values()])}"
+                f"{gaps[worst]:.1e} (laid out as: {reason}). {_why_apart_over_tp([*gaps.values()])}"
             )
 
     return comparison

@@ -20,13 +20,8 @@ def global_grad_norm(
     """The norm of the whole model's gradient (0-dim, equal on all ranks), which must be synced before.
 
     Shards count from every rank of tp (and of dp, where replicas split them), the rest once; what several stages hold on the first
-    of them. Collective over tp, over pp, and over dp if the replicas split parameters.
-
-    Args:
-        parameters: those whose gradients count, the same on every rank.
-        layout: where each of them lies.
-        groups: the process groups.
-        norm_type: 2, another positive number, or infinity.
+    of them. ``parameters`` are the same on every rank; ``norm_type`` is 2, another positive number, or infinity. Collective over
+    tp, over pp, and over dp if the replicas split parameters.
     """
     parameters = list(parameters)
     highest = norm_type == float("inf")
@@ -55,9 +50,7 @@ def global_grad_norm(
         grads = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
         if not grads:
             return torch.zeros((), device=device, dtype=torch.float32)
-        norms = torch.stack(
-            [n.to(torch.promote_types(n.dtype, torch.float32)) for n in torch._foreach_norm(grads, norm_type)]
-        )
+        norms = torch.stack([n.to(torch.promote_types(n.dtype, torch.float32)) for n in torch._foreach_norm(grads, norm_type)])
         return join(norms if highest else norms**norm_type)
 
     powers = [power(grads) for grads in divided.values()]

@@ -224,7 +224,7 @@ class GradSync:
         for partial in members:
             kept = partial.parameter.grad
             partial.own_term = term = kept if partial.fired and kept is not None else self._own_term(partial)
-            rows = local_rows(term)
+            rows = term if type(term) is Tensor else local_rows(term)
             if partial.layout.shard is None:
                 whole.append(rows)
             else:

@@ -19,9 +19,9 @@ _CAUSES = (
 )
 
 
-_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""How far, relative to the loss, equal computations may lie apart on two ranks, by type; in narrower ones by :data:`_LIMIT`."""
-_LIMIT = 5e-2
+def _limit(dtype: torch.dtype) -> float:
+    """How far, relative to the loss, equal computations may lie apart on two ranks."""
+    return {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
 
 
 def _number(loss: Tensor) -> Tensor:
@@ -29,8 +29,11 @@ def _number(loss: Tensor) -> Tensor:
     return loss.detach().double().sum().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _differ(numbers: Sequence[float], limit: float) -> bool:
-    return max(numbers) - min(numbers) > limit * max(1.0, *map(abs, numbers))
+def _compare(numbers: Sequence[float], limit: float, when: str, then: str = "") -> None:
+    """Raise RuntimeError if the ranks' losses lie further apart."""
+    if max(numbers) - min(numbers) > limit * max(1.0, *map(abs, numbers)):
+        losses = ", ".join(f"{number:.9g}" for number in numbers)
+        raise RuntimeError(f"the loss {when}: {losses}. {then}{_CAUSES}")
 
 
 def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
@@ -40,10 +43,7 @@ def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
     values = [torch.zeros_like(own) for _ in range(groups.size(axes))]
     dist.all_gather(values, own, group=groups[axes])
     numbers = [float(value) for value in values]
-    if _differ(numbers, _LIMITS.get(loss.dtype, _LIMIT)):
-        raise RuntimeError(
-            f"the loss differs across the ranks of one replica: {', '.join(f'{n:.9g}' for n in numbers)}. {_CAUSES}"
-        )
+    _compare(numbers, _limit(loss.dtype), "differs across the ranks of one replica")
 
 
 class LossWatch:
@@ -73,7 +73,7 @@ class LossWatch:
         """Add a loss to those of this step (accumulation, or several backwards)."""
         number = _number(loss)
         self._own = number if self._own is None else self._own + number
-        self._limit = max(self._limit, _LIMITS.get(loss.dtype, _LIMIT))
+        self._limit = max(self._limit, _limit(loss.dtype))
 
     def row(self, dtype: torch.dtype) -> Tensor | None:
         """What is to be summed over tp, ``[tp]``; none without a loss since the last time."""
@@ -81,7 +81,7 @@ class LossWatch:
             return None
         row = torch.zeros(self._size, dtype=dtype, device=self._own.device)
         row[self._rank] = self._own
-        self._limit = max(self._limit, _LIMITS.get(dtype, _LIMIT))
+        self._limit = max(self._limit, _limit(dtype))
         return row
 
     def take(self, summed: Tensor) -> None:
@@ -98,11 +98,6 @@ class LossWatch:
     def settle(self, *, everything: bool = False) -> None:
         """Read and compare the losses of earlier steps, or those of this step too (``everything``), which may take a wait."""
         for losses, limit in self._unread.take(everything=everything):
-            numbers = losses.read()
-            if not _differ(numbers, limit):
-                continue
-            raise RuntimeError(
-                "the loss differed across the ranks of one replica at the last step: "
-                f"{', '.join(f'{n:.9g}' for n in numbers)}. An update that was made of it is wrong: go on from a checkpoint "
-                f"before it. {_CAUSES}"
-            )
+            when = "differed across the ranks of one replica at the last step"
+            then = "An update that was made of it is wrong: go on from a checkpoint before it. "
+            _compare(losses.read(), limit, when, then)

@@ -65,9 +65,6 @@ def changes_since(snapshots: Iterable[ModuleSnapshot]) -> list[ModuleChange]:
     return [change for snapshot in snapshots if (change := snapshot.change()) is not None]
 
 
-_NUMELS = (Tensor.numel, Tensor.nelement, torch.numel)
-
-
 class _WholeShapes(TorchFunctionMode):
     """Sharded parameters that are asked for their shape tell that of the whole."""
 
@@ -81,20 +78,17 @@ class _WholeShapes(TorchFunctionMode):
         kwargs = kwargs or {}
         asked = args[0] if args else kwargs.get("input")
         found = self._layout.of(asked) if isinstance(asked, Tensor) else None
-        if asked is None or found is None or not found.is_sharded:
-            return func(*args, **kwargs)
-        shape = torch.Size(found.global_shape)
-        if func == Tensor.shape.__get__:  # type: ignore[attr-defined]
-            return shape
-        if func is Tensor.size:
-            dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            return shape if dim is None else shape[dim]
-        if func in _NUMELS:
-            return math.prod(shape)
-        if func is Tensor.__len__:
-            return shape[0]
-        if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
-            return math.prod(shape) * asked.element_size()
+        if asked is not None and found is not None and found.is_sharded:
+            shape = torch.Size(found.global_shape)
+            if func == Tensor.shape.__get__:  # type: ignore[attr-defined]
+                return shape
+            if func is Tensor.size:
+                dim = args[1] if len(args) > 1 else kwargs.get("dim")
+                return shape if dim is None else shape[dim]
+            if func in (Tensor.numel, Tensor.nelement, torch.numel):
+                return math.prod(shape)
+            if func is Tensor.__len__:
+                return shape[0]
         return func(*args, **kwargs)
 
 

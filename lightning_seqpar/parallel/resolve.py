@@ -18,14 +18,8 @@ from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.styles.style import PlannedModel
 
 _NOT_POINTWISE = (
-    nn.modules.batchnorm._NormBase,
-    nn.GroupNorm,
-    nn.modules.conv._ConvNd,
-    nn.RNNBase,
-    nn.modules.pooling._MaxPoolNd,
-    nn.modules.pooling._AvgPoolNd,
-    nn.modules.pooling._AdaptiveAvgPoolNd,
-    nn.modules.pooling._AdaptiveMaxPoolNd,
+    *(nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.modules.conv._ConvNd, nn.RNNBase),
+    *(getattr(nn.modules.pooling, f"_{kind}PoolNd") for kind in ("Max", "Avg", "AdaptiveAvg", "AdaptiveMax")),
 )
 
 
@@ -36,12 +30,7 @@ class ResolvedPlan(PlannedModel):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        plans: Sequence[ShardingPlan],
-        size: int,
-        sp: bool,
-        loss_chunk: int | None = None,
+        self, model: nn.Module, plans: Sequence[ShardingPlan], size: int, sp: bool, loss_chunk: int | None = None
     ) -> None:
         matches = [match for plan in plans for match in plan.match(model)]
         super().__init__(model, matches, list(STYLES), size, sp, loss_chunk)
@@ -62,13 +51,9 @@ class ResolvedPlan(PlannedModel):
     # ---- checks of the model as a whole, before anything changes ---------------------------------------------------
 
     def _check_loss_chunk(self) -> None:
-        heads = [name for name in self.named("vocab") if isinstance(self.modules[name], nn.Linear)]
-        if self.loss_chunk is not None and not heads:
-            likely = [
-                name
-                for name, module in self.modules.items()
-                if isinstance(module, nn.Linear) and not any(stack.covers(name) for stack in self.stacks)
-            ]
+        linears = [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
+        if self.loss_chunk is not None and not any(name in self.named("vocab") for name in linears):
+            likely = [name for name in linears if not any(stack.covers(name) for stack in self.stacks)]
             rule = " or ".join(f"{{pattern: {name}, style: vocab}}" for name in likely[-3:] or ["HEAD"])
             raise ValueError(
                 f"loss_chunk={self.loss_chunk}: no head of this plan is sharded by vocabulary, so its logits are made whole; "
@@ -149,14 +134,10 @@ class ResolvedPlan(PlannedModel):
         if self.stack_reaching(module) is None:
             return self.make_layout(parameter)
         sp = self.sp_at(module)
-        if self._follows_row(module):
-            return self.make_layout(parameter, Reason.SEES_SHARDS if sp else Reason.IDENTICAL, partial=sp)
-        in_gather = any(inside(module, name) for name in self.openers)
+        in_gather = any(inside(module, name) for name in self.openers) and not self._follows_row(module)
         if sp:
-            reason = Reason.GATHER_TO_ROW if in_gather else Reason.SEES_SHARDS
-            return self.make_layout(parameter, reason, partial=True)
-        reason = Reason.COPY_TO_ROW if in_gather else Reason.IDENTICAL
-        return self.make_layout(parameter, reason, partial=in_gather)
+            return self.make_layout(parameter, Reason.GATHER_TO_ROW if in_gather else Reason.SEES_SHARDS, partial=True)
+        return self.make_layout(parameter, Reason.COPY_TO_ROW if in_gather else Reason.IDENTICAL, partial=in_gather)
 
     def _follows_row(self, module: str) -> bool:
         """Whether it is the second half of a row's adapter: the first one's sums are reduced before it."""

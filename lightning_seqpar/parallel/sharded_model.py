@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lightning_seqpar.distributed.rng import DEVICES, generators
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
@@ -60,14 +61,6 @@ def guard_pickling(module: nn.Module, why: str = _WRITES_SHARDS) -> None:
     own.update(others)
 
 
-class _Replicas(Protocol):
-    """What splits a model's parts over the data-parallel replicas: ``FullySharded``."""
-
-    def check_leaf(self, leaf: Tensor) -> None: ...
-
-    def undo(self) -> None: ...
-
-
 @dataclass
 class ShardedModel:
     """What parallelisation did to a model; found again with :func:`record_of`."""
@@ -92,7 +85,7 @@ class ShardedModel:
     why_frozen: str = ""  # what is wrong when they train
     versions: dict[str, int] = field(default_factory=dict)
     changes: list[ModuleChange] = field(default_factory=list)  # what became of its modules, to take it back
-    replicas: _Replicas | None = None  # None if every replica holds all parts
+    replicas: Any = None  # FullySharded; None if every replica holds all parts
     graphs: BlockGraphs | None = None  # None if blocks run eagerly
     context_blocks: tuple[str, ...] = ()  # that see a part of the sequence each
     stage: Stage | None = None  # None without a pipeline
@@ -106,9 +99,8 @@ class ShardedModel:
 
     def note_versions(self) -> None:
         """The shards are as they should be now."""
-        self.versions = {
-            name: self.layout.parameter(name)._version for name, item in self.layout.items() if item.is_sharded
-        }
+        sharded = [name for name, item in self.layout.items() if item.is_sharded]
+        self.versions = {name: self.layout.parameter(name)._version for name in sharded}
 
     def check_versions(self) -> None:
         """Nobody may have initialised shards by himself: every rank would have given its part the same numbers."""
@@ -141,19 +133,19 @@ class ShardedModel:
     def equal_buffers(self) -> list[tuple[str, Tensor]]:
         """Buffers that every rank must hold alike: all but the cut ones and those of modules that work on local features."""
         local = {match.name for match in self.matches if match.rule.holds_local_features}
-        return [
-            (name, buffer)
-            for name, buffer in self.model.named_buffers()
-            if name not in self.buffers
-            and not any(inside(name.rpartition(".")[0], one) for one in local)
-            and buffer.numel()
-        ]
+        alike = [(name, buffer) for name, buffer in self.model.named_buffers() if name not in self.buffers and buffer.numel()]
+        return [(n, buffer) for n, buffer in alike if not any(inside(n.rpartition(".")[0], one) for one in local)]
 
-    def reset_calls(self, *, draws: bool = True, forget: bool = True) -> None:
-        """A new step begins: forget what aborted calls left, and, with ``forget``, the random streams of steps before it."""
+    def reset_calls(self, *, draws: Collection[str] = DEVICES, forget: bool = True) -> None:
+        """A new step begins: forget what aborted calls left, and, with ``forget``, the random streams of steps before it.
+
+        Args:
+            draws: types of the devices on which draws are expected in it.
+        """
+        expected = generators(draws)
         for region in self.regions:
             region.reset()
-            region.streams.draws = draws
+            region.streams.draws = expected
         if forget:
             self.forget_streams()
 

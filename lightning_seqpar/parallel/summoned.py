@@ -27,7 +27,9 @@ def summon(record: ShardedModel, patterns: Sequence[str] = ()) -> Generator[None
         raise ValueError("summoned(model) with pp: a stage has no weights of the others' blocks; use pp=1")
     if record.summoned:
         raise ValueError("summoned(model) within summoned(model): leave the first one before")
-    divided = (name for name in _named(record, patterns) if record.layout[name].is_sharded or _is_split(record, name))
+    divided = (
+        name for name in _named(record, patterns) if record.layout[name].is_sharded or is_split(record.layout.parameter(name))
+    )
     held = [_Held(record, name) for name in divided]
     _agree_on_gradients(record, held)
     with torch.no_grad():
@@ -55,19 +57,14 @@ def _named(record: ShardedModel, patterns: Sequence[str]) -> list[str]:
     return [name for name in known if not patterns or any(fnmatch.fnmatchcase(name, each) for each in patterns)]
 
 
-def _is_split(record: ShardedModel, name: str) -> bool:
-    return is_split(record.layout.parameter(name))
-
-
 class _Held:
     """One parameter whose part is put aside."""
 
     def __init__(self, record: ShardedModel, name: str) -> None:
         self.name, self._record, self.layout = name, record, record.layout[name]
-        self.parameter = record.layout.parameter(name)
-        self.grad = self.parameter.grad
+        self.parameter = self._whole = record.layout.parameter(name)
+        self.grad, self._part = self.parameter.grad, self.parameter.data
         self.has_gradient = self.grad is not None
-        self._part = self.parameter.data
         # fully_shard's parameters can't become plain tensors: modules get others in the place of what they show now, which is rows,
         # or gathered rows in the midst of a step.
         self._shown = record.model.get_parameter(name)
@@ -76,7 +73,6 @@ class _Held:
             for path, own in record.model.named_parameters(remove_duplicate=False)
             if own is self._shown and is_split(self.parameter)
         ]
-        self._whole = self.parameter
 
     def make_whole(self) -> None:
         """Let the parameter and its gradient be whole. Collective."""
@@ -95,7 +91,7 @@ class _Held:
 
     def put_back(self, *, keeps: bool) -> None:
         """Let the parameter be this rank's part again."""
-        whole, whole_grad = self._whole.data, self._whole.grad
+        whole, whole_grad, rank = self._whole.data, self._whole.grad, self._record.groups.rank("tp")
         if self._places:
             for module, leaf in self._places:
                 module._parameters[leaf] = self._shown
@@ -106,13 +102,11 @@ class _Held:
             return
         local_rows(self.parameter.data).copy_(self._cut(whole))
         if self._shown is not self.parameter:
-            self._shown.data.copy_(self.layout.take(whole, self._record.groups.rank("tp")))
+            self._shown.data.copy_(self.layout.take(whole, rank))
         if whole_grad is None:
             self.parameter.grad = None
         elif self.grad is None:
-            self.parameter.grad = take_rows(
-                self.layout.take(whole_grad, self._record.groups.rank("tp")), self.parameter
-            )
+            self.parameter.grad = take_rows(self.layout.take(whole_grad, rank), self.parameter)
         else:
             local_rows(self.grad).copy_(self._cut(whole_grad))
 

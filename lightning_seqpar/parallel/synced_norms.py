@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.nn.batch_norm import asks_for_sync, is_batch_norm, make_synced
+from lightning_seqpar.nn.batch_norm import make_synced
 from lightning_seqpar.parallel.compiled_blocks import is_compiled
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -14,12 +15,13 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 def sync_batch_norms(model: nn.Module, groups: ParallelGroups, *, every: bool) -> list[ModuleChange]:
     """Let the batch norms of a model take the statistics of all replicas' batches; raises ValueError if one of them can't."""
     over_replicas = every and groups.size("dp") > 1
-    chosen = {
-        name: module
-        for name, module in model.named_modules()
-        if asks_for_sync(module)
-        or (over_replicas and is_batch_norm(module) and not isinstance(module, nn.SyncBatchNorm))
-    }
+    chosen: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            if module.process_group is None:  # one of the user's own, over all ranks
+                chosen[name] = module
+        elif isinstance(module, BatchNorm) and over_replicas:
+            chosen[name] = module
     compiled = [name for name, module in model.named_modules() if is_compiled(module)]
     for name in chosen:
         for block in compiled:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.vocab import VocabParallelHead, VocabPart
+from lightning_seqpar.nn.logits_storage import VocabPart
+from lightning_seqpar.nn.vocab import VocabParallelHead
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, norms, recomputed, remake_norms
 from lightning_seqpar.parallel.sharded_model import guard_pickling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -79,9 +80,9 @@ class HeldParameters:
 
     def begin_evaluation(self, replicas: dist.ProcessGroup) -> None:
         """Get the parameters that the last stage reads behind the blocks. Collective over the pipeline."""
-        wanted = self._behind_blocks
+        blocks = [block for chunk in self._cut.chunks(self.count - 1) for block in self._cut.blocks[chunk]]
         for name, parameter in self._model.named_parameters():
-            if name not in wanted:
+            if name not in self._cut.held[-1] or any(inside(name, block) for block in blocks):
                 continue
             if self.is_last:
                 whole = gather_rows(parameter, replicas) if is_split(parameter) else parameter
@@ -106,12 +107,6 @@ class HeldParameters:
                     f"{self._cut.shared(absent[id(leaf)])[0]}: in the example this stage did not read it. A model whose stages "
                     "change what they read can't be cut; use pp=1"
                 )
-
-    @property
-    def _behind_blocks(self) -> set[str]:
-        """The parameters that the last stage reads outside its blocks."""
-        blocks = [block for chunk in self._cut.chunks(self.count - 1) for block in self._cut.blocks[chunk]]
-        return {name for name in self._cut.held[-1] if not any(inside(name, block) for block in blocks)}
 
     def sum_shared(self) -> None:
         """Sum the gradients of parameters that several stages hold (tied embeddings), over those. Collective over the pipeline."""
@@ -151,11 +146,8 @@ class HeldParameters:
         for work in works:
             if work is not None:
                 work.wait()
-        before = [part for stage, part in parts.items() if stage < self.number]
-        for part in before[1:]:
-            before[0].add_(part)
-        for part in (*before[:1], *(part for stage, part in parts.items() if stage > self.number)):
-            x.add_(part)
+        first, *behind = (sent if stage == self.number else parts[stage] for stage in sorted(stages))
+        x.copy_(functools.reduce(torch.add, behind, first))
 
     def on_any(self, facts: Sequence[bool]) -> list[bool]:
         """Which facts hold on any stage. Collective over the pipeline."""

@@ -29,9 +29,7 @@ class Message(NamedTuple):
 
     micro_batch: int
     chunk: int  # that takes the activation, or has taken it and sends its gradient
-    slot: int = (
-        0  # 0: the activation between two blocks; 1, 2, ...: what goes beside it; -1, -2, ...: the end of a stack
-    )
+    slot: int = 0  # 0: between two blocks the activation; 1, 2, ...: what goes beside it; -1, -2, ...: the end of a stack
 
 
 _NONE = Message(0, 0)
@@ -46,9 +44,7 @@ def _facts(x: Tensor, message: Message = _NONE, wants_gradient: bool = False, be
         )
     facts = [*message, _DTYPES.index(x.dtype), int(wants_gradient), x.ndim, *x.shape]
     known = torch.tensor(facts + [0] * (_FACTS - 2 - len(facts)), dtype=torch.int64, device=x.device)
-    return torch.cat(
-        [torch.zeros(2, dtype=torch.int64, device=x.device) if beside is None else beside.view(torch.int64), known]
-    )
+    return torch.cat([known.new_zeros(2) if beside is None else beside.view(torch.int64), known])
 
 
 def _empty(facts: Tensor) -> tuple[Tensor, bool, Message]:
@@ -82,9 +78,7 @@ class Link:
     before :meth:`send` waits, which four times as many as there are chunks never make it do.
     """
 
-    def __init__(
-        self, there: dist.ProcessGroup, back: dist.ProcessGroup, peer: int, device: torch.device, depth: int
-    ) -> None:
+    def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, peer: int, device: torch.device, depth: int) -> None:
         self._there, self._back, self._peer, self._device, self._depth = there, back, peer, device, depth
         self._arrived: dict[Message, tuple[Tensor, bool, list[float]]] = {}  # and was not asked for yet
         self._sent: deque[tuple[list[Any], list[Tensor]]] = deque()

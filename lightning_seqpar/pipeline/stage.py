@@ -16,6 +16,7 @@ if each were a stage of its own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -106,8 +107,7 @@ def _nothing_like(x: Any) -> Any:
     refuse_nested(x)
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
-    nothing = torch.full_like(local_of(x).detach(), float("nan"))
-    return _placed_as(x, nothing)
+    return _placed_as(x, torch.full_like(local_of(x).detach(), float("nan")))
 
 
 class Stage(HeldParameters):
@@ -165,15 +165,11 @@ class Stage(HeldParameters):
         return self.count - 1 - self.number
 
     def run(self, step: Callable[[], Any], *, chunk: int = 0, micro_batch: int | None = None) -> Any:
-        """Run the user's step as far as this stage goes.
-
-        Returns:
-            What it returned where the last chunk was run; else what stands for the loss.
+        """Run the user's step as far as this stage goes; returns what it returns on the last chunk, else what stands for the loss.
 
         Raises:
-            RuntimeError: if it came to its end without having come to this stage's first or last block, or drew random numbers
-                that no example drew.
-            ValueError: if it returned no loss where it should.
+            RuntimeError: if it ends without this stage's first or last block, or draws random numbers that no example drew.
+            ValueError: if it returns no loss where it should.
         """
         self._begin_step()
         self._micro_batch = self._micro_batch + 1 if micro_batch is None else micro_batch
@@ -249,8 +245,8 @@ class Stage(HeldParameters):
             self._goes_on = False
         if self._begun is not None:
             raise RuntimeError(
-                f"stage {self.number} of {self.count}: the step ended without calling the last block ({self._last_block}), so "
-                "that the stages would go on with different activations"
+                f"stage {self.number} of {self.count}: the step ended without calling the last block ({self._cut.blocks[-1][-1]}), "
+                "so that the stages would go on with different activations"
             )
         return out
 
@@ -269,8 +265,8 @@ class Stage(HeldParameters):
     @property
     def ends(self) -> dict[int, list[tuple[str, str]]]:
         """Of each stage the first and the last block of its chunks."""
-        ends = [(names[0], names[-1]) for names in self._cut.blocks]
-        return {stage: [ends[chunk] for chunk in self._cut.chunks(stage)] for stage in range(self.count)}
+        blocks = self._cut.blocks
+        return {at: [(blocks[c][0], blocks[c][-1]) for c in self._cut.chunks(at)] for at in range(self.count)}
 
     # ---- the cut -----------------------------------------------------------------------------------------------
 
@@ -288,7 +284,7 @@ class Stage(HeldParameters):
             self._modules[name].forward = self._elsewhere_at(name, chunk)
         for number, stack in enumerate(self._cut.stacks[:-1]):  # behind all other hooks, of which some end streams
             end = self._modules[stack.blocks[-1]]
-            self._handles.append(end.register_forward_hook(self._begin_between(number)))
+            self._handles.append(end.register_forward_hook(functools.partial(self._begin_between, number)))
 
     @property
     def _switches_streams(self) -> bool:
@@ -444,21 +440,13 @@ class Stage(HeldParameters):
         """What carries the last output of a stack to a chunk."""
         return Message(self._micro_batch, reader, -1 - self._cut.stacks.index(stack))
 
-    def _begin_between(self, number: int) -> Callable[..., None]:
+    def _begin_between(self, number: int, *call: Any) -> None:
         """A hook behind the last block of a stack, by its number: all stages draw alike, since each makes what is read behind."""
-
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            if self._switches_streams:
-                self._streams.begin_between(number)
-
-        return hook
+        if self._switches_streams:
+            self._streams.begin_between(number)
 
     def _rejoin(self, chunk: int, stack: CutStack, xs: Sequence[Tensor | None], like: Any) -> list[Tensor]:
-        """In an evaluation, what the last block of a stack returned on its own stage, on every stage.
-
-        All go on with it. Behind the last stack random streams go on alike; in evaluation mode blocks draw nothing, and they
-        are left alone.
-        """
+        """In an evaluation, what the last block of a stack returned on its own stage, on every stage; all go on with it."""
         found = [from_stage(chunk % self.count, x, self._group, self._device) for x in xs]
         if stack is self._cut.stacks[-1]:
             if self._switches_streams:
@@ -467,13 +455,9 @@ class Stage(HeldParameters):
             self._begun = None
         return [_placed_as(like, found[0]), *found[1:]]
 
-    @property
-    def _last_block(self) -> str:
-        return self._cut.blocks[-1][-1]
-
     def _shown(self, chunk: int) -> str:
-        names: Sequence[str] = self._cut.blocks[chunk]
-        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        first, *_, last = self._cut.blocks[chunk] * 2
+        return first if first == last else f"{first} to {last}"
 
     def undo_hooks(self) -> None:
         """Let the blocks be the user's again."""

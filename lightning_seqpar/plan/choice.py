@@ -14,9 +14,7 @@ from lightning_seqpar.styles.style import Rule
 from lightning_seqpar.user_input import nearest
 
 
-def _search_families(
-    model: nn.Module, known: Sequence[Family], *, strict: bool
-) -> tuple[list[ShardingPlan], list[str]]:
+def _search_families(model: nn.Module, known: Sequence[Family], *, strict: bool) -> tuple[list[ShardingPlan], list[str]]:
     """The plans of the families whose classes a model has, and why others, which only look so, are none."""
     plans: list[ShardingPlan] = []
     refused: list[str] = []
@@ -122,9 +120,7 @@ def _resolve_base(
         return [ShardingPlan.from_yaml(base)]
     if base == "infer":
         if infer is None:
-            raise ValueError(
-                "plan='infer' is found by a strategy, which has an example input; here name a plan, or use 'auto'"
-            )
+            raise ValueError("plan='infer' is found by a strategy, which has an example input; here name a plan, or use 'auto'")
         return [infer()]
     known = load_families()
     if base == "auto":

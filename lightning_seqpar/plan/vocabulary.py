@@ -53,8 +53,11 @@ _COUNT = re.compile(r"vocab|voc_size|n_?tokens?$|num_?tokens?$|n_?words$|diction
 _LENGTH = re.compile(r"max_(pos|seq|len|source|target)|position|block_size|context|seq_?len|max_?len", re.IGNORECASE)
 """Names of attributes that say how many positions a sequence has."""
 
-_WRAPPERS = (BASE, "original_module", "modules_to_save")
-"""Names that PEFT puts between a module's own name and the module."""
+_WRAPPERS = (
+    BASE,
+    "original_module",
+    "modules_to_save",
+)  # names that PEFT puts between a module's own name and the module
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,10 @@ def with_vocabulary(
     reader = weight_reader([model, *callbacks]) if found else None
     sharded: dict[int, list[_Found]] = defaultdict(list)
     whole = []
-    for group in _tied_groups(found):
+    tied: dict[int, list[_Found]] = defaultdict(list)  # modules that share a weight are sharded together or not at all
+    for one in found:
+        tied[_weight_id(one.module)].append(one)
+    for group in tied.values():
         reason = _why_whole(group, planned)
         if reader is not None and not any(one.name in planned.named("vocab") for one in group):
             reason = reason or (
@@ -212,7 +218,7 @@ class _Search:
                 self._found[name] = _Found(name, embedding, True)
             elif words & _NO_VOCABULARY:
                 continue
-            elif not self._counts_positions(name, embedding) and self._matches_a_head(embedding):
+            elif not self._count_named(name, embedding.num_embeddings, _LENGTH) and self._matches_a_head(embedding):
                 self._found[name] = _Found(name, embedding, True)
             elif words & _VOCABULARY or self._count_named(name, embedding.num_embeddings, _COUNT):
                 self._found[name] = _Found(name, embedding, False)
@@ -230,28 +236,29 @@ class _Search:
         for name, module in modules.items():
             if name not in self._found and (weight := _weight_id(module)) in weights:
                 self._found[name] = _Found(name, module, weights[weight])
-        kept = [one for one in self._found.values() if one.is_certain or not certain]
-        return [one for one in kept if one.rows > 1 and not (certain and _is_in_unknown_adapter(one, self._planned))]
+        return [one for one in self._found.values() if one.rows > 1 and (not certain or self._is_safe(one))]
+
+    def _is_safe(self, one: _Found) -> bool:
+        """Whether it is certain, and nothing stands around it that is no plain low-rank adapter, which may read the weight."""
+        around, _, leaf = one.name.rpartition(".")
+        return one.is_certain and (leaf != BASE or is_adapted(self._planned.modules[around]))
 
     def _take_the_largest(self) -> None:
         """If no embedding speaks for itself, the one with the most rows whose name says that it is just an embedding."""
         plain = {
             name: one
             for name, one in self._embeddings.items()
-            if _words(name) & _EMBEDDING and not _words(name) & _NO_VOCABULARY and not self._counts_positions(name, one)
+            if _words(name) & _EMBEDDING and not _words(name) & _NO_VOCABULARY
+            if not self._count_named(name, one.num_embeddings, _LENGTH)
         }
         if plain and not any(isinstance(one.module, nn.Embedding) for one in self._found.values()):
             name = max(plain, key=lambda one: plain[one].num_embeddings)
             self._found[name] = _Found(name, plain[name], False)
 
-    def _counts_positions(self, name: str, embedding: nn.Embedding) -> bool:
-        return self._count_named(name, embedding.num_embeddings, _LENGTH)
-
     def _is_tied(self, module: nn.Module) -> bool:
         """Whether the weight is that of an embedding and of a linear."""
         return all(
-            any(_weight_id(one) == _weight_id(module) for one in held.values())
-            for held in (self._embeddings, self._linears)
+            any(_weight_id(one) == _weight_id(module) for one in held.values()) for held in (self._embeddings, self._linears)
         )
 
     def _matches_a_head(self, module: nn.Embedding | nn.Linear) -> bool:
@@ -345,21 +352,7 @@ def _words(name: str) -> set[str]:
     return words
 
 
-def _is_in_unknown_adapter(one: _Found, planned: PlannedModel) -> bool:
-    """Whether something that is no plain low-rank adapter stands around it, which may read the weight."""
-    around, _, leaf = one.name.rpartition(".")
-    return leaf == BASE and not is_adapted(planned.modules[around])
-
-
 # ---- what is sharded together, and what stays whole ------------------------------------------------------------------
-
-
-def _tied_groups(found: Sequence[_Found]) -> list[list[_Found]]:
-    """Modules that share a weight, which are sharded together or not at all."""
-    groups: dict[int, list[_Found]] = {}
-    for one in found:
-        groups.setdefault(_weight_id(one.module), []).append(one)
-    return list(groups.values())
 
 
 def _why_whole(group: Sequence[_Found], planned: PlannedModel) -> str | None:

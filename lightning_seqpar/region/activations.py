@@ -1,7 +1,7 @@
 """Norms, and what runs between the columns of an MLP and its row, run again in the backward: ``recompute: activations``.
 
 Both are the user's own code. A norm keeps its input, and the columns that read its output keep that, too, in place of the output.
-Of an MLP the outputs of its columns are kept, and what its row reads is made again. torch's own activation checkpoint runs them.
+Of an MLP the outputs of its columns are kept, and what its row reads is made again.
 """
 
 from __future__ import annotations
@@ -14,18 +14,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar.context.seq_part import Place, SeqPart, local_of
-from lightning_seqpar.distributed.autograd import in_backward, saved_tensor_hooks, saved_tensor_hooks_allowed
+from lightning_seqpar.distributed.autograd import (
+    NO_BACKWARD,
+    Function,
+    current_backward,
+    in_backward,
+    once_differentiable,
+    saved_tensor_hooks,
+    saved_tensor_hooks_allowed,
+    set_grad_enabled,
+)
 from lightning_seqpar.distributed.counters import saved_counter
-from lightning_seqpar.distributed.rng import get_streams, kept_streams
+from lightning_seqpar.distributed.rng import SavedStreams, drawn_since, kept_streams, torch_states
 from lightning_seqpar.layout.attributes import ModelAttributes
 from lightning_seqpar.layout.stand_in import later
 from lightning_seqpar.region.column_inputs import ColumnGroup, hand_out
 from lightning_seqpar.region.frames import Frame
-from lightning_seqpar.region.products import Hold, NormCall
-from lightning_seqpar.region.recompute import RecomputedCall
+from lightning_seqpar.region.products import Hold, NormCall, as_autocast, autocast_dtype
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
@@ -63,15 +70,11 @@ def _is_repeatable(module: nn.Module, forward: Callable[[Tensor], Any], x: Tenso
     if type(module).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward) or isinstance(x, FakeTensor) or x.is_meta:
         return True
     before = dict(vars(module))
-    with kept_streams(x.device), torch.no_grad():
-        states = get_streams(x.device)[2:]
+    with kept_streams(), torch.no_grad():
+        states = torch_states()
         first, second = forward(x), forward(x)
-        drew = any(
-            a is not None and not torch.equal(a, b) for a, b in zip(states, get_streams(x.device)[2:], strict=True)
-        )
-    noted = vars(module).keys() != before.keys() or any(
-        vars(module)[name] is not value for name, value in before.items()
-    )
+        drew = drawn_since(states)
+    noted = vars(module).keys() != before.keys() or any(vars(module)[name] is not value for name, value in before.items())
     vars(module).clear()
     vars(module).update(before)
     return type(first) is Tensor and not (drew or noted) and torch.equal(first.nan_to_num(), second.nan_to_num())
@@ -94,14 +97,50 @@ class RecomputedNorm:
             self._is_repeatable = _is_repeatable(self.module, forward, x)
         if not self._is_repeatable:
             return forward(x)
+        call = NormCall(forward, x)
         # Torch's own keeps its input, and two numbers of each position.
         if type(self.module).forward is nn.LayerNorm.forward:
             out = forward(x)
         else:
-            out = checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
+            parameters = [p for p in self.module._parameters.values() if p is not None]
+            out = _NormAgain.apply((call, self.module), x, *parameters)
         if type(out) is Tensor and out is not x:
-            NormCall(forward, x).note(out)
+            call.note(out)
         return out
+
+
+class _NormAgain(Function):
+    """A norm that keeps its input alone: ``[..., h]`` → ``[..., h]``. Its backward runs it once more, with a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, how: tuple[NormCall, nn.Module], x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.module = how
+        ctx.save_for_backward(x, *parameters)
+        return how[0].run(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad
+        found: list[Tensor | None] = [None] * len(needs)
+        if grad is None:
+            return tuple(found)
+        # Leaves of its own: hooks of the parameters fire where their gradients arrive, and not here, too.
+        inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needs[1:], strict=True)]
+        held = ctx.module._parameters
+        own = dict(held)
+        held.update(zip([name for name, p in own.items() if p is not None], inputs[1:], strict=True))
+        try:
+            out = ctx.call.run(inputs[0], graph=True)
+        finally:
+            held.update(own)
+        if out.requires_grad:
+            wanted = [at for at, need in enumerate(needs) if need]
+            grads = torch.autograd.grad(out, [inputs[at - 1] for at in wanted], grad, allow_unused=True)
+            for at, one in zip(wanted, grads, strict=True):
+                found[at] = one
+        return tuple(found)
 
 
 def hold(x: Tensor, frame: Frame) -> tuple[Tensor, Any]:
@@ -112,7 +151,7 @@ def hold(x: Tensor, frame: Frame) -> tuple[Tensor, Any]:
     if frame.span is None or not x.requires_grad:
         return x, None
     (behind_row, count), frame.span = frame.span, None
-    x = Hold.apply(x)  # type: ignore[no-untyped-call]
+    x = Hold.apply(x)
 
     def keep(tensor: Tensor) -> tuple[Tensor, int]:
         if count is not None:
@@ -154,30 +193,164 @@ class RecomputedSpan:
     def __init__(self, module: nn.Module, columns: ColumnGroup, region: SequenceRegion) -> None:
         self.module, self.columns, self.region = module, columns, region
         self.own = vars(module).get("forward")
+        self.attributes: ModelAttributes | None = None
         # An activation that is made in place changes what is kept. The first call is on copies, and shows it.
         self._has_run = self._is_plain = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, which is given what was gathered for it."""
-        forward = self.own if self.own is not None else types.MethodType(type(self.module).forward, self.module)
-        # What changes a buffer would change it twice.
         if (
             self._is_plain
             or not _may_run_again()
-            or [*self.module.buffers()]
+            or any(isinstance(one, tuple | list | dict) for one in (*args, *kwargs.values()))
             or (found := self.columns.take_all()) is None
         ):
-            return forward(*args, **kwargs)
-        whole, columns, made, again = found
-        run = _Span(forward, self.region, whole, columns, again, copies=not self._has_run)
-        run.count = saved_counter()
-        args, kwargs = tuple(map(run.marked, args)), {key: run.marked(value) for key, value in kwargs.items()}
-        call = RecomputedCall(
-            run, (tuple(made), *args), kwargs, self.region, ModelAttributes(self.module, tensors=True)
-        )
-        out = checkpoint(call, *call.take_kept(), use_reentrant=False)
-        self._is_plain, self._has_run = run.changes, True
+            return self.forward(*args, **kwargs)
+        if self.attributes is None:
+            self.attributes = ModelAttributes(self.module, tensors=True)
+            if [*self.module.buffers()]:  # what changes one would change it twice
+                self._is_plain = True
+                return self.forward(*args, **kwargs)
+        call = _SpanCall(self, found, args, kwargs)
+        out, changes = call.first(copies=not self._has_run)
+        self._is_plain, self._has_run = changes, True
         return out
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The module's own forward."""
+        return self.own if self.own is not None else types.MethodType(type(self.module).forward, self.module)
+
+
+class _Enough(BaseException):
+    """All that a call kept was made again."""
+
+
+class _SpanCall:
+    """One call of such a module. Where the backward asks for what it kept in front of the row, it runs again up to there.
+
+    Args:
+        found: what was gathered, the columns that read it, what they made of it, and how it is gathered again.
+    """
+
+    def __init__(
+        self,
+        span: RecomputedSpan,
+        found: tuple[Tensor, list[Any], list[Tensor], Callable[[], Tensor]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._span, self._args, self._kwargs = span, args, kwargs
+        self._whole: Tensor | None
+        self._whole, self._columns, self._made, self._again = found
+        self._dtype = autocast_dtype(self._whole)
+        self._lengths = span.region.frames.lengths()
+        assert span.attributes is not None
+        self._attributes, self._values = span.attributes, span.attributes.read()
+        self._count = saved_counter()  # of somebody who counts what is kept
+        self._shapes: list[torch.Size] = []  # of what was kept, in order
+        self._remade: dict[int, Tensor] = {}
+        self._task = NO_BACKWARD
+
+    def first(self, *, copies: bool) -> tuple[Any, bool]:
+        """Run the module, on ``copies`` of what the columns made; returns its output, and whether it changed one of them."""
+        whole, made, self._copies = self._whole, self._made, copies
+        assert whole is not None
+        self._versions = [one._version for one in made]
+        if copies:
+            made = [one.clone() for one in made]
+        before = SavedStreams()
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, self._take):
+            out = self._run(whole, made, self._args, self._kwargs)
+        self._before = before if before.have_moved() else None
+        # What was gathered is let go of; the other arguments are kept, as what the columns made is.
+        self._shape, self._like, self._requires_grad = whole.shape, whole.new_empty(0), whole.requires_grad
+        mark = self._marked
+        self._args, self._kwargs = tuple(map(mark, self._args)), {key: mark(one) for key, one in self._kwargs.items()}
+        self._whole = None
+        if self._count is not None:
+            for one in (*self._made, *self._args, *self._kwargs.values()):
+                if isinstance(one, Tensor):
+                    self._count(local_of(one))
+        return out, copies and any(one._version for one in made)
+
+    def _run(self, whole: Tensor, made: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the module, up to its row if what is kept was counted."""
+        hand_out(self._columns, whole, made, saved_tensor_hooks(), self._dtype)
+        frame = self._span.region.frames.current
+        with ExitStack() as behind_row:
+            outer, frame.span = frame.span, (behind_row, self._count)
+            try:
+                return self._span.forward(*args, **kwargs)
+            finally:
+                frame.span = outer
+
+    def _marked(self, value: Any) -> Any:
+        """An argument, with its place over cp in the place of what was gathered."""
+        if not isinstance(value, Tensor) or local_of(value) is not self._whole:
+            return value
+        return _Whole(value.place if isinstance(value, SeqPart) else None)
+
+    def _keep(self, tensor: Tensor) -> int:
+        """The hook that is given what is kept."""
+        self._shapes.append(tensor.shape)
+        return len(self._shapes) - 1
+
+    def _take(self, at: int) -> Tensor:
+        """The hook that is asked for it."""
+        task = current_backward()
+        if self._task != task or at not in self._remade:
+            self._task, self._remade = task, {}
+            self._run_again()
+        return self._remade.pop(at)
+
+    def _run_again(self) -> None:
+        if self._versions != [one._version for one in self._made]:
+            raise RuntimeError(
+                f"{self._span.region.name}: an output of a column linear was modified by an inplace operation behind the MLP that "
+                "made it, and its backward needs it as it was; write the change as a new tensor, or use recompute='none'"
+            )
+        wanted, remade = self._shapes, self._remade
+
+        def keep(tensor: Tensor) -> None:
+            if tensor.shape != wanted[len(remade)]:
+                raise RuntimeError(_DIFFERS.format(list(tensor.shape), list(wanted[len(remade)])))
+            remade[len(remade)] = tensor.detach()
+            if len(remade) == len(wanted):
+                raise _Enough
+
+        whole = later(self._like, self._shape, self._again, requires_grad=self._requires_grad)
+
+        def given(value: Any) -> Any:
+            if isinstance(value, _Whole):
+                return whole if value.place is None else SeqPart.wrap(whole, value.place)
+            return _without_history(value) if isinstance(value, Tensor) else value
+
+        frames, streams, attributes = self._span.region.frames, self._span.region.streams, self._attributes
+        now = SavedStreams() if self._before is not None or streams.draws else None
+        values = attributes.read()
+        outer = frames.begin_repeat(self._lengths)
+        enabled = torch.is_grad_enabled()
+        try:
+            if self._before is not None:
+                self._before.restore()
+            attributes.set(self._values)
+            set_grad_enabled(True)
+            with as_autocast(whole.device.type, self._dtype), torch.autograd.graph.saved_tensors_hooks(keep, _refuse):
+                made = [_without_history(one) for one in self._made]
+                if self._copies:
+                    made = [one.clone() for one in made]
+                args = tuple(map(given, self._args))
+                self._run(whole, made, args, {key: given(one) for key, one in self._kwargs.items()})
+        except _Enough:
+            return
+        finally:
+            set_grad_enabled(enabled)
+            attributes.set(values)
+            frames.end_repeat(outer)
+            if now is not None:
+                now.restore()
+        raise RuntimeError(_DIFFERS.format("fewer tensors", len(wanted)))
 
 
 class _Whole(NamedTuple):
@@ -186,60 +359,19 @@ class _Whole(NamedTuple):
     place: Place | None
 
 
-class _Span:
-    """One call of such a module: at first it is the forward; later it ends at the row.
+_DIFFERS = (
+    "recompute='activations': an MLP that runs again in the backward computes something else than in the forward ({} in the place "
+    "of {}); it must depend on its inputs, parameters and attributes alone, or use recompute='none'"
+)
 
-    Args:
-        whole: what was gathered, which is let go of behind the first call.
-        columns: those that are handed what was made of it.
-        again: gathers it again, for a module that reads it otherwise, too.
-        copies: whether the module is given copies of what the columns made.
 
-    Attributes:
-        changes: whether it has changed one of them in place.
-    """
+def _without_history(x: Tensor) -> Tensor:
+    """A tensor as a leaf: a hook that the module registers on it must not reach the graph of the forward."""
+    if isinstance(x, SeqPart):
+        return SeqPart.wrap(_without_history(x.local), x.place)
+    return x.detach().requires_grad_(x.requires_grad)
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        region: SequenceRegion,
-        whole: Tensor,
-        columns: Sequence[Any],
-        again: Callable[[], Tensor],
-        *,
-        copies: bool,
-    ) -> None:
-        self._copies, self.changes = copies, False
-        self._forward, self._region, self._columns, self._again = forward, region, columns, again
-        self.count: Callable[[Tensor], Any] | None = None  # of somebody who counts what is kept
-        self._whole: Tensor | None = whole
-        self._shape, self._like, self._requires_grad = whole.shape, whole.new_empty(0), whole.requires_grad
 
-    def marked(self, value: Any) -> Any:
-        """An argument, with a mark in the place of what was gathered."""
-        if local_of(value) is not self._whole:
-            return value
-        return _Whole(value.place if isinstance(value, SeqPart) else None)
-
-    def __call__(self, made: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
-        """Run the module, whose columns made ``made``."""
-        whole, self._whole = self._whole, None
-        if self._copies:
-            made = tuple([one.clone() for one in made])
-        if whole is None:
-            whole = later(self._like, self._shape, self._again, requires_grad=self._requires_grad)
-
-        def given(value: Any) -> Any:
-            if not isinstance(value, _Whole):
-                return value
-            return whole if value.place is None else SeqPart.wrap(whole, value.place)
-
-        hand_out(self._columns, whole, made, saved_tensor_hooks())
-        frame = self._region.frames.current
-        with ExitStack() as behind_row:
-            outer, frame.span = frame.span, (behind_row, self.count)
-            try:
-                return self._forward(*map(given, args), **{key: given(value) for key, value in kwargs.items()})
-            finally:
-                self.changes = self.changes or (self._copies and any(one._version for one in made))
-                frame.span = outer
+def _refuse(kept: None) -> Tensor:
+    """Nothing is asked for what is kept where a call runs again."""
+    raise AssertionError("a backward ran through what was made again")

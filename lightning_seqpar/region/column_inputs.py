@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_seqpar.distributed.autograd import grad_hooks, identities, input_node, node_classes, saved_tensor_hooks
+from lightning_seqpar.layout.stand_in import Later
 from lightning_seqpar.region.frames import FrameStack
-from lightning_seqpar.region.products import Kept, Products, Tokens, gather_again
+from lightning_seqpar.region.products import Kept, Products, Tokens, autocast_dtype, gather_again, kept_of
 
 _PASSING = node_classes("ToCopy", "View", "UnsafeView", "Alias")
 """Nodes whose result is all of their input: casts and views."""
@@ -22,30 +23,8 @@ Hooks: TypeAlias = tuple[Any, Any] | None
 """Hooks on saved tensors, or none."""
 
 _MADE = "_seqpar_made"
-"""Attribute of a column with what was made for it (:class:`_Made`)."""
-
-
-class _Made(NamedTuple):
-    """What was made for a column where an activation was gathered, and what it was made with: the column may be called otherwise.
-
-    Attributes:
-        whole: the activation.
-        version: its version.
-        state: the state of autograd and autocast (:func:`_state`).
-        parameters: what tells the column's parameters from others.
-        out: the column's output.
-    """
-
-    whole: Tensor
-    version: int
-    state: tuple[Any, ...]
-    parameters: tuple[Any, ...]
-    out: Tensor
-
-
-def _state(device: str, hooks: Hooks) -> tuple[Any, ...]:
-    """What decides how a product is made, and what is kept of it."""
-    return hooks, torch.is_grad_enabled(), torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+"""Attribute of a column with what was made for it where an activation was gathered: the activation and its version, the state of
+autograd and autocast, what tells the column's parameters from others, and the output. The column may be called otherwise."""
 
 
 class ColumnGroup:
@@ -73,23 +52,25 @@ class ColumnGroup:
         joined: list[Any] = []
         transposed: list[bool] = []
         parameters: list[Tensor | None] = []
-        casts = torch.is_autocast_enabled(x.device.type)
+        dtype = autocast_dtype(x)
         for column in self._columns:
             own = column._parameters
             weight = own.get("weight")
             is_own = (type(weight) is Parameter or isinstance(weight, Parameter)) and "bias" in own
             if not is_own or column._forward_pre_hooks:
                 continue  # hooks in front of it may change its weight, or its input
-            if weight.shape[0 if column.transposed else 1] == x.shape[-1] and (casts or weight.dtype == x.dtype):
+            if weight.shape[0 if column.transposed else 1] == x.shape[-1] and (dtype is not None or weight.dtype == x.dtype):
                 joined.append(column)
                 transposed.append(column.transposed)
                 parameters += weight, own["bias"]
         whole: Tensor
-        kept = Kept.of(x) if regather else None
-        whole, *made = Products.apply((tokens, kept, transposed), x, *parameters)  # type: ignore[no-untyped-call]
-        hand_out(joined, whole, made, hooks)
-        self._whole, self._joined = whole if joined else None, len(joined)
-        self._again = None if kept is None else (tokens, kept)
+        kept = kept_of(x, traced=tokens.traced) if regather else None
+        whole, *made = Products.apply((tokens, kept, transposed, dtype), x, *parameters)
+        if joined:
+            hand_out(joined, whole, made, hooks, dtype)
+        if not tokens.traced:
+            self._whole, self._joined = whole if joined else None, len(joined)
+            self._again = (tokens, kept) if joined and kept is not None else None
         return whole
 
     def take_all(self) -> tuple[Tensor, list[Any], list[Tensor], Callable[[], Tensor]] | None:
@@ -101,11 +82,13 @@ class ColumnGroup:
         whole, again = self._whole, self._again
         if whole is None or again is None or not self._all:
             return None
-        made = []
+        made: list[Tensor] = []
         for column in self._all:
-            if (one := _made_for(column, whole)) is None:
+            noted = column.__dict__.get(_MADE)
+            if (one := take_made(column, whole)) is None:
                 return None
-            made.append(one.out)
+            column.__dict__[_MADE] = noted
+            made.append(one)
         for column in self._all:
             del column.__dict__[_MADE]
         return whole, [*self._all], made, functools.partial(gather_again, *again)
@@ -116,12 +99,14 @@ class ColumnGroup:
         Raises:
             RuntimeError: if a hook was registered on what was gathered when columns had read it.
         """
-        whole, self._whole, self._again = self._whole, None, None
         left = []
         for column in self._columns:
             if column.__dict__.pop(_MADE, None) is not None:
                 left.append(column)
-        if aborted or whole is None:
+        if self._whole is None:
+            return
+        whole, self._whole, self._again = self._whole, None, None
+        if aborted:
             return
         if grad_hooks(whole) is not None and len(left) < self._joined:
             raise RuntimeError(
@@ -144,37 +129,60 @@ NO_COLUMNS = ColumnGroup()
 """For what is gathered, and read by none that could join."""
 
 
-def hand_out(columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor], hooks: Hooks) -> None:
-    """Give columns what was made for them, for their next call with ``whole``."""
-    version, state = whole._version, _state(whole.device.type, hooks)
+def hand_out(columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor], hooks: Hooks, dtype: torch.dtype | None) -> None:
+    """Give columns what was made for them, for their next call with ``whole``; ``dtype`` is autocast's."""
+    version, state = whole._version, (hooks, torch.is_grad_enabled(), dtype)
     for column, out in zip(columns, made, strict=True):
-        column.__dict__[_MADE] = _Made(whole, version, state, identities(column._parameters.values()), out)
+        column.__dict__[_MADE] = whole, version, state, identities(column._parameters.values()), out
 
 
-def _made_for(column: Any, x: Tensor) -> _Made | None:
-    """What was made for a column, if it would make the same of ``x`` now."""
-    made: _Made | None = column.__dict__.get(_MADE)
-    if made is None or made.whole is not x or x._version != made.version:
-        return None
-    # A hook of x sees the gradient of those that read it, and of a leaf that x was made it is kept. An activation checkpoint that
-    # began since would run the column again, and not what made this.
-    if (
-        grad_hooks(x) is not None
-        or (x.requires_grad and x.grad_fn is None and type(x) is Tensor)
-        or made.state != _state(x.device.type, saved_tensor_hooks())
-        or made.parameters != identities(column._parameters.values())
-    ):
-        return None
-    return made
+@torch.compiler.substitute_in_graph(hand_out)
+def _hand_out_in_graph(
+    columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor], hooks: Hooks, dtype: torch.dtype | None
+) -> None:
+    """The same in a graph, where nothing but the block's own code runs before the columns do, and is seen by who traces it."""
+    state = torch.is_grad_enabled(), dtype
+    for column, out in zip(columns, made, strict=True):
+        column.__dict__[_MADE] = whole, 0, state, tuple(column._parameters.values()), out
 
 
 def take_made(column: Any, x: Tensor) -> Tensor | None:
     """What was made for a column where ``x``, which it is called with, was gathered; None if it has to multiply by itself."""
-    made = _made_for(column, x)
-    if made is None:
+    noted = column.__dict__.get(_MADE)
+    if noted is None:
+        return None
+    whole, version, state, parameters, out = noted
+    if whole is not x:
+        return None
+    if type(x) is Later:
+        is_other = x.made is not None and x.made._version > 0
+    else:  # a hook of x sees the gradient of those that read it, and of a leaf that x was made it is kept
+        is_other = x._version != version or grad_hooks(x) is not None or (x.requires_grad and x.grad_fn is None)
+    # An activation checkpoint that began since would run the column again, and not what made this.
+    if (
+        is_other
+        or state != (saved_tensor_hooks(), torch.is_grad_enabled(), autocast_dtype(out))
+        or parameters != identities(column._parameters.values())
+    ):
         return None
     del column.__dict__[_MADE]
-    return made.out
+    return out  # type: ignore[no-any-return]
+
+
+@torch.compiler.substitute_in_graph(take_made)
+def _take_made_in_graph(column: Any, x: Tensor) -> Tensor | None:
+    """The same in a graph. A change of ``x`` in place is refused when the graph is made."""
+    noted = column.__dict__.get(_MADE)
+    if noted is None:
+        return None
+    whole, _, state, parameters, out = noted
+    if whole is not x or state != (torch.is_grad_enabled(), autocast_dtype(x)):
+        return None
+    for before, now in zip(parameters, column._parameters.values(), strict=True):
+        if before is not now:
+            return None
+    del column.__dict__[_MADE]
+    return out  # type: ignore[no-any-return]
 
 
 class WholeActivations:
@@ -183,19 +191,10 @@ class WholeActivations:
     def __init__(self, frames: FrameStack) -> None:
         self._frames = frames
 
-    def open(self) -> None:
-        """A module with gathered inputs begins."""
-        self._frames.current.gather_scopes.append([])
-
-    def close(self) -> None:
-        """It ended, or raised."""
-        frame = self._frames.current
-        del frame.gather_scopes[-1:]
-        if not frame.gather_scopes:
-            frame.wholes = []
-
     def add(self, whole: Tensor) -> None:
         """An activation that is the same on all ranks, for the innermost module that is running."""
+        if self._frames.traced:
+            return
         frame, node = self._frames.current, whole.grad_fn
         frame.wholes.append(weakref.ref(whole))
         if frame.gather_scopes and node is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -21,11 +23,11 @@ from lightning_seqpar.distributed.collectives import (
     scatter_to_sequence_parallel_region,
 )
 from lightning_seqpar.distributed.padding import pad, shard_length
-from lightning_seqpar.region.column_inputs import NO_COLUMNS, ColumnGroup, WholeActivations
+from lightning_seqpar.distributed.rng import RankStreams
+from lightning_seqpar.region.column_inputs import NO_COLUMNS, ColumnGroup, Hooks, WholeActivations
 from lightning_seqpar.region.frames import Frame, FrameStack
 from lightning_seqpar.region.observers import Observers
-from lightning_seqpar.region.products import Tokens
-from lightning_seqpar.region.rng_scope import RngScope
+from lightning_seqpar.region.products import GraphTokens, Tokens
 
 _MANY = 256
 """Lengths whose chunks are remembered; with variable lengths the oldest are forgotten."""
@@ -65,18 +67,18 @@ class DataPath:
         sp: bool,
         regather: bool,
         frames: FrameStack,
-        rng: RngScope,
+        streams: RankStreams,
         wholes: WholeActivations,
         observers: Observers,
         context: ContextAxis | None = None,
     ) -> None:
         self.group, self.dim, self.sp, self.regather = group, dim, sp, regather
         self.size = group.size()
-        self._frames, self._rng, self._wholes = frames, rng, wholes
+        self._frames, self._streams, self._wholes = frames, streams, wholes
         self._observers, self._placement = observers, observers.placement
         self._context = context
-        self._known: dict[int, Chunks] = {}
-        self._whole = Tokens(group, dim, sp=False)
+        self._known: dict[int, tuple[Chunks, Place, int, int]] = {}
+        self._whole = (GraphTokens if frames.traced else Tokens)(group, dim, sp=False)
 
     # ---- in and out ------------------------------------------------------------------------------------------
 
@@ -86,9 +88,9 @@ class DataPath:
             return x if self._context is None else self._context.part(x, self.dim)
         frames = self._frames
         if isinstance(x, SeqPart) and (found := self._shard_in(x)) is not None:
-            shard, length, chunks = found
-            shape, place = tuple(shard.shape), x.place
-            if not place.is_plain:  # flattened tokens
+            shard, length, chunks, place = found
+            shape: Sequence[int] = shard.shape
+            if place is not None:  # flattened tokens
                 part = shard_length(length, self.size)
                 shape = (place.before, part, *shape[1:]) if self.dim else (part, place.behind, *shape[1:])
             frames.begin(length, shape, chunks)
@@ -97,6 +99,8 @@ class DataPath:
             self._placement.check_layout(x, block)
             frames.begin(x.shape[self.dim], tuple(x.shape), chunks)
             shard = scatter_to_sequence_parallel_region(x, self.dim, self.group)
+        if frames.traced:
+            self._tokens_of(frames.current)
         self._observers.region_begins()
         self._observers.shard_made(shard, block)
         return shard
@@ -107,8 +111,8 @@ class DataPath:
             return whole_of(x), None
         return self._context.enter(over_tp(x) if isinstance(x, SeqPart) else x, self.dim)
 
-    def _shard_in(self, x: SeqPart) -> tuple[Tensor, int, Chunks | None] | None:
-        """The shard that blocks compute on: with its padding, the length, and how that is dealt out over cp.
+    def _shard_in(self, x: SeqPart) -> tuple[Tensor, int, Chunks | None, Place | None] | None:
+        """The shard that blocks compute on: with its padding, the length, how that is dealt out over cp, and where tokens lie.
 
         Returns:
             None if the sequence lies otherwise in it, or is dealt out otherwise.
@@ -116,22 +120,31 @@ class DataPath:
         inner, chunks = x.settled(), None
         if isinstance(x.local, SeqPart):
             inner, chunks = x.local.settled(), x.place.chunks
-        place, length = inner.place, inner.place.chunks.length
-        in_place = place.is_plain and place.dim == self.dim
+        place = inner.place
+        length, shard = place.chunks.length, inner.local
+        own, plain, part, held = self._dealt(length)
+        if place is plain:  # as a block has left it
+            return shard if part == held else _resized(shard, place, held, part), length, chunks, None
+        in_place = is_plain = place.is_plain and place.dim == self.dim
         if not in_place and x.ndim == 2:  # [b·s, h], or [s·b, h]
             in_place = place.dim == 0 and (place.behind if self.dim else place.before) == 1
-        if not in_place or place.chunks.axis != "tp" or not place.chunks.same(self._chunks(length)):
+        if not in_place or place.chunks.axis != "tp" or not place.chunks.same(own):
             return None
-        part = shard_length(length, self.size)
-        return _resized(inner.local, place, place.chunks.local_length, part), length, chunks
+        return _resized(shard, place, held, part), length, chunks, None if is_plain else place
 
-    def _chunks(self, length: int) -> Chunks:
-        """How a sequence of that length is dealt out over the tensor-parallel ranks; the same object for the same length."""
+    def _dealt(self, length: int) -> tuple[Chunks, Place, int, int]:
+        """How a sequence of that length is dealt out over the tensor-parallel ranks, the same objects for the same length.
+
+        Returns:
+            The runs, their place in an activation, and the positions of a shard with its padding and without.
+        """
         found = self._known.get(length)
         if found is None:
             if len(self._known) >= _MANY:
                 del self._known[next(iter(self._known))]
-            found = self._known[length] = Chunks(self.group, length, padded(length, self.size), axis="tp")
+            chunks = Chunks(self.group, length, padded(length, self.size), axis="tp")
+            part = shard_length(length, self.size)
+            found = self._known[length] = chunks, Place(chunks, self.dim), part, chunks.local_length
         return found
 
     def wrap(self, x: Any) -> Any:
@@ -139,14 +152,12 @@ class DataPath:
         frame = self._frames.current
         if not isinstance(x, Tensor) or isinstance(x, SeqPart) or frame.length is None:
             return x
-        chunks, part = self._chunks(frame.length), self._frames.shard_length
-        if x.ndim == frame.ndim and x.shape[self.dim] == part:
-            place = Place(chunks, self.dim)
-        elif x.ndim == 2 and frame.ndim == 3 and part > 1 and x.shape[0] == frame.batch * part:
+        chunks, place, part, held = self._dealt(frame.length)
+        if x.ndim == 2 and frame.ndim == 3 and part > 1 and x.shape[0] == frame.batch * part:
             place = Place(chunks, 0, frame.batch, 1) if self.dim else Place(chunks, 0, 1, frame.batch)
-        else:
+        elif x.ndim != frame.ndim or x.shape[self.dim] != part:
             return x
-        wrapped = SeqPart.wrap(_resized(x, place, part, chunks.local_length), place)
+        wrapped = SeqPart.wrap(x if part == held else _resized(x, place, part, held), place)
         if frame.chunks is not None:
             wrapped = SeqPart.wrap(wrapped, replace(place, chunks=frame.chunks))
         return wrapped
@@ -169,16 +180,14 @@ class DataPath:
         self._placement.check_shard(x, module)
         chunks, length = self._frames.current.chunks, self._frames.end()
         self._observers.region_ends()
-        return as_part(
-            gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length), self.dim, chunks
-        )
+        return as_part(gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length), self.dim, chunks)
 
     def suspend(self, x: Tensor, module: str) -> Tensor:
         """A shard on its way to a module that every rank computes whole; the region goes on behind it."""
         if not self.sp:
             return x
         self._frames.open_recompute(x, module)
-        self._rng.begin_whole()
+        self._streams.end()
         length = self.length_for(x, module)
         whole = gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)
         return as_part(whole, self.dim, self._frames.current.chunks)
@@ -189,8 +198,11 @@ class DataPath:
             return x if self._context is None else self._context.part(x, self.dim)
         if self._context is not None:
             x, _ = self._context.enter(x, self.dim)
-        self._placement.check_whole_output(x, module)
-        self._rng.end_whole()
+        if self._frames.traced:
+            self._graph_tokens(x.ndim)
+        else:
+            self._placement.check_whole_output(x, module)
+            self._streams.begin()
         return scatter_to_sequence_parallel_region(x, self.dim, self.group)
 
     # ---- columns and rows ------------------------------------------------------------------------------------
@@ -204,9 +216,10 @@ class DataPath:
         place = None
         if isinstance(x, SeqPart):
             place, x = x.place, x.local
-        tokens, frame, hooks = self._whole, self._frames.current, saved_tensor_hooks()
+        tokens, frame = self._whole, self._frames.current
+        hooks = None if self._frames.traced else saved_tensor_hooks()
         if self.sp:
-            tokens = self._shard_tokens(x, frame, module)
+            tokens = self._shard_tokens(x, frame, module, hooks)
         # An activation checkpoint makes all of it again by itself, where x may have no history.
         regather = (self.regather or not self.sp) and (hooks is None or not is_of_checkpoint(hooks))
         whole = columns.gather(tokens, x, hooks, regather=regather)
@@ -215,21 +228,42 @@ class DataPath:
             return SeqPart.wrap(whole, place)
         return whole if frame.chunks is None else as_part(whole, self.dim, frame.chunks, tokens.batch)
 
-    def _shard_tokens(self, x: Tensor, frame: Frame, module: str) -> Tokens:
+    def _shard_tokens(self, x: Tensor, frame: Frame, module: str, hooks: Hooks) -> Tokens:
         """How the positions of a shard, or of flattened tokens of one, lie on the ranks."""
         shape = x.shape
-        self._frames.remember((module, shape))
+        if self._frames.traced:
+            return self._graph_tokens(x.ndim)
+        if hooks is not None or not torch.is_grad_enabled():  # a checkpoint may run it again by itself
+            self._frames.remember((module, shape))
         if len(shape) == frame.ndim and frame.length is not None and shape[self.dim] == frame.part:
             return frame.tokens or self._tokens_of(frame)
         length = self.length_for(x, module)
         return Tokens(self.group, self.dim, True, length, frame.batch)
 
     def _tokens_of(self, frame: Frame) -> Tokens:
-        frame.tokens = Tokens(self.group, self.dim, True, frame.length or 0)
+        length = frame.length or 0
+        if self._frames.traced:
+            frame.tokens = GraphTokens(self.group, self.dim, True, padding=-length % self.size)
+        else:
+            frame.tokens = Tokens(self.group, self.dim, True, length)
         return frame.tokens
+
+    def _graph_tokens(self, ndim: int) -> GraphTokens:
+        """How the positions of an activation of ``ndim`` dims lie on the ranks, in a graph."""
+        frame = self._frames.current
+        if ndim != frame.ndim:
+            raise ValueError(
+                f"a tensor of {ndim} dims is gathered or reduced in a compiled block, where activations have {frame.ndim}: "
+                "flattened tokens have no compiled form; use compile=False"
+            )
+        tokens = frame.tokens
+        assert isinstance(tokens, GraphTokens)
+        return tokens
 
     def length_for(self, x: Tensor, module: str) -> int:
         """The length of the whole sequence that ``x``, a module's input, is required to be a shard of."""
+        if self._frames.traced:
+            return self._graph_tokens(x.ndim).whole_length(x)
         self._placement.check_shard(x, module)
         self._frames.remember((module, tuple(x.shape)))
         return self._frames.length
@@ -237,8 +271,10 @@ class DataPath:
     def copy(self, x: Tensor, module: str, columns: ColumnGroup = NO_COLUMNS) -> Tensor:
         """An activation that is whole already (an encoder's states) on its way to column linears."""
         place, x = x.place if isinstance(x, SeqPart) else None, local_of(x)
-        hooks = saved_tensor_hooks()
+        hooks = None if self._frames.traced else saved_tensor_hooks()
         copied = columns.gather(self._whole, x, hooks, regather=not is_of_checkpoint(hooks))
+        if self._frames.traced:
+            return copied
         self._frames.current.copied.append(x.shape[self.dim])
         if self._frames.active:
             self._frames.remember((module, tuple(x.shape)))
@@ -250,10 +286,13 @@ class DataPath:
         if not self.sp:
             return self._whole
         frames, frame = self._frames, self._frames.current
+        if frames.traced:
+            return self._graph_tokens(len(shape))
         key = module, shape
         known = frames.remembered(key) if current_backward() != NO_BACKWARD else None
         if known is None:
-            frames.remember(key)
+            if saved_tensor_hooks() is not None or not torch.is_grad_enabled():
+                frames.remember(key)
             if len(shape) == frame.ndim and shape[self.dim] == frame.length:
                 return frame.tokens or self._tokens_of(frame)
             if not frames.folds(shape, frame.length, frame):
@@ -264,8 +303,8 @@ class DataPath:
 
     def reduce(self, x: Tensor, module: str) -> Tensor:
         """The partial sums that a module leaves, summed."""
-        self._rng.end_features()
         if not self.sp:
+            self._streams.end()
             reduced = reduce_from_tensor_parallel_region(local_of(x), self.group)
             return x.like(reduced) if isinstance(x, SeqPart) else reduced
         x = local_of(x)

@@ -8,9 +8,8 @@ is no frame: an activation knows by itself that it is a part (:class:`~lightning
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -41,7 +40,6 @@ class InputRecord(NamedTuple):
     chunks: Chunks | None = None
 
 
-@dataclass
 class Frame:
     """The state of one call: nested, repeated and aborted calls of blocks each have their own.
 
@@ -71,29 +69,38 @@ class Frame:
         switched_streams: whether draws come from the rank's own random stream since the call began.
     """
 
-    module: str = ""
-    is_call: bool = False
+    ndim = part = 0
+    batch = 1
     length: int | None = None
-    ndim: int = 0
-    batch: int = 1
     chunks: Chunks | None = None
-    part: int = 0
     tokens: Tokens | None = None
-    of_samples: bool = False
-    task: int = NO_BACKWARD
-    resumed_by: str | None = None
-    repeats: bool = False
-    gather_scopes: list[list[Any]] = field(default_factory=list)
-    wholes: list[weakref.ref[Tensor]] = field(default_factory=list)
-    copied: list[int] = field(default_factory=list)
-    sum_features: list[list[Any] | None] = field(default_factory=list)
-    partial_nodes: list[Any] = field(default_factory=list)
+    of_samples = switched_streams = False
     dealt_out: Place | None = None
     span: tuple[ExitStack, Callable[[Tensor], Any] | None] | None = None
-    switched_streams: bool = False
 
-    def __post_init__(self) -> None:
-        self.record = InputRecord(self.length, self.ndim, self.batch, self.chunks)
+    def __init__(
+        self,
+        module: str = "",
+        known: InputRecord | None = None,
+        *,
+        is_call: bool = False,
+        task: int = NO_BACKWARD,
+        resumed_by: str | None = None,
+        repeats: bool = False,
+    ) -> None:
+        self.module, self.is_call, self.task, self.resumed_by, self.repeats = module, is_call, task, resumed_by, repeats
+        self.gather_scopes: list[list[Any]] = []
+        self.wholes: list[weakref.ref[Tensor]] = []
+        self.copied: list[int] = []
+        self.sum_features: list[list[Any] | None] = []
+        self.partial_nodes: list[Any] = []
+        if known is not None:
+            self.length, self.ndim, self.batch, self.chunks = known
+
+    @property
+    def record(self) -> InputRecord:
+        """The lengths, for a recompute."""
+        return InputRecord(self.length, self.ndim, self.batch, self.chunks)
 
     @property
     def sources(self) -> list[Any]:
@@ -110,10 +117,12 @@ class FrameStack:
 
     Attributes:
         current: the frame of the innermost call; outside of any call a frame that no call opened.
+        traced: whether blocks are compiled. Of what happens in one, nothing is noted then, and no code reads names: the graph would
+            be that of one block alone.
     """
 
-    def __init__(self, size: int, dim: int, region: str) -> None:
-        self._size, self._dim, self._region = size, dim, region
+    def __init__(self, size: int, dim: int, region: str, *, traced: bool = False) -> None:
+        self._size, self._dim, self._region, self.traced = size, dim, region, traced
         self.reset()
 
     def reset(self) -> None:
@@ -127,7 +136,8 @@ class FrameStack:
 
     def open(self, module: str = "") -> None:
         """Begin a call of a block, or of another module on shards."""
-        self._push(Frame(module, is_call=True, task=current_backward()))
+        self._outer.append(self.current)
+        self.current = Frame(module, is_call=True, task=current_backward())
 
     def close(self, module: str = "") -> None:
         """End it, whether it returned or raised; what it left open is dropped."""
@@ -147,6 +157,8 @@ class FrameStack:
         Raises:
             RuntimeError: if forwards of different lengths had inputs of this shape.
         """
+        if self.traced:
+            return
         task = current_backward()
         if task == NO_BACKWARD or self.current.task == task:
             return
@@ -156,11 +168,11 @@ class FrameStack:
                 f"{module}: recomputed in the backward, but forwards of different lengths had inputs of shape "
                 f"{list(x.shape)}; pad the sequences to a multiple of tp={self._size}"
             )
-        self._push(Frame(module, False, *known, task=task, resumed_by=module))
+        self._push(Frame(module, known, task=task, resumed_by=module))
 
     def finish(self, module: str) -> None:
         """A block or a module with gathered inputs ended: close the frame that :meth:`open_recompute` opened for it, if any."""
-        if self.current.resumed_by == module:
+        if not self.traced and self.current.resumed_by == module:
             self.current = self._outer.pop()
 
     @contextmanager
@@ -169,8 +181,22 @@ class FrameStack:
 
         Unlike :meth:`open_recompute` it needs no shape to find the call by, so calls of several lengths are told apart.
         """
-        with self._within(Frame(self.current.module, False, *known, task=current_backward(), repeats=True)):
+        outer = self.begin_repeat(known)
+        try:
             yield
+        finally:
+            self.end_repeat(outer)
+
+    def begin_repeat(self, known: InputRecord) -> tuple[Frame, int]:
+        """Enter that context; returns what :meth:`end_repeat` takes."""
+        outer = self.current, len(self._outer)
+        self._push(Frame(self.current.module, known, task=current_backward(), repeats=True))
+        return outer
+
+    def end_repeat(self, outer: tuple[Frame, int]) -> None:
+        """Leave it; torch ends a recompute with an exception, as soon as all is there that it needs."""
+        self.current, count = outer
+        del self._outer[count:]
 
     @contextmanager
     def alone(self, shape: tuple[int, ...], *, is_shard: bool) -> Iterator[None]:
@@ -183,19 +209,13 @@ class FrameStack:
         task, dim = current_backward(), self._dim if len(shape) == 3 else 0
         length = shape[dim] * self._size if is_shard else None
         batch = shape[1 - dim] if len(shape) == 3 else 1
-        with self._within(Frame(self.current.module, False, length, 3, batch, task=task, repeats=task != NO_BACKWARD)):
-            yield
-
-    @contextmanager
-    def _within(self, frame: Frame) -> Iterator[None]:
-        """A context with a frame of its own; torch ends a recompute with an exception, as soon as all is there that it needs."""
-        outer, count = self.current, len(self._outer)
-        self._push(frame)
+        known = InputRecord(length, 3, batch)
+        outer = self.current, len(self._outer)
+        self._push(Frame(self.current.module, known, task=task, repeats=task != NO_BACKWARD))
         try:
             yield
         finally:
-            del self._outer[count:]
-            self.current = outer
+            self.end_repeat(outer)
 
     def lengths(self) -> InputRecord:
         """The lengths of the current call, for :meth:`repeating`."""
@@ -237,7 +257,7 @@ class FrameStack:
         """Positions of a shard of it, padding included."""
         return self.current.part
 
-    def begin(self, length: int, shape: tuple[int, ...], chunks: Chunks | None = None) -> None:
+    def begin(self, length: int, shape: Sequence[int], chunks: Chunks | None = None) -> None:
         """In the current call activations are shards from here on.
 
         Args:
@@ -248,14 +268,12 @@ class FrameStack:
         frame = self.current
         frame.length, frame.ndim, frame.chunks, frame.tokens = length, len(shape), chunks, None
         frame.batch = shape[1 - self._dim] if len(shape) == 3 else 1
-        frame.part = shard_length(length, self._size)
-        frame.record = InputRecord(length, frame.ndim, frame.batch, chunks)
+        frame.part = -(-length // self._size)
 
     def end(self) -> int | None:
         """From here on activations are whole; returns the length that they had."""
         frame = self.current
         length, frame.length, frame.tokens = frame.length, None, None
-        frame.record = InputRecord(None, frame.ndim, frame.batch, frame.chunks)
         return length
 
     def fold(self, x: Tensor, positions: int | None, of: Frame | InputRecord | None = None) -> Tensor | None:
@@ -285,7 +303,7 @@ class FrameStack:
     def remember(self, key: InputKey) -> None:
         """Note the length of the call, of which the module's input is a shard, for a backward that computes the module again."""
         known = self.current.record
-        if self._inputs.setdefault(key, known) is not known and self._inputs[key] != known:
+        if self._inputs.setdefault(key, known) != known:
             self._inputs[key] = None
 
     def remembered(self, key: InputKey) -> InputRecord | None:

@@ -49,13 +49,18 @@ def put_argument(
     return args, {**kwargs, where: value}
 
 
-def _with_first(out: Any, change: Callable[[Tensor], Any], refusal: str) -> Any:
-    """Changes the activation in what a module returns: a tensor, or the first of several; ``refusal`` names other types."""
+def _with_first(out: Any, change: Callable[[Tensor, str], Any], name: str, refusal: str) -> Any:
+    """Changes the activation in what the module ``name`` returns: a tensor, or the first of several.
+
+    Args:
+        change: is given the activation and the name, which it must not have in a closure: a graph would be of one module alone.
+        refusal: what is said of another type, whose name takes the place of the braces.
+    """
     if isinstance(out, Tensor):
-        return change(out)
+        return change(out, name)
     if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
-        raise ValueError(refusal.format(type(out).__name__))
-    values = [change(out[0]), *out[1:]]
+        raise ValueError(f"{name}: {refusal.format(type(out).__name__)}")
+    values = [change(out[0], name), *out[1:]]
     return type(out)(*values) if hasattr(out, "_fields") else type(out)(values)
 
 
@@ -66,12 +71,10 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
         region.begin_call(name)
         where, x = find_argument(name, arg, args, kwargs)
         if not isinstance(x, Tensor) or x.is_nested:
-            raise ValueError(
-                f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'"
-            )
+            raise ValueError(f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'")
         entered = region.path.enter(x, name)
         args, kwargs = _unwrapped(region, *put_argument(where, entered, args, kwargs))
-        region.rng.begin_block()
+        region.begin_shards()
         return args, kwargs
 
     return hook
@@ -92,9 +95,7 @@ def leave_block(region: SequenceRegion, name: str, *, is_exit: bool) -> Callable
     return hook
 
 
-def _unwrapped(
-    region: SequenceRegion, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _unwrapped(region: SequenceRegion, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a block with shards in the place of parts of sequences."""
     plain = (Tensor, bool, int, float, str, type(None), torch.nn.Parameter)
     if region.sp and not all(type(x) in plain for x in (*args, *kwargs.values())):
@@ -142,7 +143,7 @@ def _begin(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Begin a call of a module between the blocks: its arguments become shards."""
     region.begin_call(name)
-    region.rng.begin_block()
+    region.begin_shards()
     where, x = find_argument(name, arg, args, kwargs)
     if isinstance(x, Tensor):
         # A pooled activation, [b, h]: what follows the blocks treats its rows as positions.
@@ -155,7 +156,7 @@ def _begin(
 
 def _end(region: SequenceRegion, name: str, out: Any, *, is_exit: bool = False) -> Any:
     """End such a call, which returned or raised: it gives back parts of a sequence, at the region's end what is whole."""
-    region.rng.end_block(aborted=out is None)
+    region.end_shards(aborted=out is None)
     of_samples = region.frames.current.of_samples
     try:
         given = None if out is None else _left(region, name, out) if is_exit else _wrapped(region, name, out)
@@ -239,14 +240,14 @@ def gather_arguments(
     is_simple = tuple(gathered) == (0,) and not (copied or local_width or deals_out)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if region.sp and region.frames.current.length is None and any(map(lies_over_tp, (*args, *kwargs.values()))):
-            args, kwargs = _begin(
-                region, name, gathered[0] if gathered else 0, args, kwargs
-            )  # called between the blocks
+        frames = region.frames
+        is_outside = region.sp and not frames.traced and frames.current.length is None
+        if is_outside and any(map(lies_over_tp, (*args, *kwargs.values()))):
+            args, kwargs = _begin(region, name, gathered[0] if gathered else 0, args, kwargs)  # called between the blocks
         if is_simple and args and isinstance(args[0], Tensor):
             region.open_gather(args[0], name)
             return (region.path.gather(args[0], name, columns), *args[1:]), kwargs
-        done: dict[int, Tensor] = {}  # one gather serves an argument that is passed twice
+        done: list[tuple[Tensor, Tensor]] = []  # one gather serves an argument that is passed twice
         values = [find_argument(name, arg, args, kwargs)[1] for arg in (*gathered, *copied)]
         widest = _widest(values)
         parts = [x for x in values[: len(gathered)] if isinstance(x, SeqPart) and deals_out and not region.sp]
@@ -259,7 +260,11 @@ def gather_arguments(
                 raise ValueError(f"{name}: argument {arg!r} is a {type(x).__name__}; {style!r} takes tensors")
             if not done:
                 region.open_gather(x, name)
-            if id(x) not in done:
+            for before, made in done:
+                if before is x:
+                    args, kwargs = put_argument(where, made, args, kwargs)
+                    break
+            else:
                 given = x.to(widest) if widest is not None and x.is_floating_point() else x
                 if parts and arg in gathered:
                     given = _own_tokens(given, parts[0])
@@ -272,8 +277,9 @@ def gather_arguments(
                 if deals_out and isinstance(whole, SeqPart):
                     region.frames.current.dealt_out = region.frames.current.dealt_out or whole.place
                     whole = whole.local
-                done[id(x)] = _narrow(whole, region.size) if local_width and arg in gathered else whole
-            args, kwargs = put_argument(where, done[id(x)], args, kwargs)
+                made = _narrow(whole, region.size) if local_width and arg in gathered else whole
+                done.append((x, made))
+                args, kwargs = put_argument(where, made, args, kwargs)
         return args, kwargs
 
     return hook
@@ -313,13 +319,15 @@ def close_gather(
         region.close_gather()
         if columns is not NO_COLUMNS:
             columns.close(name, aborted=out is None)
-        if out is None:  # it raised
-            region.rng.end_features()
-        elif heads is not None and isinstance(out, list | tuple):
+        if out is None and not region.sp:  # it raised between a column and its row
+            region.inner_streams.end()
+        if heads is not None and isinstance(out, list | tuple):
             for item in out[1:]:
                 if isinstance(item, Tensor):
                     region.observers.heads_made(item, name, heads)
         frames = region.frames
+        if frames.traced:
+            return None
         if frames.current.resumed_by is not None:
             frames.finish(name)
         if not (is_block or is_exit) and frames.current.module == name and frames.current.is_call:
@@ -391,8 +399,9 @@ def reduce_output(
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         return _with_first(
             out,
-            lambda x: region.reduce_sum(x, name, read(rows), read(once)),
-            f"{name}: a {{}} can't be reduced; 'reduce' takes a module that returns a tensor",
+            lambda x, name: region.reduce_sum(x, name, read(rows), read(once)),
+            name,
+            "a {} can't be reduced; 'reduce' takes a module that returns a tensor",
         )
 
     return hook
@@ -402,14 +411,19 @@ def make_whole(region: SequenceRegion, name: str, wanted: Sequence[Argument]) ->
     """A pre-hook of a module that every rank computes whole: its arguments ``wanted`` become whole for it."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        done: dict[int, Tensor] = {}
+        done: list[tuple[Tensor, Tensor]] = []
         for arg in wanted:
             where, x = find_argument(name, arg, args, kwargs)
             if not isinstance(x, Tensor):
                 raise ValueError(f"{name}: argument {arg!r} is a {type(x).__name__}; 'whole' takes tensors")
-            if id(x) not in done:
-                done[id(x)] = region.path.suspend(x, name)
-            args, kwargs = put_argument(where, done[id(x)], args, kwargs)
+            for before, made in done:
+                if before is x:
+                    args, kwargs = put_argument(where, made, args, kwargs)
+                    break
+            else:
+                whole = region.path.suspend(x, name)
+                done.append((x, whole))
+                args, kwargs = put_argument(where, whole, args, kwargs)
         return args, kwargs
 
     return hook
@@ -420,8 +434,8 @@ def make_shards(region: SequenceRegion, name: str) -> Callable[..., Any]:
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if out is not None:
-            refusal = f"{name}: a {{}} can't be sliced; 'whole' takes a module that returns a tensor"
-            out = _with_first(out, lambda x: region.path.resume(x, name), refusal)
+            refusal = "a {} can't be sliced; 'whole' takes a module that returns a tensor"
+            out = _with_first(out, region.path.resume, name, refusal)
         region.frames.finish(name)
         return out
 
@@ -436,7 +450,7 @@ def slice_arguments(
     An argument of one head stands for all heads and is left as it is.
 
     Args:
-        take: the method ``slice`` of the region's data path, eager or lowered.
+        take: the method ``slice`` of the region's data path.
         dim: the tensor dim of the heads.
     """
 

@@ -75,7 +75,7 @@ class Observers:
 
     def heads_made(self, out: Tensor, module: str, heads: int) -> None:
         """A module on some of ``heads`` query heads made ``out`` beside its activation: ``[b, heads/tp, s, s]``, or a mean."""
-        if current_backward() != NO_BACKWARD:
+        if self._frames.traced or current_backward() != NO_BACKWARD:
             return
         if out.ndim == 4 and out.shape[1] * self._size == heads:
             self.sharded_outputs.note(out, module, 1, heads)
@@ -91,7 +91,7 @@ class Observers:
 
     def column_begins(self, x: Tensor, module: str) -> None:
         """A column linear is about to read ``x``, ``[b, s, h]``."""
-        if not self.schedule.watches_columns(self._frames):
+        if self._frames.traced or not self.schedule.watches_columns(self._frames):
             return
         check_ancestry(x, self._frames.current.sources, module)
         if self._sp:

@@ -8,8 +8,9 @@ products. A row is one function, too: product and reduce-scatter.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,25 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.async_ops import PendingAllReduce, PendingGather, PendingReduceScatter
-from lightning_seqpar.distributed.autograd import once_differentiable
+from lightning_seqpar.distributed.autograd import Function, once_differentiable, set_grad_enabled
+from lightning_seqpar.distributed.functional import GraphAllReduce, GraphGather, GraphReduceScatter, behind
 
-Pending: TypeAlias = PendingAllReduce | PendingGather | PendingReduceScatter
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Tensor:
+        """Wait for it, and return what it made."""
+
+
+class _Whole:
+    """What every rank has already."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> Tensor:
+        return self._tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +56,10 @@ class Tokens:
         sp: whether each rank holds a shard.
         length: positions of the whole sequence.
         batch: of flattened tokens ``[b·s, h]`` the size of the batch; 0 for an activation.
+        traced: whether the collectives are operations of a graph.
     """
+
+    traced: ClassVar[bool] = False
 
     group: ProcessGroup
     dim: int
@@ -47,37 +67,51 @@ class Tokens:
     length: int = 0
     batch: int = 0
 
-    def start_gather(self, shard: Tensor, *, async_op: bool = True) -> Pending | Tensor:
-        """Start to put the shards together; :meth:`finish` waits."""
+    def start_gather(self, shard: Tensor, *, async_op: bool = True) -> Pending:
+        """Start to put the shards together. As given, so returned: flattened tokens flattened."""
         if not self.sp:
-            return shard
-        shard = self.folded(shard) if self.batch else shard
-        return PendingGather(shard, self.dim, self.group, self.length, async_op)
+            return _Whole(shard)
+        flat = self.batch > 0
+        return PendingGather(self.folded(shard) if flat else shard, self.dim, self.group, self.length, async_op, flat)
 
     def start_sum(self, addend: Tensor, *, async_op: bool = True) -> Pending:
-        """Start to sum one addend of each rank."""
+        """Start to sum one addend of each rank, likewise."""
         if not self.sp:
             return PendingAllReduce(addend, self.group, async_op)
-        addend = self.folded(addend) if self.batch else addend
-        return PendingReduceScatter(addend, self.dim, self.group, async_op)
-
-    def gather(self, shard: Tensor) -> Tensor:
-        """The shards of all ranks, put together."""
-        if self.sp and not self.batch:
-            return PendingGather(shard, self.dim, self.group, self.length, False).wait()
-        return self.finish(self.start_gather(shard, async_op=False))
-
-    def finish(self, pending: Pending | Tensor) -> Tensor:
-        """Wait for what was started, and return it as the activation was given: flattened tokens flattened."""
-        if isinstance(pending, Tensor):
-            return pending
-        out = pending.wait()
-        return out.flatten(0, 1) if self.batch else out
+        flat = self.batch > 0
+        return PendingReduceScatter(self.folded(addend) if flat else addend, self.dim, self.group, async_op, flat)
 
     def folded(self, x: Tensor) -> Tensor:
         """Flattened tokens as an activation: ``[b·s, h]`` → ``[b, s, h]``, or ``[s, b, h]`` where the sequence is dim 0."""
         sizes = (self.batch, -1) if self.dim == 1 else (-1, self.batch)
         return x.reshape(*sizes, *x.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class GraphTokens(Tokens):
+    """The same in a compiled block, whose graph has the collectives as operations of its own, and no flattened tokens.
+
+    Attributes:
+        padding: by how many positions the shards of all ranks are longer together; the length is not read, so that one graph
+            serves all sequences with as much padding.
+    """
+
+    traced: ClassVar[bool] = True
+    padding: int = 0
+
+    def start_gather(self, shard: Tensor, *, async_op: bool = True) -> Any:
+        """Start to put the shards together."""
+        return GraphGather(shard, self.dim, self.group, self.whole_length(shard)) if self.sp else _Whole(shard)
+
+    def start_sum(self, addend: Tensor, *, async_op: bool = True) -> Any:
+        """Start to sum one addend of each rank."""
+        if not self.sp:
+            return GraphAllReduce(addend, self.group)
+        return GraphReduceScatter(addend, self.dim, self.group, self.padding)
+
+    def whole_length(self, shard: Tensor) -> int:
+        """Positions of the whole sequence of a shard."""
+        return shard.shape[self.dim] * self.group.size() - self.padding
 
 
 _NORM = "_seqpar_norm"
@@ -95,43 +129,57 @@ class NormCall:
         """Let ``out``, which it made, tell of it."""
         setattr(out, _NORM, (self, out._version))
 
-    def run(self, x: Tensor) -> Tensor:
-        """The output for its input, without a graph."""
-        with torch.no_grad(), torch.autocast(x.device.type, self._casts, enabled=self._casts is not None):
-            return self.forward(x)
+    def run(self, x: Tensor, *, graph: bool = False) -> Tensor:
+        """The output for its input, without a graph or with one."""
+        enabled = torch.is_grad_enabled()
+        set_grad_enabled(graph)
+        try:
+            if self._casts is None and autocast_dtype(x) is None:
+                return self.forward(x)
+            with as_autocast(x.device.type, self._casts):
+                return self.forward(x)
+        finally:
+            set_grad_enabled(enabled)
 
 
-class Kept(NamedTuple):
-    """What columns keep of the shard that they gather: itself, or what the norm read that made it."""
+Kept: TypeAlias = tuple[Tensor, NormCall | None]
+"""What columns keep of the shard that they gather: itself, or what the norm read that made it."""
 
-    tensor: Tensor
-    norm: NormCall | None
 
-    @classmethod
-    def of(cls, x: Tensor) -> Kept:
-        """That of a shard."""
-        noted = x.__dict__.get(_NORM)
-        if noted is None:
-            return cls(x, None)
-        call, version = noted
-        if version != x._version or call.x._version != call.version:
-            return cls(x, None)
-        return cls(call.x, call)
+def kept_of(x: Tensor, *, traced: bool = False) -> Kept:
+    """What columns keep of a shard; in a graph (``traced``) no norm is run again."""
+    noted = None if traced else x.__dict__.get(_NORM)
+    if noted is None:
+        return x, None
+    call, version = noted
+    if version != x._version or call.x._version != call.version:
+        return x, None
+    return call.x, call
 
 
 def gather_again(tokens: Tokens, kept: Kept) -> Tensor:
     """What was gathered, made again."""
-    return tokens.gather(kept.tensor if kept.norm is None else kept.norm.run(kept.tensor))
+    tensor, norm = kept
+    return tokens.start_gather(tensor if norm is None else norm.run(tensor), async_op=False).wait()
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The type in which autocast would compute a product on the device of ``x``; None if it is off."""
-    device = x.device.type
+    device = "cpu" if x.is_cpu else x.device.type  # which makes a string
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-_owned = torch.ops.aten._unsafe_view.default
-"""A view as none: one that is made inside a function of autograd may not be changed in place by who gets it."""
+def as_autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """A context in which autocast computes in ``dtype``, or is off."""
+    if dtype is None and not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, dtype, enabled=dtype is not None)
+
+
+def _owned(view: Tensor) -> Tensor:
+    """A view as none: one that is made inside a function of autograd may not be changed in place by who gets it."""
+    out: Tensor = torch.unsafe_chunk(view, 1)[0]
+    return out
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype | None) -> Tensor:
@@ -142,12 +190,20 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, d
     else:
         with torch.autocast(x.device.type, enabled=False):
             out = F.linear(x.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype))
-    return _owned(out, out.shape) if out._is_view() else out
+    return _owned(out) if out._is_view() else out
 
 
-def _input_grad(
-    total: Tensor | None, rows: Tensor, weight: Tensor, transposed: bool, own: bool, dtype: torch.dtype
-) -> Tensor:
+@torch.compiler.substitute_in_graph(_product)
+def _graph_product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype | None) -> Tensor:
+    """The same in a graph, where views are no matter."""
+    matrix = weight.t() if transposed else weight
+    if dtype is None:
+        return F.linear(x, matrix, bias)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def _input_grad(total: Tensor | None, rows: Tensor, weight: Tensor, transposed: bool, own: bool, dtype: torch.dtype) -> Tensor:
     """``dx + dy W``, ``[b·s, h]``, added in place where the sum so far is this function's ``own``."""
     matrix = (weight.t() if transposed else weight).to(rows.dtype)
     if total is None:
@@ -165,7 +221,7 @@ def _weight_grad(rows: Tensor, x: Tensor, weight: Tensor, transposed: bool) -> T
     return made.to(weight.dtype)
 
 
-class Products(torch.autograd.Function):
+class Products(Function):
     """The column linears that read one activation, which is gathered for them.
 
     ============  ====================  ======================  ==========================================
@@ -182,22 +238,26 @@ class Products(torch.autograd.Function):
     other readers of ``x_full``: ``dx = dx_full + Σ dy W`` is one term of a sum over tp, which is reduce-scattered;
     ``dW = dyᵀ x_full`` with ``x_full`` gathered again; ``db = Σ dy``. What is frozen, or has no gradient, costs no product.
 
-    With ``tokens`` None nothing is gathered, ``x`` is whole and kept, and ``dx`` is left as this rank's term.
+    The last of ``how`` is the type in which autocast has products computed. With ``tokens`` None nothing is gathered,
+    ``x`` is whole and kept, and ``dx`` is left as this rank's term.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        how: tuple[Tokens | None, Kept | None, Sequence[bool]],
+        how: tuple[Tokens | None, Kept | None, Sequence[bool], torch.dtype | None],
         x: Tensor,
         *parameters: Tensor | None,
     ) -> Any:
-        tokens, kept, transposed = how
+        tokens, kept, transposed, dtype = how
         ctx.set_materialize_grads(False)
-        dtype, whole = autocast_dtype(x), x
+        whole = x
         if tokens is not None:
-            whole = tokens.gather(x)
-            whole = x.view_as(x) if whole is x else _owned(whole, whole.shape) if whole._is_view() else whole
+            whole = tokens.start_gather(x, async_op=False).wait()
+            if whole is x:
+                whole = x.view_as(x)
+            elif not tokens.traced and whole._is_view():
+                whole = _owned(whole)
             if not ctx.needs_input_grad[1]:
                 ctx.mark_non_differentiable(whole)
         made: list[Tensor] = [] if tokens is None else [whole]
@@ -224,12 +284,15 @@ class Products(torch.autograd.Function):
         out: list[Tensor | None] = [None] * len(needs)
         if not read:  # what is kept for products that nobody read may have been changed since
             if total is not None and needs[1]:
-                out[1] = tokens.finish(tokens.start_sum(total))
+                out[1] = tokens.start_sum(total).wait()
             return tuple(out)
         kept, *weights = ctx.saved_tensors
-        again = kept
+        again: Any = kept
         if kept is not None and ctx.gathers_again:
-            again = tokens.start_gather(kept if ctx.norm is None else ctx.norm.run(kept))
+            again = kept if ctx.norm is None else ctx.norm.run(kept)
+            if tokens.traced and tokens.sp:
+                again = behind(again, outer[read[0]])
+            again = tokens.start_gather(again)
         pending: Any = None
         own = False  # the gradient of other readers is not changed in place
         total = None if total is None else total.flatten(0, -2)
@@ -241,7 +304,7 @@ class Products(torch.autograd.Function):
         if needs[1]:
             pending = total.view(ctx.shape)
             pending = pending if tokens is None else tokens.start_sum(pending)
-        whole = again if again is kept else tokens.finish(again)
+        whole = again if again is kept else again.wait()
         for at in read:
             grad = outer[at]
             if needs[2 + 2 * at]:
@@ -249,11 +312,11 @@ class Products(torch.autograd.Function):
             if needs[3 + 2 * at]:
                 out[3 + 2 * at] = grad.sum(0).to(weights[at].dtype)
         if pending is not None:
-            out[1] = pending if tokens is None else tokens.finish(pending)
+            out[1] = pending if tokens is None else pending.wait()
         return tuple(out)
 
 
-class Row(torch.autograd.Function):
+class Row(Function):
     """A row linear: this rank's features multiplied, and the ranks' products summed.
 
     ============  ====================  ======================  ==================
@@ -277,8 +340,8 @@ class Row(torch.autograd.Function):
         ctx.held = held
         ctx.save_for_backward(x if needs_weight and held is None else None, weight if needs_x or needs_weight else None)
         partial = _product(x, weight, None, transposed, autocast_dtype(x))
-        out = tokens.finish(tokens.start_sum(partial, async_op=False))
-        return _owned(out, out.shape) if out._is_view() else out
+        out = tokens.start_sum(partial, async_op=False).wait()
+        return _owned(out) if not tokens.traced and out._is_view() else out
 
     @staticmethod
     @once_differentiable
@@ -288,7 +351,7 @@ class Row(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.held is not None:
             (x,) = ctx.held.saved_tensors
-        whole = ctx.tokens.gather(grad)
+        whole = ctx.tokens.start_gather(grad, async_op=False).wait()
         rows, dx, dw = whole.flatten(0, -2), None, None
         if ctx.needs_input_grad[1]:
             dx = _input_grad(None, rows, weight, ctx.transposed, False, ctx.dtype)
@@ -298,7 +361,7 @@ class Row(torch.autograd.Function):
         return None, dx, dw
 
 
-class Hold(torch.autograd.Function):
+class Hold(Function):
     """What a row reads, kept in front of it: where a forward runs again up to here, the row itself does not.
 
     Forward and backward: identity, ``[b, s, f/tp]``.

@@ -31,7 +31,7 @@ from lightning_seqpar.distributed.autograd import (
 from lightning_seqpar.distributed.counters import saved_counter
 from lightning_seqpar.distributed.rng import HostDraws
 from lightning_seqpar.layout.attributes import ModelAttributes
-from lightning_seqpar.region.products import Kept
+from lightning_seqpar.region.products import kept_of
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
@@ -196,7 +196,7 @@ class _Kept:
         # Of a part of a sequence the tensor that this rank holds: somebody's saved-tensor hooks would not know the part again.
         self._place = value.place if isinstance(value, SeqPart) else None
         local = local_of(value)
-        held, self._norm = Kept.of(local)
+        held, self._norm = kept_of(local)
         self.tensor: Tensor | None = held
         self._requires_grad = local.requires_grad
 

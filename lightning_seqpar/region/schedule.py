@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from lightning_seqpar.distributed.rng import DEVICES
 from lightning_seqpar.region.frames import FrameStack
 
 
@@ -48,13 +49,8 @@ class WatchSchedule:
         """A model was set up: its steps are counted from here, and nothing is known of what they draw."""
         self._due = dict.fromkeys(("training", "validation", "test", "predict"), True)
         self._steps: Counter[str] = Counter()
-        self._has_drawn = False
+        self._drawn: frozenset[str] = frozenset()
         self.walks_graphs = True
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a step was taken since the model was set up."""
-        return bool(self._steps)
 
     def begin_loop(self, loop: str) -> None:
         """An epoch, or an evaluation, begins: its loaders may be new ones."""
@@ -96,13 +92,13 @@ class WatchSchedule:
 
     # ---- random draws ----------------------------------------------------------------------------------------
 
-    def expects_draws(self, loop: str) -> bool:
-        """Whether the current step may draw random numbers: not if no training step of this run has, and it is not due."""
-        return loop != "training" or self._has_drawn or self.is_due(loop)
+    def expects_draws(self, loop: str) -> frozenset[str]:
+        """Types of the devices on which the current step may draw: those on which a training step has, unless it is due."""
+        return DEVICES if loop != "training" or self.is_due(loop) else self._drawn
 
-    def note_draws(self, *, drawn: bool) -> None:
-        """Notes whether a training step drew random numbers."""
-        self._has_drawn = self._has_drawn or drawn
+    def note_draws(self, devices: frozenset[str]) -> None:
+        """Notes types of the devices on which a training step drew random numbers."""
+        self._drawn |= devices
 
     # ---- within a forward ------------------------------------------------------------------------------------
 

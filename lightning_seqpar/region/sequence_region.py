@@ -12,13 +12,13 @@ from torch.nn import Parameter
 
 from lightning_seqpar.context.axis import ContextAxis
 from lightning_seqpar.context.seq_part import SeqPart, local_of
-from lightning_seqpar.distributed.rng import RankStreams
+from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward
+from lightning_seqpar.distributed.rng import OneStream, RankStreams
 from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.region.column_inputs import WholeActivations
 from lightning_seqpar.region.data_path import DataPath
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.observers import Observers
-from lightning_seqpar.region.rng_scope import RngScope
 
 
 class SequenceRegion:
@@ -30,12 +30,14 @@ class SequenceRegion:
             conjugate pair f and f̄.
         regather: whether column inputs are gathered again in the backward, instead of being kept whole.
         context: the context-parallel axis, over which the sequence is dealt out first; None where it has one rank.
+        traced: whether the blocks are compiled.
 
     Attributes:
         path: moves activations between whole and sharded.
         frames: the calls of the blocks, and the lengths of their sequences.
         wholes: what was gathered for the columns that run.
-        rng: which random stream draws come from.
+        streams: torch's generators, and the switch between the shared stream and the rank's own.
+        inner_streams: the same inside the blocks: of compiled ones nothing is switched.
         observers: what watches the activations.
         blocks: the names of the blocks.
         argument: the argument of a block that is the activation.
@@ -50,32 +52,34 @@ class SequenceRegion:
         name: str = "",
         regather: bool = True,
         context: ContextAxis | None = None,
+        traced: bool = False,
     ) -> None:
         self.group, self.dim, self.sp, self.context = group, dim, sp, context
         self.name = name or "the model"
         self.size, self.rank = group.size(), group.rank()
-        self.frames = FrameStack(self.size, dim, self.name)
+        self.frames = FrameStack(self.size, dim, self.name, traced=traced)
         # Ranks of one tp rank at several places of cp draw apart for their shards.
         place = self.rank if context is None else self.rank + self.size * context.rank
-        self.rng = RngScope(place, sp, self.frames)
+        self.streams = RankStreams(place)
+        self.inner_streams = OneStream() if traced else self.streams
         self.wholes = WholeActivations(self.frames)
         self.observers = Observers(self.name, group, dim, sp, self.frames)
-        self.path = DataPath(group, dim, sp, regather, self.frames, self.rng, self.wholes, self.observers, context)
+        self.path = DataPath(group, dim, sp, regather, self.frames, self.inner_streams, self.wholes, self.observers, context)
         self.blocks: tuple[str, ...] = ()
         self.argument: Argument = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(
-            self.group, self.dim, sp=self.sp, name=self.name, regather=self.path.regather, context=self.context
+            *(self.group, self.dim),
+            sp=self.sp,
+            name=self.name,
+            regather=self.path.regather,
+            context=self.context,
+            traced=self.frames.traced,
         )
         memo[id(self)] = copied
         copied.observers.placement.is_copy = True
         return copied
-
-    @property
-    def streams(self) -> RankStreams:
-        """torch's generators, and the switch between the replicated stream and the rank's own."""
-        return self.rng.streams
 
     # ---- steps and calls -------------------------------------------------------------------------------------
 
@@ -107,23 +111,42 @@ class SequenceRegion:
 
     def end_block(self, out: Any, block: str, *, aborted: bool) -> None:
         """A block returned the activation ``out``; or raised, if ``aborted``."""
-        self.rng.end_block(aborted=aborted)
+        self.end_shards(aborted=aborted)
         if not aborted:
             self.observers.shard_made(out, block)
+
+    def begin_shards(self) -> None:
+        """Each rank draws for itself from here on, for its shards; between blocks (layerdrop) all draw alike."""
+        if self.sp and self.streams.draws:
+            self.frames.current.switched_streams = self.streams.begin()
+
+    def end_shards(self, *, aborted: bool) -> None:
+        """All draw alike again; in a call that raised, a column may have no row."""
+        if self.frames.current.switched_streams or (aborted and not self.sp):
+            self.streams.end()
 
     # ---- modules with gathered inputs ------------------------------------------------------------------------
 
     def open_gather(self, x: Tensor, module: str) -> None:
         """A module whose arguments are gathered begins; ``x`` is the first of them."""
-        if self.sp:
+        if self.frames.traced:
+            return
+        if self.sp and current_backward() != NO_BACKWARD:
             self.frames.open_recompute(x, module)
-        self.rng.begin_whole()
-        self.wholes.open()
+        if self.sp and self.streams.draws:
+            self.streams.end()
+        self.frames.current.gather_scopes.append([])
 
     def close_gather(self) -> None:
         """It returned, or raised."""
-        self.rng.end_whole()
-        self.wholes.close()
+        if self.frames.traced:
+            return
+        if self.sp and self.streams.draws:
+            self.streams.begin()
+        frame = self.frames.current
+        del frame.gather_scopes[-1:]
+        if not frame.gather_scopes:
+            frame.wholes = []
 
     # ---- modules that return a sum over ranks ----------------------------------------------------------------
 
@@ -136,7 +159,7 @@ class SequenceRegion:
         nodes = None
         if features is not None:
             nodes = [x.grad_fn for x in map(local_of, features) if isinstance(x, Tensor) and x.grad_fn is not None]
-            self.rng.begin_features()
+            self.inner_streams.begin()
         self.frames.current.sum_features.append(nodes)
 
     def leave_partial(self, partial: Tensor) -> None:
@@ -144,7 +167,7 @@ class SequenceRegion:
         self.observers.partial_left(local_of(partial))
         of_features = self.frames.current.sum_features[-1:] not in ([], [None])
         if not of_features:  # else the module may drop out of this rank's features again, for its next row
-            self.rng.leave_partial()
+            self.inner_streams.end()
 
     def reduce_sum(self, out: Tensor, module: str, rows: list[Parameter], once: list[Parameter]) -> Tensor:
         """What it returns, reduced over the ranks: ``[b, s, h]`` → ``[b, s/tp, h]``, or all-reduced without sequence parallelism.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -43,7 +43,7 @@ class ShardedOutputs:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._parts: dict[int, ShardedOutput] = {}
+        self._parts: dict[int, tuple[Any, ...]] = {}  # the fields of a ShardedOutput, which is made where one is found
 
     def note(
         self,
@@ -56,12 +56,12 @@ class ShardedOutputs:
     ) -> None:
         """Note a tensor; the arguments are the fields of :class:`ShardedOutput`."""
         if len(self._parts) > _MANY:
-            self._parts = {key: part for key, part in self._parts.items() if part.tensor() is not None}
-        self._parts[id(tensor)] = ShardedOutput(weakref.ref(tensor), name, dim, length, sizes, chunks)
+            self._parts = {key: part for key, part in self._parts.items() if part[0]() is not None}
+        self._parts[id(tensor)] = weakref.ref(tensor), name, dim, length, sizes, chunks
 
     def _part(self, tensor: Tensor) -> ShardedOutput | None:
         part = self._parts.get(id(tensor))
-        return part if part is not None and part.tensor() is tensor else None
+        return ShardedOutput(*part) if part is not None and part[0]() is tensor else None
 
     def has(self, leaves: Iterable[object]) -> bool:
         """Whether this rank has only a part of one of ``leaves``."""
@@ -89,9 +89,7 @@ class ShardedOutputs:
                 gather_replicated_from_sequence_parallel_region(tensor.local, part.dim, self._group, part.length)
             )
         shape = tensor.shape if part.sizes is None else (*part.sizes, *tensor.shape[1:])
-        whole = gather_replicated_from_sequence_parallel_region(
-            tensor.reshape(shape), part.dim, self._group, part.length
-        )
+        whole = gather_replicated_from_sequence_parallel_region(tensor.reshape(shape), part.dim, self._group, part.length)
         if part.chunks is not None:
             whole = SeqPart.wrap(whole, Place(part.chunks, part.dim))
         return whole if part.sizes is None else whole.flatten(0, 1)

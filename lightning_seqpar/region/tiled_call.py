@@ -95,9 +95,7 @@ class TiledCall:
         args = tuple(tile if value is x else value for value in args)
         kwargs = {key: tile if value is x else value for key, value in kwargs.items()}
         if torch.is_grad_enabled() and saved_tensor_hooks_allowed():
-            call = RecomputedCall(
-                self._call(tile, x), args, kwargs, self.region, ModelAttributes(self.module, tensors=True)
-            )
+            call = RecomputedCall(self._call(tile, x), args, kwargs, self.region, ModelAttributes(self.module, tensors=True))
             out = checkpoint(call, *call.take_kept(), use_reentrant=False)
         else:
             out = self._call(tile, x)(*args, **kwargs)

@@ -26,9 +26,7 @@ PUT_OFF = 20.0
 """Seconds that a training gets to come to the end of a step after SIGTERM."""
 GRACE = 10.0
 """Seconds that the other ranks get to end by themselves (and print their own message) once one has died."""
-CALL_ON_ALL = (
-    "what speaks to all ranks (trainer.save_checkpoint, unshard, a forward after fit) must be called on all of them"
-)
+CALL_ON_ALL = "what speaks to all ranks (trainer.save_checkpoint, unshard, a forward after fit) must be called on all of them"
 
 
 def describe_exit(code: int) -> str:
@@ -49,18 +47,13 @@ def flush_stdout() -> None:
 
 
 class ChildWatch:
-    """Ends the whole run when one of its processes fails, and says which. It belongs to the main process.
+    """Ends the whole run when one of its processes fails, and says which. It belongs to the main process, until that ends.
 
-    Args:
-        first_rank: the rank of the main process; its children are the ranks behind it.
-        lifeline: descriptor of the pipe that the children watch.
-        reports: descriptor of the pipe to which the children write what they raised.
-
-    Attributes:
-        of_this_process: the watch over the children of this process, which may train several times; None if it started none.
+    ``first_rank`` is the rank of the main process; its children are the ranks behind it. They watch the pipe ``lifeline``, and
+    write what they raised into ``reports``. ``expected`` is an error that every rank raises, most likely, and in any order.
     """
 
-    of_this_process: ClassVar[ChildWatch | None] = None
+    of_this_process: ClassVar[ChildWatch | None] = None  # which may train several times; None if it started no children
 
     def __init__(self, first_rank: int, lifeline: int, reports: int) -> None:
         self._first_rank, self._lifeline, self._reports = first_rank, lifeline, reports
@@ -70,19 +63,15 @@ class ChildWatch:
         self._reasons: list[tuple[bool, str]] = []  # why the run failed: whether it is only a symptom, and a sentence
         self._waits: list[str] = []  # what ranks said that waited for another one
         self._waited: set[int] = set()  # and which ones did
-        self._expected: BaseException | None = None  # an error of this process that every rank raises, most likely
+        self.expected: BaseException | None = None
         self._agreed = False  # whether all ranks end by a signal, between two steps
         self._is_leaving = threading.Event()  # set when the main thread acts on a signal, or ends
         self._finished = threading.Event()  # set when the main thread ends
         self._is_over = self._interrupted = False
-        self._verdict = ""
-        self._exit_code = 0
+        self._verdict, self._exit_code = "", 0
         self._taken: frozenset[int] = frozenset()  # the signals (SIGTERM, and SIGINT for Ctrl-C) that end the run now
         self._finishes_step: Callable[[], bool] = bool
         self._signals: int | None = None  # the pipe into which the interpreter writes them
-
-    def start(self) -> None:
-        """Begins to watch, until this process ends; later trainings in it find the watch."""
         atexit.register(self._at_exit)
         ChildWatch.of_this_process = self
 
@@ -102,10 +91,6 @@ class ChildWatch:
         self._waited.update(waited)
         self.fail(sentence, symptom=True)
 
-    def expect(self, error: BaseException) -> None:
-        """Notes an error of this process that every rank raises, most likely: they may end of it in any order."""
-        self._expected = error
-
     def expect_end(self) -> None:
         """Notes that all ranks have agreed to end by SIGTERM, which may have come to any of them."""
         self._agreed, self._exit_code = True, 128 + signal.SIGTERM
@@ -119,13 +104,9 @@ class ChildWatch:
         self._is_leaving.set()
 
     def take(self, signals: frozenset[int], finishes_step: Callable[[], bool] = bool) -> None:
-        """Says which signals end the run now, in the main thread, even while that waits in a collective later.
+        """Says which signals end the run now, after SIGTERM with the step that is under way if ``finishes_step()``.
 
-        Python runs no handler there. But the interpreter writes every signal into a pipe at once, which a thread reads.
-
-        Args:
-            signals: their numbers.
-            finishes_step: whether the run comes to the end of a step first, after SIGTERM.
+        In a collective Python runs no handler. But the interpreter writes every signal into a pipe at once, which a thread reads.
         """
         self._taken, self._finishes_step = signals, finishes_step
         if not signals or threading.current_thread() is not threading.main_thread():
@@ -142,10 +123,8 @@ class ChildWatch:
 
     def _hear(self, reading: int) -> None:
         """Reads signals from the pipe, in a thread; on one that is taken ends the process, unless the main thread does soon."""
-        heard: frozenset[int] = frozenset()
-        while not heard:
-            signals = os.read(reading, 64)
-            heard = self._taken.intersection(signals)
+        while not (heard := self._taken.intersection(os.read(reading, 64))):
+            pass
         signum = min(heard)
         if not self._is_leaving.wait(PUT_OFF if signum == signal.SIGTERM and self._finishes_step() else GRACE / 2):
             self.note_signal(signum)
@@ -156,7 +135,7 @@ class ChildWatch:
         """Waits for a child, in a thread; ends the process if it fails before any other."""
         code = proc.wait()
         # It may have failed of the same error as the main process, which then says so.
-        patience = GRACE if self._expected is not None or self._is_leaving.is_set() else PAUSE if code > 0 else 0.0
+        patience = GRACE if self.expected is not None or self._is_leaving.is_set() else PAUSE if code > 0 else 0.0
         if code == 0 or self._finished.wait(patience):
             return
         said = f"rank {rank} (pid {proc.pid}) {describe_exit(code)}; ending the other ranks"
@@ -191,34 +170,29 @@ class ChildWatch:
     def _gather_reasons(self) -> None:
         """Adds to the known reasons what the children reported, and what follows from how they ended."""
         until = time.monotonic() + GRACE / 2
-        children = [
-            (f"rank {rank} ", f"rank {rank} (pid {proc.pid})", proc, self._let_end(proc, until), rank in self._waited)
-            for rank, proc in enumerate(self._procs, self._first_rank + 1)
-        ]
-        for _, child, proc, by_itself, _ in children:
+        ended: list[tuple[str, subprocess.Popen[bytes], bool]] = []
+        for rank, proc in enumerate(self._procs, self._first_rank + 1):
+            by_itself = True
+            try:
+                proc.wait(timeout=max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                by_itself = False
+                proc.kill()
+                proc.wait()
+            ended.append((f"rank {rank} ", proc, by_itself or rank in self._waited))
             if by_itself and proc.returncode < 0:
-                self._reasons.insert(0, (False, f"{child} {describe_exit(proc.returncode)}"))
+                self._reasons.insert(0, (False, f"rank {rank} (pid {proc.pid}) {describe_exit(proc.returncode)}"))
         self._read_reports()
-        for name, child, proc, by_itself, waited in children:
-            if not by_itself and not waited:
+        for name, proc, is_known in ended:
+            child = f"{name}(pid {proc.pid})"
+            if not is_known:
                 reason = f"{child} did not answer and did not end within {GRACE / 2:.0f} s; it was killed"
                 self._reasons.insert(0, (True, reason))
-            elif by_itself and proc.returncode > 0 and not any(name in reason for _, reason in self._reasons):
+            elif proc.returncode > 0 and not any(name in reason for _, reason in self._reasons):
                 self._reasons.append((True, f"{child} {describe_exit(proc.returncode)}"))
-        done = [name for name, _, proc, by_itself, _ in children if by_itself and not proc.returncode]
+        done = [name for name, proc, _ in ended if not proc.returncode]
         if done and self._reasons and all(symptom for symptom, _ in self._reasons):
             self._reasons.insert(0, (True, f"{done[0]}had ended while another rank still waited for it; {CALL_ON_ALL}"))
-
-    @staticmethod
-    def _let_end(proc: subprocess.Popen[bytes], until: float) -> bool:
-        """Waits for a child until a time, then kills it; returns whether it ended by itself."""
-        try:
-            proc.wait(timeout=max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            proc.kill()
-            proc.wait()
-            return False
-        return True
 
     def _read_reports(self) -> None:
         """Adds what the children wrote by :func:`report`."""
@@ -243,10 +217,8 @@ class ChildWatch:
         self._finished.set()
         self._is_leaving.set()
         uncaught = getattr(sys, "last_value", None)
-        is_shared = self._expected is not None and (
-            self._expected is uncaught or isinstance(self._expected, SystemExit)
-        )
-        error = self._expected if is_shared else uncaught
+        is_shared = self.expected is not None and (self.expected is uncaught or isinstance(self.expected, SystemExit))
+        error = self.expected if is_shared else uncaught
         said = "" if error is None else name_error(error)
         if error is not None and (is_shared or not self._reasons):
             self.fail(f"rank {self._first_rank} raised {said}", symptom=is_lost_peer(error))

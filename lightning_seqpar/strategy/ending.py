@@ -26,10 +26,9 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 
 
 class Ending:
-    """What asks a training to end, noted on any rank at any moment, and acted on by all of them at once.
+    """What asks a training to end, noted on any rank at any moment, and acted on by all of them between two optimizer steps.
 
-    A signal comes to each rank at a place of its own, where a save would pair its collectives with those of a step on other
-    ranks. So handlers note it, and between two optimizer steps the ranks tell each other.
+    A signal comes to each rank at a place of its own, where a save would pair its collectives with those of a step elsewhere.
 
     Attributes:
         together: whether all ranks have agreed to end here, so that they may save.
@@ -50,10 +49,7 @@ class Ending:
     def begin(self, trainer: Trainer, ask: Callable[[Sequence[bool]], list[bool]], agreed: Callable[[], None]) -> None:
         """Let the training that begins ask between its steps, in the place of Lightning's broadcast of rank 0's flag.
 
-        Args:
-            trainer: the Trainer.
-            ask: says which of some flags are set on any rank. Collective.
-            agreed: is called on every rank, in front of the save and the end.
+        ``ask`` says which of some flags are set on any rank (collective); ``agreed`` is called on every rank in front of the save.
         """
         self._is_asked_to_end = self._is_asked_to_requeue = self._has_requeued = self.together = False
         self._asking, self._agreed, self._ask = trainer, agreed, ask
@@ -96,11 +92,7 @@ class Ending:
             signal.signal(environment.requeue_signal, self.note_requeue)
 
     def is_apart(self, trainer: Trainer, world: dist.ProcessGroup) -> bool:
-        """Whether an exception ends the run on ranks that may be at different places of it, so that nothing collective works.
-
-        Lightning's callbacks may save then. After a signal that the ranks agreed on they are at one place, and so they are if
-        every one of them raised the same.
-        """
+        """Whether an exception, in which callbacks may save, ends the run on ranks that may be at different places of it."""
         if trainer.state.status != TrainerStatus.INTERRUPTED or self.together:
             return False
         error = sys.exc_info()[1]
@@ -113,11 +105,7 @@ class Ending:
         return self._apart
 
     def act(self) -> None:
-        """Do what some rank was asked to do. Collective; it may be called between two steps alone.
-
-        Raises:
-            SIGTERMException: after SIGTERM, on every rank alike.
-        """
+        """Do what some rank was asked to do; after SIGTERM SIGTERMException on every rank. Collective, between two steps."""
         trainer = self._asking
         assert trainer is not None
         ends, requeues = self._ask([self._is_asked_to_end, self._is_asked_to_requeue])
@@ -134,23 +122,19 @@ class Ending:
             raise SIGTERMException(128 + signal.SIGTERM)
 
 
-def save_before_end(trainer: Trainer) -> Path | None:
-    """Save where the training's checkpoints lie: as the last one, if the first ``ModelCheckpoint`` keeps that. Collective.
-
-    Returns the path; None with checkpoints switched off, or if this step's checkpoint is there already.
-    """
+def save_before_end(trainer: Trainer) -> None:
+    """Save, unless this step is saved, as the last checkpoint if the first ``ModelCheckpoint`` keeps that."""
     callback = next((one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)), None)
     if callback is None or callback.dirpath is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
-        return None
+        return
     if callback._last_global_step_saved == trainer.global_step or callback.save_on_exception:  # which the end is
-        return None
+        return
     if callback.save_last:
         callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
-        return Path(callback.last_model_path)
+        return
     path = Path(callback.dirpath, f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
     trainer.save_checkpoint(path)
     rank_zero_info(f"lightning_seqpar: saved {path}")
-    return path
 
 
 def is_shared(error: BaseException, world: dist.ProcessGroup) -> bool:

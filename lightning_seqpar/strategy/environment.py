@@ -40,19 +40,11 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 class Environment:
-    """The processes of a run, their groups, and collectives over them.
-
-    Attributes:
-        strategy: Lightning's interface to the run: devices, cluster environment, model and optimizers.
-        config: the configuration.
-        ending: how the run ends before its time.
-    """
+    """The processes of a run, their groups, and collectives over them."""
 
     def __init__(self, strategy: ParallelStrategy, config: ParallelConfig) -> None:
         self.strategy, self.config, self.ending = strategy, config, Ending()
         self._groups: ParallelGroups | None = None
-
-    # ---- what this rank is -------------------------------------------------------------------------------------
 
     @property
     def module(self) -> LightningModule:
@@ -116,15 +108,9 @@ class Environment:
 
     @property
     def groups(self) -> ParallelGroups:
-        """The process groups.
-
-        Raises:
-            RuntimeError: before they are made, in ``setup_environment``.
-        """
+        """The process groups; RuntimeError before they are made, in ``setup_environment``."""
         if self._groups is None:
-            raise RuntimeError(
-                "the process groups are made in setup_environment; read them from a hook, not before fit"
-            )
+            raise RuntimeError("the process groups are made in setup_environment; read them from a hook, not before fit")
         return self._groups
 
     @property
@@ -142,20 +128,10 @@ class Environment:
         """Whether an exception ends the run on ranks that may be at different places of it, so that nothing collective works."""
         return self._groups is not None and self.ending.is_apart(self.trainer, self.world)
 
-    @property
-    def sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of a ``DistributedSampler`` that counts replicas, also before there are process groups."""
-        if self._groups is None:
-            topology = ProcessTopology.from_config(self.config, self.num_nodes * self.num_processes)
-            return {"num_replicas": topology.get_dim("dp"), "rank": topology.get_coord(self.strategy.global_rank).dp}
-        return {"num_replicas": self.groups.size("dp"), "rank": self.groups.rank("dp")}
-
     def share_streams(self) -> None:
         """Let the ranks of a replica share its random streams. Collective."""
         axes = self.groups.replica_axes
-        share_streams(self.groups[axes], self.groups.source(axes), self.device)
-
-    # ---- processes and groups ----------------------------------------------------------------------------------
+        share_streams(self.groups[axes], self.groups.source(axes))
 
     def connect(self) -> None:
         """Connect the processes and make the topology's groups, once. Collective."""
@@ -172,37 +148,39 @@ class Environment:
                     gloo_twins=self.config.gloo_twins,
                     pp_channels=count_channels(self.config.pp, self.config.virtual_pp or 1),
                 )
-            self._warn_of_slow_links(topology)
-
-    def _warn_of_slow_links(self, topology: ProcessTopology) -> None:
-        """Warn if tensor-parallel ranks are on different nodes."""
-        per_node = self.num_processes
-        if crossing := topology.get_crossing_lists("tp", per_node):
-            rank_zero_warn(
-                f"lightning_seqpar: tensor-parallel ranks {crossing[0]} sit on more than one node of {per_node} "
-                f"rank{'s' * (per_node > 1)} ({len(crossing)} such group{'s' * (len(crossing) > 1)}); every layer then waits "
-                "for the network between nodes. Keep tp within a node: tp a divisor of its ranks, and last in order"
-            )
+            per_node = self.num_processes
+            if crossing := topology.get_crossing_lists("tp", per_node):
+                rank_zero_warn(
+                    f"lightning_seqpar: tensor-parallel ranks {crossing[0]} sit on more than one node of {per_node} "
+                    f"rank{'s' * (per_node > 1)} ({len(crossing)} such group{'s' * (len(crossing) > 1)}); every layer then waits "
+                    "for the network between nodes. Keep tp within a node: tp a divisor of its ranks, and last in order"
+                )
 
     def _connect(self, backend: str) -> None:
         """Connect to the other ranks, and compare what all were started with. Collective."""
-        assert self.strategy.cluster_environment is not None
+        cluster = self.strategy.cluster_environment
+        assert cluster is not None
         first = not _distributed_is_initialized()
         try:
-            served = self._serve_store() if first else None
+            served = None
+            if first:  # listen where the other ranks look for this one, and not on every interface of the node
+                place, one_node = (cluster.main_address, cluster.main_port), self.num_nodes == 1
+                keep_gloo_local(place[0], one_node=one_node)
+                if not self.strategy.global_rank and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                    served = serve_store(*place, self.config.timeout, one_node=one_node)
             _init_dist_connection(
-                self.strategy.cluster_environment,
+                cluster,
                 backend,
                 timeout=self.config.timeout,
                 device_id=self.device if self.device.type != "cpu" else None,
                 **self._store_of_attempt(),
             )
         except dist.DistError as error:
-            place = f"{self.strategy.cluster_environment.main_address}:{self.strategy.cluster_environment.main_port}"
             raise RuntimeError(
-                f"rank {self.strategy.global_rank} of {self.strategy.world_size} did not meet the others at {place} within timeout="
-                f"{self.config.timeout.total_seconds():.0f} s: {str(error).rstrip('.')}. See that every node runs, with the "
-                "same MASTER_ADDR and MASTER_PORT, devices and num_nodes; or set a longer timeout, if they take that to start"
+                f"rank {self.strategy.global_rank} of {self.strategy.world_size} did not meet the others at "
+                f"{cluster.main_address}:{cluster.main_port} within timeout={self.config.timeout.total_seconds():.0f} s: "
+                f"{str(error).rstrip('.')}. See that every node runs, with the same MASTER_ADDR and MASTER_PORT, devices and "
+                "num_nodes; or set a longer timeout, if they take that to start"
             ) from error
         del served  # the group is connected to it
         if first and backend != "nccl":
@@ -210,30 +188,16 @@ class Environment:
             atexit.register(_destroy_dist_connection)
         world = dist.group.WORLD
         assert world is not None
-        nodes, per_node = self.num_nodes, self.num_processes
-        if world.size() != nodes * per_node:
+        if world.size() != self.num_nodes * self.num_processes:
             raise ValueError(
-                f"this process is one of {world.size()} ranks already, but this Trainer asks for {nodes} × "
-                f"{per_node}: a process belongs to one world; use the same devices and num_nodes in every Trainer of a "
-                "script, or one script for each size"
+                f"this process is one of {world.size()} ranks already, but this Trainer asks for {self.num_nodes} × "
+                f"{self.num_processes}: a process belongs to one world; use the same devices and num_nodes in every Trainer "
+                "of a script, or one script for each size"
             )
         check_agreement(describe_start(self.config, VERSION), world, self.device)
 
-    def _serve_store(self) -> object:
-        """Listen where the other ranks look for this one, and not on every interface of the node."""
-        assert self.strategy.cluster_environment is not None
-        address, port = self.strategy.cluster_environment.main_address, self.strategy.cluster_environment.main_port
-        one_node = self.num_nodes == 1
-        keep_gloo_local(address, one_node=one_node)
-        if self.strategy.global_rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return None
-        return serve_store(address, port, self.config.timeout, one_node=one_node)
-
     def _store_of_attempt(self) -> dict[str, Any]:
-        """The store of an attempt by torchrun that is not the first: it is the first one's, with the addresses of dead processes.
-
-        torchrun keeps one store for all attempts (torch 2.13), and gloo looks up there where the other ranks listen.
-        """
+        """The store of a later attempt by torchrun, which keeps the first one's with the addresses of dead processes in it."""
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         if not attempt or _distributed_is_initialized():
             return {}

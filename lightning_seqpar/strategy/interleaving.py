@@ -61,13 +61,7 @@ class MicroBatch:
 
 
 class InterleavedWindow:
-    """The micro-batches of an accumulation window, from its beginning until they are run.
-
-    Args:
-        stage: what this rank runs.
-        module: the user's.
-        device: of this rank.
-    """
+    """The micro-batches of an accumulation window, from its beginning until they are run."""
 
     def __init__(self, stage: Stage, module: LightningModule, device: torch.device) -> None:
         self._stage, self._module = stage, module
@@ -76,13 +70,10 @@ class InterleavedWindow:
         self._begun: dict[str, tuple[int, int]] = {}  # what must be the same for all micro-batches
         self._changed: list[Values] = []  # by each chunk's runs: attributes of modules
         self.micro_batches: list[MicroBatch] = []
+        self._where = f"virtual_pp={stage.chunks}"
 
     def put_off(self, step: Callable[..., Any], given: tuple[Any, Any], number: int, batch: Any) -> Tensor:
-        """Keep a step (see :class:`MicroBatch`) for the window's end; returns what stands in the place of its loss.
-
-        Raises:
-            RuntimeError: if a parameter or buffer was changed since the window's beginning, or a parameter frozen or thawed.
-        """
+        """Keep a step for the window's end, unless parameters or buffers changed meanwhile; returns what stands for its loss."""
         if not self.micro_batches:
             self._attributes, self._begun = ModelAttributes(self._module), self._tensors()
         else:
@@ -106,33 +97,28 @@ class InterleavedWindow:
         for name, was in self._begun.items():
             seen = now.get(name, was)
             if seen != was:
-                what = "was frozen, or thawed," if seen[0] != was[0] else "was changed"
+                what = f"{name} was {'frozen, or thawed,' if seen[0] != was[0] else 'changed'} between batches"
                 raise RuntimeError(
-                    f"virtual_pp={self._stage.chunks}: {name} {what} between batches whose gradients are accumulated, which are "
-                    "computed together where the last of them has come. Do so where batch_idx % accumulate_grad_batches == 0, "
-                    "or leave virtual_pp out"
+                    f"{self._where}: {what} whose gradients are accumulated, which are computed together where the last of "
+                    "them has come. Do so where batch_idx % accumulate_grad_batches == 0, or leave virtual_pp out"
                 )
 
     @contextmanager
     def run(self) -> Generator[None, None, None]:
-        """A context in which the micro-batches are run, and behind which there are none.
-
-        Raises:
-            RuntimeError: if steps change an attribute that hooks change between them too.
-        """
+        """A context in which the micro-batches are run, and behind which there are none."""
         now, streams = self._attributes.read(), SavedStreams()
         self._changed = [{} for _ in range(self._stage.chunks)]
         modes = [(module, module.training) for module in self._module.modules()]
         try:
             yield
             first = self.micro_batches[0].attributes
-            for key in self._changed[-1]:
+            for holder, name in self._changed[-1]:
+                key = holder, name
                 if key in now and key in first and now[key] is not first[key]:
-                    holder, name = key
                     raise RuntimeError(
-                        f"virtual_pp={self._stage.chunks}: both training_step and a hook between the batches of an "
-                        f"accumulation window change {holder or type(self._module).__name__}.{name}; the steps of a "
-                        "window are run together where its last batch has come. Change it in one of them, or leave virtual_pp out"
+                        f"{self._where}: both training_step and a hook between the batches of an accumulation window change "
+                        f"{holder or type(self._module).__name__}.{name}; the steps of a window are run together where its last "
+                        "batch has come. Change it in one of them, or leave virtual_pp out"
                     )
         finally:
             _set_modes(modes)
@@ -145,10 +131,7 @@ class InterleavedWindow:
         """A context as it was when a step was put off, and what runs one chunk of it.
 
         Each chunk has the attributes of modules as if it were run by a rank of its own: a counter in the step counts each
-        micro-batch once. Metrics count in the run of the last chunk.
-
-        Raises:
-            RuntimeError: if the step changes a buffer where each run would.
+        micro-batch once. Metrics count in the run of the last chunk. A step that changes a buffer raises RuntimeError.
         """
         module, results, own = self._module, trainer._results, self._changed[chunk]
         assert results is not None

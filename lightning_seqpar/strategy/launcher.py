@@ -1,8 +1,7 @@
 """Starts the ranks of this node and watches over them.
 
-The launcher alone knows which rank a dead process was: gloo says "connection reset by peer" and names nobody. So the
-main process waits for each child. And each child has one end of a pipe, of which the main process alone has the other, so
-that it notices when the main process is gone.
+The launcher alone knows which rank a dead process was: gloo says "connection reset by peer" and names nobody. And each child has
+one end of a pipe, of which the main process alone has the other, so that it notices when the main process is gone.
 """
 
 from __future__ import annotations
@@ -13,32 +12,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning.fabric.strategies.launchers.subprocess_script import (
-    _basic_subprocess_cmd,
-    _hydra_subprocess_cmd,
-)
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers.subprocess_script import (
-    _HYDRA_AVAILABLE,
-    _SubprocessScriptLauncher,
-)
+from lightning.pytorch.strategies.launchers.subprocess_script import _HYDRA_AVAILABLE, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_seqpar.strategy.child_watch import LIFELINE, REPORTS, ChildWatch, follow_main_process, report
 from lightning_seqpar.strategy.ending import Ending
 from lightning_seqpar.strategy.missing_ranks import Missing, end_stopped_parent
-from lightning_seqpar.strategy.refusals import (
-    await_the_end,
-    is_lost_peer,
-    is_refusal,
-    is_verbose,
-    say,
-    tell_shortly,
-)
+from lightning_seqpar.strategy.refusals import await_the_end, is_lost_peer, is_refusal, is_verbose, say, tell_shortly
 from lightning_seqpar.strategy.restart import RestartList
 from lightning_seqpar.user_input import name_error
 
@@ -53,23 +39,23 @@ def is_script() -> bool:
     return __main__.__spec__ is not None or sys.argv[0] not in ("", "-", "-c")
 
 
+def _hydra_config() -> Any:
+    """The configuration of hydra's job in this process; None without one."""
+    if not _HYDRA_AVAILABLE:
+        return None
+    from hydra.core.hydra_config import HydraConfig
+
+    return HydraConfig.get() if HydraConfig.initialized() else None
+
+
 def is_hydra_sweep() -> bool:
     """Whether this process runs the jobs of a hydra multirun, one after the other."""
-    if not _HYDRA_AVAILABLE:
-        return False
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    config = _hydra_config()
+    return config is not None and getattr(config.mode, "name", "") == "MULTIRUN"
 
 
 class SeqParallelLauncher(_SubprocessScriptLauncher):
-    """Lightning's subprocess launcher with a watch over the children.
-
-    Attributes:
-        watch: watches the children; None in a process that started none.
-        restarts: the list of the training's checkpoints; None where torchrun will not start it again.
-    """
+    """Lightning's subprocess launcher with a watch over the children."""
 
     watch: ChildWatch | None = None
     restarts: RestartList | None = None
@@ -84,11 +70,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         return True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the other ranks of this node, unless another launcher does, and run ``function`` in this process.
-
-        Returns:
-            What ``function`` returns.
-        """
+        """Start the other ranks of this node, unless another launcher does, and return what ``function`` does in this process."""
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self._is_child = REPORTS in os.environ
@@ -103,7 +85,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         if RestartList.is_kept() and trainer.state.fn == TrainerFn.FITTING:
             RestartList.count_training()
             self.restarts = RestartList(trainer, trainer.lightning_module)
-            resume = self._where_to_resume(self.restarts)
+            resume = self.restarts.resume(environment.global_rank())
             if call.arguments.get("ckpt_path") is None and resume is not None:
                 call.arguments["ckpt_path"] = resume
         self.take_signals({})
@@ -114,27 +96,11 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         tell_shortly()
         return result
 
-    def _where_to_resume(self, checkpoints: RestartList) -> str | None:
-        """The checkpoint from which a run goes on that torchrun started again; None for one that begins."""
-        rank = self.cluster_environment.global_rank()
-        if not checkpoints.is_restarted():
-            if rank == 0:
-                checkpoints.begin()
-            return None
-        path = checkpoints.newest()
-        if rank == 0:
-            where = f"goes on from {path}" if path else "has saved no checkpoint, so it begins anew"
-            say(f"torchrun started the run again: it {where}")
-        return path
-
     def take_signals(self, found: dict[Any, Any], ending: Ending | None = None) -> None:
         """Make SIGTERM and Ctrl-C end the run: between two steps of a training, after a checkpoint; at once elsewhere.
 
-        Lightning's own handler of SIGTERM would wait in a broadcast for the other ranks. Handlers of the user's stay.
-
-        Args:
-            found: the handlers that Lightning has replaced, and puts back in the end: Python's own in place of those of this class.
-            ending: where a signal is noted that waits for the end of a step; None where it ends the run at once.
+        Lightning's own handler of SIGTERM would wait in a broadcast for the other ranks. Handlers of the user's stay. ``found`` are
+        those that Lightning has replaced and puts back in the end; ``ending`` notes a signal that waits for the end of a step.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -150,9 +116,8 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         self._listen_to(ours)
 
     def _listen_to(self, signals: Iterable[int]) -> None:
-        self._taken = frozenset(signals)
+        self._taken, ending = frozenset(signals), self._ending
         if self.watch is not None:
-            ending = self._ending
             self.watch.take(self._taken, lambda: ending is not None and ending.listens)
 
     def _give_signals_back(self) -> None:
@@ -193,32 +158,29 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             self.watch.expect_end()
 
     def tell(self, error: BaseException, missing: Callable[[], Missing] | None = None) -> None:
-        """Report an exception of this rank to whoever started the ranks.
-
-        Where the exception says that another rank is gone, ``missing`` finds out which; it is None if that can't be.
-        """
+        """Report an exception to whoever started the ranks; ``missing`` finds out which rank is gone, where it says that one is."""
         rank = self.cluster_environment.global_rank()
         is_lost = is_lost_peer(error)
         is_shared = is_refusal(error) and not is_lost
         said = f"rank {rank} raised {name_error(error)}"
+        for_torchrun = self.watch is None and not self._is_child
         if is_shared:
             tell_shortly(error, rank, is_told=self._is_child)
         if is_lost and missing is not None:
             self._tell_missing(missing())
             tell_shortly(error, is_told=not is_verbose())
-            if self.watch is None and not self._is_child:
-                _record_for_torchrun(error)
         elif self._is_child:
             report("s" if is_lost else "c", said)
         elif self.watch is not None and (is_shared or isinstance(error, SystemExit)):
-            self.watch.expect(error)
+            self.watch.expected = error
         elif self.watch is not None:
             self.watch.fail(said, symptom=is_lost)
-        elif self.cluster_environment.creates_processes_externally:
-            if not is_shared:
-                say(said)
-            if not is_shared or rank == 0:
-                _record_for_torchrun(error)
+        elif not self.cluster_environment.creates_processes_externally:
+            return
+        elif not is_shared:
+            say(said)
+        if for_torchrun and isinstance(error, Exception) and (rank == 0 or not is_shared):
+            get_error_handler().record_exception(error)  # for torchrun's summary
 
     def _tell_missing(self, missing: Missing) -> None:
         """Report that this rank waited for another one."""
@@ -245,36 +207,16 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         lifeline_end, lifeline = os.pipe()
         reports, reports_end = os.pipe()
         self.watch = ChildWatch(environment.node_rank() * self.num_processes, lifeline, reports)
-        self.watch.start()
         self.procs = []
+        ends = {LIFELINE: lifeline_end, REPORTS: reports_end}
+        is_hydra = _hydra_config() is not None
         try:
             for local_rank in range(1, self.num_processes):
-                command, folder = self._command(local_rank)
-                env = {
-                    **os.environ,
-                    "LOCAL_RANK": str(local_rank),
-                    LIFELINE: str(lifeline_end),
-                    REPORTS: str(reports_end),
-                }
-                ends = (lifeline_end, reports_end)
-                self.procs.append(subprocess.Popen(command, env=env, cwd=folder, pass_fds=ends))
+                command, folder = _hydra_subprocess_cmd(local_rank) if is_hydra else (_basic_subprocess_cmd(), None)
+                told = {"LOCAL_RANK": local_rank, **ends}
+                env = {**os.environ, **{name: str(value) for name, value in told.items()}}
+                self.procs.append(subprocess.Popen(command, env=env, cwd=folder, pass_fds=tuple(ends.values())))
                 self.watch.follow(self.procs[-1])
         finally:
             os.close(lifeline_end)
             os.close(reports_end)
-
-    @staticmethod
-    def _command(local_rank: int) -> tuple[Sequence[str], str | None]:
-        """The command that runs this script again as another rank, and its folder (None for this one's)."""
-        if _HYDRA_AVAILABLE:
-            from hydra.core.hydra_config import HydraConfig
-
-            if HydraConfig.initialized():
-                return _hydra_subprocess_cmd(local_rank)
-        return _basic_subprocess_cmd(), None
-
-
-def _record_for_torchrun(error: BaseException) -> None:
-    """Write the error file that torchrun reads for its summary."""
-    if isinstance(error, Exception):
-        get_error_handler().record_exception(error)

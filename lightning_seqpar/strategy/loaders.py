@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.utilities.data import _update_dataloader
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_seqpar.data.broadcast import BroadcastLoader
 from lightning_seqpar.data.sampler import OrderSeed, inject_sampler, replica_workers
@@ -13,21 +12,13 @@ from lightning_seqpar.strategy.environment import Environment
 
 
 class Loaders:
-    """Divides samples among the replicas.
-
-    Args:
-        environment: the processes of the run.
-
-    Attributes:
-        order_seed: the seed of the order in which samples are read.
-        places: where the loaders of training were in their epoch when the checkpoint that is restored was written.
-    """
+    """Divides samples among the replicas."""
 
     def __init__(self, environment: Environment) -> None:
         self._env = environment
         self._user_sampler_flag: bool | None = None
         self.order_seed = OrderSeed()
-        self.places: list[Any] = []
+        self.places: list[Any] = []  # of the training's loaders in their epoch, in the checkpoint that is restored
         self._loaders = 0  # how many loaders of the loop that is being prepared were processed
         self._loads_training = False
 
@@ -42,29 +33,12 @@ class Loaders:
         """Note that Lightning is about to make the loaders of a loop."""
         self._loaders, self._loads_training = 0, training
 
-    def _counted(self, dataloader: object) -> object:
-        """A loader as long as a replica's, before there are process groups: it is only counted, and fit makes loaders anew."""
-        kwargs = self._env.sampler_kwargs
-        if (
-            not isinstance(dataloader, DataLoader)
-            or isinstance(dataloader.sampler, DistributedSampler)
-            or isinstance(dataloader.dataset, IterableDataset)
-            or not self._env.trainer._accelerator_connector.use_distributed_sampler
-            or kwargs["num_replicas"] == 1
-        ):
-            return dataloader
-        sampler: Any = DistributedSampler(dataloader.dataset, shuffle=False, **kwargs)
-        made: object = _update_dataloader(dataloader, sampler)
-        return made
-
     @property
     def _epoch_to_load(self) -> int:
         """The epoch of which loaders are made: the next one, where a run resumes from behind the last batch of one."""
         loop: Any = self._env.trainer.fit_loop
         progress = loop.epoch_progress.current
-        ended = (
-            loop.restarting and loop.epoch_loop.batch_progress.is_last_batch and progress.started > progress.processed
-        )
+        ended = loop.restarting and loop.epoch_loop.batch_progress.is_last_batch and progress.started > progress.processed
         return int(progress.processed) + int(ended)
 
     def _batches_done(self) -> int:
@@ -78,8 +52,6 @@ class Loaders:
 
     def divide(self, dataloader: object) -> object:
         """Divide the samples among the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
-        if not self._env.has_groups:
-            return self._counted(dataloader)
         if isinstance(dataloader, BroadcastLoader):
             dataloader = dataloader.loader  # Lightning processes a loader that it keeps once more
         if isinstance(dataloader, DataLoader):

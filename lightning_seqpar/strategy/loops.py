@@ -15,7 +15,7 @@ from lightning_seqpar.distributed.host import any_rank_has
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_optimizer
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.strategy.environment import Environment
-from lightning_seqpar.strategy.metrics import share_losses_of_finders
+from lightning_seqpar.strategy.metrics import share_losses_of_finders, share_metrics
 from lightning_seqpar.strategy.steps import Steps, plain_optimizer
 from lightning_seqpar.strategy.tuning import Searches
 from lightning_seqpar.verify.guards.batch import OutputWatch
@@ -34,7 +34,7 @@ class Loops:
     def _listen(self) -> None:
         """Share metrics, and replace Lightning's signal handlers, which it has registered by now."""
         self._searches.note_loop()
-        self._steps.share_metrics_of_run()
+        share_metrics(self._env)
         if (launcher := self._env.launcher) is not None:
             launcher.take_signals(self._env.trainer._signal_connector._original_handlers, self._env.ending)
 
@@ -86,10 +86,7 @@ class Loops:
         }
 
     def begin_batch(self, batch_idx: int) -> None:
-        """Compare the number of batches over the ranks at the start of an epoch: loaders may have been made anew.
-
-        With a time interval between validations the ranks agree at each batch whether one is due. Collective.
-        """
+        """Compare the number of batches at an epoch's start; by a time interval agree whether a validation is due. Collective."""
         if self._interval is not None and (
             self._steps.stages.stage is None or batch_idx % self._env.trainer.accumulate_grad_batches == 0
         ):
@@ -103,10 +100,9 @@ class Loops:
             )
 
     def _agree_on_time(self, interval: float) -> None:
-        """Let all ranks validate behind this batch if the interval is over on one: each reads a clock of its own.
+        """Let all ranks validate behind this batch if the interval is over by one rank's clock.
 
-        Lightning compares ``_last_val_time`` with the clock once the batch is done, on every rank for itself, and ranks that
-        decide differently would wait for each other. An infinite time in its place makes that comparison certain.
+        Lightning compares ``_last_val_time`` with each rank's own clock; an infinite time in its place decides that comparison.
         """
         trainer: Any = self._env.trainer
         if math.isfinite(trainer._last_val_time):  # Lightning's, from the start or the end of a validation
@@ -121,11 +117,14 @@ class Loops:
         if self._env.ending.listens and not self._searches.is_trial:  # behind a trial the ranks meet otherwise
             self._env.ending.act()
 
-    def begin_evaluation(self, loop: str, counts: Sequence[int | float]) -> None:
-        """Begin a loop without training: compare its numbers of batches over the ranks of a replica. Collective.
+    def begin_evaluation(self, loop: str) -> None:
+        """Begin a loop without training: the ranks of a replica compare their numbers of batches. Collective.
 
-        The ranks of a replica would wait for each other in different loops if one had fewer batches.
+        In predictions only the first rank of each replica has prediction writers.
         """
+        trainer = self._env.trainer
+        kind = "sanity_val" if trainer.sanity_checking else "val" if loop == "validation" else loop
+        counts: Sequence[int | float] = getattr(trainer, f"num_{kind}_batches")
         self._listen()
         self._steps.schedule.begin_loop(loop)
         self._steps.outputs = OutputWatch()  # an earlier loop may have ended in the middle
@@ -133,20 +132,18 @@ class Loops:
         if (stage := self._steps.stages.stage) is not None:
             stage.begin_evaluation(groups[groups.mean_axes])
         check_agreement({f"{loop} batches": list(counts)}, groups[groups.replica_axes], self._env.device)
-
-    def end_evaluation(self, loop: str) -> None:
-        """Compare what the last steps returned over the ranks of a replica. Collective."""
-        self._steps.outputs.check(self._env.groups, loop)
-        if (stage := self._steps.stages.stage) is not None:
-            stage.end_evaluation()
-
-    def mute_writers(self) -> None:
-        """Leave prediction writers on the first rank of each replica alone."""
         callbacks = self._env.callbacks
-        if self._env.groups.rank(self._env.groups.replica_axes) > 0:
+        if loop == "predict" and groups.rank(groups.replica_axes) > 0:
             self._muted_writers = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, BasePredictionWriter)]
             for _, writer in self._muted_writers:
                 callbacks.remove(writer)
+
+    def end_evaluation(self, loop: str) -> None:
+        """Compare what the last steps returned over the ranks of a replica. Collective."""
+        self.unmute_writers()
+        self._steps.outputs.check(self._env.groups, loop)
+        if (stage := self._steps.stages.stage) is not None:
+            stage.end_evaluation()
 
     def unmute_writers(self) -> None:
         """Put prediction writers back among the callbacks, where they were."""

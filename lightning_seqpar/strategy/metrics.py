@@ -10,21 +10,19 @@ from typing import Any
 
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torchmetrics import Metric
 
+from lightning_seqpar.strategy.environment import Environment
 
-def share_metrics(holders: Sequence[Any], group: ProcessGroup) -> None:
-    """Let every metric sync over ``group``.
+
+def share_metrics(environment: Environment) -> None:
+    """Let every metric of the module and the callbacks, and of objects that they have, sync over the replicas.
 
     A metric without a group syncs over all ranks, and sums would be tp times too large. A metric whose group the user set
     keeps it; one whose group was set here, by an earlier strategy, gets the new one.
-
-    Args:
-        holders: modules and callbacks; metrics are looked for in them and in the objects that they have.
-        group: the data-parallel replicas.
     """
-    for metric in _find(list(holders), depth=4, seen=set()):
+    group = environment.groups["dp"]
+    for metric in _find([environment.module, *environment.callbacks], depth=4, seen=set()):
         group_of_metric = metric.process_group
         if group_of_metric is None or getattr(metric, _SHARED_GROUP, None) == id(group_of_metric):
             metric.process_group = group
@@ -36,11 +34,7 @@ def share_metrics(holders: Sequence[Any], group: ProcessGroup) -> None:
 
 
 class _Copyable(Metric):
-    """Copying and pickling of a metric that was given a process group, which can be neither copied nor pickled.
-
-    The class of such a metric is derived from this one and its own. A copy (``clone``, ``deepcopy`` of a callback) has the same
-    group; what is pickled has none, and is of the metric's own class.
-    """
+    """A metric that was given a process group, which can't be copied or pickled; a base of the metric's class from then on."""
 
     _own_class: type
 
@@ -54,12 +48,7 @@ class _Copyable(Metric):
         state = self.__getstate__()
         if state.pop(_SHARED_GROUP, None) is not None:
             state["process_group"] = None
-        return _bare, (self._own_class,), state
-
-
-def _bare(kind: type[Metric]) -> Metric:
-    """An object of a class that has no attributes yet."""
-    return kind.__new__(kind)
+        return object.__new__, (self._own_class,), state
 
 
 _SHARED_GROUP = "_lightning_seqpar_group"
@@ -79,10 +68,8 @@ def _find(value: Any, depth: int, seen: set[int]) -> Iterator[Metric]:
         yield from (module for module in value.modules() if isinstance(module, Metric))
     if depth == 0:
         return
-    if isinstance(value, Mapping):
-        items: Any = value.values()
-    elif isinstance(value, list | tuple | set):
-        items = value
+    if isinstance(value, Mapping | list | tuple | set):
+        items: Any = value.values() if isinstance(value, Mapping) else value
     elif type(value).__module__.split(".")[0] in sys.stdlib_module_names:
         return
     else:
@@ -93,13 +80,9 @@ def _find(value: Any, depth: int, seen: set[int]) -> Iterator[Metric]:
 
 
 def share_losses_of_finders(callbacks: Sequence[Any]) -> None:
-    """Let Lightning's learning-rate finder read the loss of all replicas.
+    """Let Lightning's learning-rate finder, which is a callback made for one search, read the loss of all replicas.
 
-    It would read that of each rank's own batch: it would suggest another rate than one process, and ranks would end the search at
-    different steps and wait for each other.
-
-    Args:
-        callbacks: the trainer's; while a rate is looked for the finder is one of them, made for that search alone.
+    By that of its own batch each rank would end the search at another step, and wait for the others.
     """
     for finder in callbacks:
         if isinstance(finder, _LRCallback) and "on_train_batch_end" not in vars(finder):

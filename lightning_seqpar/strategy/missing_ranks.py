@@ -33,9 +33,7 @@ class Missing(NamedTuple):
 
     sentence: str  # who is missing, and where each rank waited
     waited: Collection[int] = ()  # the ranks that said where they waited
-    is_teller: bool = (
-        True  # whether this rank tells it where each has a log of its own; the others leave it to that one
-    )
+    is_teller: bool = True  # of the ranks with logs of their own the one that tells it
 
 
 class Wait(NamedTuple):
@@ -113,9 +111,8 @@ def tell_waits(heard: Mapping[int, Wait], missing: Sequence[int]) -> str:
     for rank, wait in waits:
         alike.setdefault(wait.line, []).append(rank)
     for line, ranks in [*alike.items()][:MOST_PLACES]:
-        told += (
-            f"\n  rank{'s' * (len(ranks) > 1)} {list_ranks(ranks)}: {line or 'at no line of yours in a hook or step'}"
-        )
+        many = "s" * (len(ranks) > 1)
+        told += f"\n  rank{many} {list_ranks(ranks)}: {line or 'at no line of yours in a hook or step'}"
     if any(alike) and (len(alike) > 1 or missing):
         told += f"\n  {CALL_ON_ALL}, not under `if trainer.is_global_zero` or another condition that some of them do not meet"
     return told

@@ -42,11 +42,7 @@ from lightning_seqpar.verify.prover import Proved, Prover
 
 
 class ModelSetup:
-    """Shards a model before it runs, and takes back afterwards what it changed of one that is not sharded.
-
-    Args:
-        environment: the processes of the run.
-    """
+    """Shards a model before it runs, and takes back afterwards what it changed of one that is not sharded."""
 
     def __init__(self, environment: Environment) -> None:
         self._env = environment
@@ -56,11 +52,7 @@ class ModelSetup:
 
     @contextmanager
     def recording(self, *, empty: bool) -> Generator[None, None, None]:
-        """A context manager in which the initialisation of tensors on the meta device is recorded.
-
-        Args:
-            empty: make all tensors on the meta device.
-        """
+        """A context in which initialisation on the meta device, where ``empty`` puts all tensors, is recorded."""
         self._recorder = self._recorder or DeferredInit()
         with torch.device("meta") if empty else nullcontext(), self._recorder:
             yield
@@ -74,12 +66,7 @@ class ModelSetup:
     def share_out_averages(
         self, record: ShardedModel | None, to_whole: Callable[[ShardedModel, Mapping[str, Any]], dict[str, Any]]
     ) -> None:
-        """Cut the averages of weights as the model is cut, from the first rank's. Collective over the world.
-
-        Args:
-            record: of the sharded model.
-            to_whole: makes what a checkpoint takes of an average's own tensors. Collective.
-        """
+        """Cut the averages of weights as the model is cut; ``to_whole`` makes what a checkpoint takes of one. Collective."""
         for average in averages_of(self._env.callbacks):
             self._make_replicas_equal(average)
             if record is not None:
@@ -87,11 +74,7 @@ class ModelSetup:
                 save_whole(average, functools.partial(to_whole, record))
 
     def shard(self, module: LightningModule) -> ShardedModel | None:
-        """Find and prove a plan, and shard the model by it, unless an earlier run did.
-
-        Returns:
-            The record of the sharded model; None at tp 1.
-        """
+        """Find and prove a plan, and shard the model by it, unless an earlier run did; returns None at tp 1."""
         tp = self._env.groups.size("tp")
         earlier = record_of(module)
         config = self._env.config
@@ -107,12 +90,15 @@ class ModelSetup:
         self._make_replicas_equal(module)
         if tp > 1 or config.pp > 1 or self.splits:
             refuse_overlaps(module)
-        if tp == 1 and (config.cp > 1 or config.pp > 1):
-            return self._split_unsharded(module, made_by)
-        if tp == 1:
+        if tp == config.cp == config.pp == 1:
             return self._leave_whole(module, made_by)
         prover = self._prover(module)
-        proved = prover.prove()
+        if tp > 1:
+            proved = prover.prove()
+        elif config.cp > 1 or self._needs_proof:
+            proved = prover.prove_unsharded()
+        else:
+            proved = Proved(prover.find_unsharded())
         plans = proved.plans
         plan_text = "; ".join(f"{plan.source}: {plan.to_yaml()}" for plan in plans)
         check_agreement({"the plan": plan_text}, self._env.world, self._env.device)
@@ -121,8 +107,25 @@ class ModelSetup:
         if cut is not None:
             proved.lines += prover.check_stages(plans, cut)
         with self._env.phases.phase("cutting the model"):
-            record = parallelize(
-                *(module, plans, self._env.groups),
+            record = self._cut(module, plans)
+        record.made_by = made_by
+        self._keep_stage(record, cut)
+        if tp > 1:
+            self._tell_plan(record, proved, hooked)
+        else:
+            lines = describe_stages(record)
+            if blocks := record.context_blocks:
+                held = f"{len(blocks)} blocks ({blocks[0]} to {blocks[-1]})"
+                lines.append(f"each rank of cp holds a part of the sequence in {held}")
+            self._log_summary([*lines, *proved.lines], plans=plans)
+        return record
+
+    def _cut(self, module: LightningModule, plans: Sequence[ShardingPlan]) -> ShardedModel:
+        """Cut a model by its plans: over tp, or along the sequence (cp) alone."""
+        config, groups = self._env.config, self._env.groups
+        if groups.size("tp") > 1:
+            return parallelize(
+                *(module, plans, groups),
                 sp=config.sp,
                 regather=config.regather,
                 loss_chunk=config.loss_chunk,
@@ -131,21 +134,24 @@ class ModelSetup:
                 cp_method=config.cp_method,
                 compiler=BlockGraphs(config.compile_options) if config.compile else None,
             )
-        record.made_by = made_by
-        self._keep_stage(record, cut)
+        by_context = config.cp > 1
+        record = split_context(module, plans, groups, config.cp_method) if by_context else whole_model(module, groups)
+        record.changes = self._change_unsharded(module, plans)
+        if config.compile:
+            record.changes += compile_plain_blocks(module, BlockGraphs(config.compile_options))
+        return record
+
+    def _tell_plan(self, record: ShardedModel, proved: Proved, hooked: list[str]) -> None:
+        """Log what a plan shards of a model, and warn of what it does not prove, and of forward hooks on parts."""
+        plans, module = proved.plans, record.model
         if proved.frozen:
             record.why_frozen = proved.frozen
             record.stay_frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
             rank_zero_warn(f"lightning_seqpar: the plan is proved only while what is frozen stays so: {proved.frozen}")
-        coverage = cover(record, plans, proved.known, sp=config.sp)
+        coverage = cover(record, plans, proved.known, sp=self._env.config.sp)
         compiled = [] if record.graphs is None else [describe_compiled(record)]
-        lines = [
-            _describe_plan(record, plans, coverage),
-            *describe_stages(record),
-            *coverage.reasons,
-            *proved.lines,
-            *compiled,
-        ]
+        plan = _describe_plan(record, plans, coverage)
+        lines = [plan, *describe_stages(record), *coverage.reasons, *proved.lines, *compiled]
         self._log_summary(lines, coverage, plans)
         for warning in coverage.warnings:
             rank_zero_warn(warning)
@@ -155,7 +161,6 @@ class ModelSetup:
                 f"lightning_seqpar: forward hooks of yours sit on {', '.join(seen[:3])}{' ...' if len(seen) > 3 else ''}; "
                 "they will see this rank's part of the activations"
             )
-        return record
 
     def _leave_whole(self, module: LightningModule, made_by: object) -> ShardedModel | None:
         """Prepare a model for data parallelism alone; returns a record of it if the replicas share its parameters out."""
@@ -196,35 +201,6 @@ class ModelSetup:
         except ValueError:
             unshard(record.model)
             raise
-
-    def _split_unsharded(self, module: LightningModule, made_by: object) -> ShardedModel:
-        """Split a model that tp does not shard along the sequence (cp), into stages (pp), or both, once that is proved."""
-        config = self._env.config
-        prover = self._prover(module)
-        needs_proof = config.cp > 1 or self._needs_proof
-        proved = prover.prove_unsharded() if needs_proof else Proved(prover.find_unsharded())
-        plans = proved.plans
-        check_agreement({"the plan": "; ".join(plan.to_yaml() for plan in plans)}, self._env.world, self._env.device)
-        cut = prover.find_cut(plans) if config.pp > 1 else None
-        if cut is not None:
-            proved.lines += prover.check_stages(plans, cut)
-        record = (
-            split_context(module, plans, self._env.groups, config.cp_method)
-            if config.cp > 1
-            else whole_model(module, self._env.groups)
-        )
-        record.made_by = made_by
-        record.changes = self._change_unsharded(module, plans)
-        if config.compile:
-            record.changes += compile_plain_blocks(module, BlockGraphs(config.compile_options))
-        self._keep_stage(record, cut)
-        lines = describe_stages(record)
-        if blocks := record.context_blocks:
-            lines.append(
-                f"each rank of cp holds a part of the sequence in {len(blocks)} blocks ({blocks[0]} to {blocks[-1]})"
-            )
-        self._log_summary([*lines, *proved.lines], plans=plans)
-        return record
 
     def _prover(self, module: LightningModule) -> Prover:
         env = self._env
@@ -281,23 +257,13 @@ class ModelSetup:
         return change_unsharded(module, plans, self._env.groups, **how)[1]
 
     def late_weights(self, module: LightningModule, state: Mapping[str, Tensor] | None) -> LateWeights | None:
-        """Prepare to give a model on the meta device its weights, and give it its buffers. Collective.
-
-        Args:
-            module: the user's.
-            state: the weights in a checkpoint that is restored.
-
-        Returns:
-            What fills the parameters once the model is sharded; None if no tensor is on the meta device.
-        """
+        """Give a model on the meta device its buffers, and prepare to fill its parameters (from ``state``, if given)."""
         recorder, self._recorder = self._recorder, None
         if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             return None
         late = LateWeights(module, recorder, state)
         late.check()
-        initialisation = {
-            "how the model of the meta device is initialised (numbers of Python, shapes)": late.recorder.digest()
-        }
+        initialisation = {"how the model of the meta device is initialised (numbers of Python, shapes)": late.recorder.digest()}
         check_agreement(initialisation, self._env.world, self._env.device)
         shared = [late.recorder.shared]
         dist.broadcast_object_list(shared, src=dist.get_process_group_ranks(self._env.world)[0], group=self._env.world)
@@ -305,9 +271,7 @@ class ModelSetup:
         late.fill_buffers()
         return late
 
-    def _log_summary(
-        self, plan: list[str], coverage: Coverage | None = None, plans: Sequence[ShardingPlan] = ()
-    ) -> None:
+    def _log_summary(self, plan: list[str], coverage: Coverage | None = None, plans: Sequence[ShardingPlan] = ()) -> None:
         """Log the text at the start of a run, once."""
         if self._summarized or self._env.strategy.global_rank:
             return
@@ -322,9 +286,10 @@ class ModelSetup:
         group = self._env.groups[tuple(sorted(self._env.groups.topology.axes))]
         # One on the meta device is filled later, from a record or files that are the same on all ranks.
         whole = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()}.values()
-        tensors = [part for tensor in whole for part in dense_parts(tensor)]
+        for tensor in whole:
+            refuse_sparse(tensor)
         with torch.no_grad(), self._env.phases.phase("sending the first rank's weights to all"):
-            for tensor in tensors:
+            for tensor in whole:
                 staged = tensor.detach().to(self._env.device).contiguous()
                 # As bytes, since backends do not support every dtype.
                 dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=group)
@@ -343,23 +308,17 @@ def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan], coverage
     )
 
 
-def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The dense tensors that a tensor consists of: itself, or the indices and values of a sparse one."""
-    if tensor.layout == torch.strided:
-        return [tensor]
-    if tensor.layout == torch.sparse_coo and tensor.is_coalesced():
-        return [tensor.detach().indices(), tensor.detach().values()]
-    raise ValueError(
-        f"a parameter or buffer of shape {list(tensor.shape)} and layout {tensor.layout} can't be sent to the other ranks; "
-        "register it dense, or coalesced as torch.sparse_coo"
-    )
+def refuse_sparse(tensor: Tensor) -> None:
+    """Refuse a tensor that can't be sent to the other ranks."""
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"a parameter or buffer of shape {list(tensor.shape)} and layout {tensor.layout} can't be sent to the other ranks; "
+            "register it dense"
+        )
 
 
 class _RootCall(nn.Module):
-    """Calls the model, so that ``fully_shard`` gathers what is in no block before a step of the user's and sees what it returns.
-
-    Lightning sends a step through the ``forward`` of what wraps the model, and this is such a wrapper.
-    """
+    """Lightning's wrapper of the model, through which ``fully_shard`` gathers what is in no block before a step of the user's."""
 
     def __init__(self, module: nn.Module, split: FullySharded) -> None:
         super().__init__()

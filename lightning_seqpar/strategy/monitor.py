@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,35 +72,41 @@ class SeqParallelMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure, once all ranks have said that they will log the same steps. Collective."""
-        every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps  # type: ignore[attr-defined]
-        self._run = _Run(trainer, every)
+        self._run = _Run(trainer, trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps)  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count what is in the batch, and begin to count what is sent if its step is logged."""
-        if self._run is not None:
-            self._run.begin_batch(batch)
+        if (run := self._run) is not None:
+            run.of_batch = _count(batch)
+            if run.is_logged:
+                run.traffic = run.traffic or Traffic()
+                run.traffic.__enter__()  # type: ignore[no-untyped-call]
+                run.counts_traffic = True
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Note the norm of the gradients, which are whole here, if the step is logged. Collective in such steps."""
-        if self._run is not None:
-            self._run.note_gradients(optimizer)
+        if (run := self._run) is not None and run.is_logged:
+            before = 0 if run.traffic is None else run.traffic.total_bytes
+            norm = _norm_before_step(trainer, optimizer)
+            run.norm = None if norm is None else LateNumbers(norm.view(1))
+            run.own_bytes += 0 if run.traffic is None else run.traffic.total_bytes - before
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what an earlier step has left, and take what this one leaves."""
+        """Log what an earlier step has left, and take what this one leaves. Collective in steps that are logged."""
         if self._run is not None:
             self._run.end_batch()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock."""
         if self._run is not None:
-            self._run.stop_clock()
+            self._run.stopped = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the clock go on."""
         if self._run is not None:
-            self._run.start_clock()
+            self._run.began += time.perf_counter() - self._run.stopped
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop counting where a batch began but was skipped (a hook of the module may return -1 to end the epoch)."""
@@ -118,21 +124,9 @@ class SeqParallelMonitor(Callback):
         self._leave()
 
     def _leave(self) -> None:
-        """Nothing is measured any more."""
         run, self._run = self._run, None
         if run is not None:
             run.leave_batch()
-
-
-class _Left(NamedTuple):
-    """What a logged step has left, to be read later."""
-
-    step: int  # its number
-    steps: int  # that it closes since the last one that was logged
-    seconds: float  # that they took
-    counted: Callable[[], list[list[float]]]  # by each rank in them: tokens, samples, bytes of memory
-    sent: int  # bytes that this rank gave to collectives in this step
-    norm: LateNumbers | None  # of the gradient; None where there is none
 
 
 class _Run:
@@ -146,114 +140,81 @@ class _Run:
         sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": trainer.world_size}
         self._replicas = int(sampling["num_replicas"])
         self._tokens = self._samples = self._steps = 0  # since what was logged last
-        self._of_batch = (0, 0)  # tokens and samples of the batch that is under way
-        self._traffic: Traffic | None = None  # of a step that is logged
-        self._counts_traffic = False
-        self._own_bytes = 0  # what of it the norm took
-        self._norm: LateNumbers | None = None
-        self._left: _Left | None = None
+        self.of_batch = (0, 0)  # tokens and samples of the batch that is under way
+        self.traffic: Traffic | None = None  # of a step that is logged
+        self.counts_traffic = False
+        self.own_bytes = 0  # what of it the norm took
+        self.norm: LateNumbers | None = None
+        # By a logged step, to be read later: its number, how many it closes, their seconds, counts, bytes sent, and norm.
+        self._left: tuple[int, int, float, Callable[[], Any], int, LateNumbers | None] | None = None
         # The host may be some steps ahead of the device, at both ends of what it measures alike.
-        self._began, self._stopped = time.perf_counter(), 0.0
+        self.began, self.stopped = time.perf_counter(), 0.0
         if self._group is not None:
             check_agreement({"every_n_steps of SeqParallelMonitor": every}, self._group, self._device)
 
     @property
-    def _step(self) -> int:
+    def step(self) -> int:
         """The number under which Lightning logs the step that is under way."""
         return self._trainer.fit_loop.epoch_loop._batches_that_stepped
 
     @property
-    def _is_logged(self) -> bool:
+    def is_logged(self) -> bool:
         """Whether the step that is under way is to be logged."""
-        return self._every > 0 and (self._step + 1) % self._every == 0
-
-    def begin_batch(self, batch: Any) -> None:
-        """A batch begins."""
-        self._of_batch = _count(batch)
-        if self._is_logged:
-            self._traffic = self._traffic or Traffic()
-            self._traffic.__enter__()  # type: ignore[no-untyped-call]
-            self._counts_traffic = True
+        return self._every > 0 and (self.step + 1) % self._every == 0
 
     def leave_batch(self) -> None:
         """Stop counting what is sent: the batch is over, or does not come to its end."""
-        if self._counts_traffic and self._traffic is not None:
-            self._traffic.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._counts_traffic = False
-
-    def stop_clock(self) -> None:
-        """Stop counting time: a validation begins."""
-        self._stopped = time.perf_counter()
-
-    def start_clock(self) -> None:
-        """Go on counting time."""
-        self._began += time.perf_counter() - self._stopped
-
-    def note_gradients(self, optimizer: Any) -> None:
-        """An optimizer is about to step, and its gradients are whole. Collective in steps that are logged."""
-        if not self._is_logged:
-            return
-        before = 0 if self._traffic is None else self._traffic.total_bytes
-        norm = _norm_before_step(self._trainer, optimizer)
-        self._norm = None if norm is None else LateNumbers(norm.view(1))
-        self._own_bytes += 0 if self._traffic is None else self._traffic.total_bytes - before
+        if self.counts_traffic and self.traffic is not None:
+            self.traffic.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.counts_traffic = False
 
     def end_batch(self) -> None:
         """A batch has ended, and with it a step unless more batches are accumulated. Collective in steps that are logged."""
         self.leave_batch()
         self.log_late()
-        self._tokens += self._of_batch[0]
-        self._samples += self._of_batch[1]
-        self._of_batch = (0, 0)
+        self._tokens += self.of_batch[0]
+        self._samples += self.of_batch[1]
+        self.of_batch = (0, 0)
         if self._trainer.fit_loop._should_accumulate():
             return
         self._steps += 1
-        if self._is_logged:
-            sent = 0 if self._traffic is None else self._traffic.total_bytes - self._own_bytes
+        if self.is_logged:
+            sent = 0 if self.traffic is None else self.traffic.total_bytes - self.own_bytes
             counted = self._gather([self._tokens, self._samples, _memory(self._device)])
             now = time.perf_counter()
-            self._left = _Left(self._step, self._steps, now - self._began, counted, sent, self._norm)
-            self._began = now
-            self._tokens = self._samples = self._steps = self._own_bytes = 0
-            self._traffic = self._norm = None
+            self._left = self.step, self._steps, now - self.began, counted, sent, self.norm
+            self.began = now
+            self._tokens = self._samples = self._steps = self.own_bytes = 0
+            self.traffic = self.norm = None
 
     def _gather(self, own: list[int]) -> Callable[[], list[list[float]]]:
-        """Let every rank have the numbers of all of them; what is returned reads them. Collective, and waits for nobody."""
+        """Let every rank have the numbers of all of them; what is returned reads them later. Collective."""
         if self._group is None:
             return lambda: [[float(number) for number in own]]
         device = host_device(self._group, self._device)
         given = send_numbers(own, torch.float64, device).unsqueeze(0)
         every = given.new_empty(self._group.size(), len(own))
-        work = dist.all_gather_into_tensor(every, given, group=self._group, async_op=True)
-        if device.type == "cuda":
-            work.wait()  # the stream does, and the host goes on
-            return LateNumbers(every).read
-
-        def read() -> list[list[float]]:
-            work.wait()
-            return LateNumbers(every).read()
-
-        return read
+        dist.all_gather_into_tensor(every, given, group=self._group)
+        return LateNumbers(every).read
 
     def log_late(self) -> None:
         """Log what an earlier step has left."""
-        left, self._left = self._left, None
-        if left is None:
+        if self._left is None:
             return
-        rows = left.counted()
+        (step, steps, seconds, counted, sent, norm), self._left = self._left, None
+        rows = counted()  # by each rank tokens, samples and bytes of memory
         tokens, samples, _ = (sum(column) * self._replicas / len(rows) for column in zip(*rows, strict=True))
         metrics = {
-            **({"seqpar/tokens_per_second": tokens / left.seconds} if tokens else {}),
-            **({"seqpar/samples_per_second": samples / left.seconds} if samples else {}),
-            "seqpar/step_seconds": left.seconds / left.steps,
-            "seqpar/bytes_sent_per_step": float(left.sent),
+            **({"seqpar/tokens_per_second": tokens / seconds} if tokens else {}),
+            **({"seqpar/samples_per_second": samples / seconds} if samples else {}),
+            "seqpar/step_seconds": seconds / steps,
+            "seqpar/bytes_sent_per_step": float(sent),
             "seqpar/memory_gib_max": max(memory for *_, memory in rows) / 2**30,
             "seqpar/memory_gib_min": min(memory for *_, memory in rows) / 2**30,
+            **({} if norm is None else {"seqpar/grad_norm": norm.read()[0]}),
         }
-        if left.norm is not None:
-            (metrics["seqpar/grad_norm"],) = left.norm.read()
         for logger in self._trainer.loggers:
-            logger.log_metrics(metrics, step=left.step)
+            logger.log_metrics(metrics, step=step)
 
 
 def _group_of(trainer: Trainer) -> ProcessGroup | None:
@@ -281,7 +242,7 @@ def _norm_before_step(trainer: Trainer, optimizer: Any) -> Tensor | None:
     parameters = [parameter for group in plain.param_groups for parameter in group["params"]]
     strategy = trainer.strategy
     if isinstance(strategy, SeqParallelStrategy):
-        norm = strategy.global_norm(parameters)
+        norm = strategy.steps.global_norm(parameters)
     elif isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     else:

@@ -51,10 +51,7 @@ class _ShardedPrecision(Precision):
 
 
 def with_global_clipping(plugin: Precision, owner: Steps) -> Precision:
-    """Make a copy of the user's precision plugin that clips by the norm of the whole model's gradient.
-
-    The class of the copy is derived from the plugin's and has its name, under which checkpoints hold a plugin's state.
-    """
+    """Copy the user's precision plugin to clip by the norm of the whole gradient; checkpoints know it by its class's name."""
     clipping = copy.copy(plugin)
     plugin_class = type(plugin)
     if not issubclass(plugin_class, _ShardedPrecision):
@@ -66,28 +63,19 @@ def with_global_clipping(plugin: Precision, owner: Steps) -> Precision:
 
 
 class SharedGradScaler(ShardedGradScaler):
-    """A scaler of losses whose ranks skip the same steps: a gradient that is not finite on one of them is not on any.
-
-    torch's own takes the parameters' gradients; where replicas split them, this one looks at the rank's rows.
-    """
+    """A scaler of losses whose ranks skip the same steps, also where replicas split gradients."""
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
         every = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        held: Any = SimpleNamespace(
-            param_groups=[{"params": [SimpleNamespace(grad=local_rows(p.grad)) for p in every]}]
-        )
+        held: Any = SimpleNamespace(param_groups=[{"params": [SimpleNamespace(grad=local_rows(p.grad)) for p in every]}])
         found: dict[torch.device, Tensor] = super()._unscale_grads_(held, inv_scale, found_inf, allow_fp16)
         return found
 
 
 def share_overflows(plugin: Precision, group: ProcessGroup) -> None:
-    """Let a plugin's scaler of losses skip a step on all ranks of ``group``, if one of them has a gradient that is not finite.
-
-    Raises:
-        ValueError: for a scaler of another class, of which nothing is known.
-    """
+    """Let a plugin's scaler skip a step on all ranks of ``group`` if one has a gradient that is not finite."""
     if not isinstance(plugin, MixedPrecision) or plugin.scaler is None:
         return
     scaler = plugin.scaler

@@ -59,10 +59,7 @@ def say(message: str) -> None:
 
 
 def await_the_end() -> None:
-    """Waits until torchrun ends this rank, which it does once the rank that prints the error has left; for :data:`PAUSE` at most.
-
-    torchrun ends all ranks with the first one that leaves, and what that rank has to say may be said by another one.
-    """
+    """Waits, for :data:`PAUSE` at most, until torchrun ends this rank, as it does once the rank that prints the error has left."""
     ended = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
     ended.wait(PAUSE)
@@ -72,15 +69,8 @@ def await_the_end() -> None:
 OTHER_COLLECTIVE = "op.preamble.length <= op.nbytes"
 """Text in gloo's error where two ranks met in different collectives, or with tensors of different sizes."""
 _SIGNS_OF_A_LOST_PEER = (
-    OTHER_COLLECTIVE,
-    "closed by peer",
-    "pair closure",
-    "reset by peer",
-    "Broken pipe",
-    "Connection refused",
-    "Timed out",
-    "timed out",
-    "Read error",
+    *(OTHER_COLLECTIVE, "closed by peer", "pair closure", "reset by peer"),
+    *("Broken pipe", "Connection refused", "Timed out", "timed out", "Read error"),
 )
 """Texts in errors of gloo and nccl that say that another rank is gone, or in another collective."""
 
@@ -130,8 +120,7 @@ def is_refusal(error: BaseException) -> bool:
 class _Short:
     """A ``sys.excepthook`` that prints one error shortly, as it does those of lost ranks, and any other as the hook before it.
 
-    There is one hook at a time, so that a script that catches many refusals does not get a hook for each. Only rank 0 prints more
-    than a line, and nobody what ``is_told`` by another process.
+    There is one at a time, however many refusals a script catches. Only rank 0 prints more than a line.
     """
 
     def __init__(self, error: BaseException | None = None, rank: int = 0, *, is_told: bool = False) -> None:
@@ -162,11 +151,7 @@ def _keep_users(told: traceback.TracebackException) -> None:
 
 
 def tell_shortly(error: BaseException | None = None, rank: int = 0, *, is_told: bool = False) -> None:
-    """Print an error shortly where nothing catches it: on rank 0 with the user's frames, on others in one line.
-
-    So are those of lost ranks, as a call raises them that other ranks do not make too (a save after ``fit``). What ``is_told``
-    otherwise is not printed.
-    """
+    """Print an error, and those of lost ranks, shortly where nothing catches it; not if it ``is_told`` otherwise."""
     sys.excepthook = _Short(error, rank, is_told=is_told)
 
 

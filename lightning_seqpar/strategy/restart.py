@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_seqpar.checkpoint.atomic_files import MARKER, UNFINISHED, beside, local_path, write_synced
+from lightning_seqpar.strategy.refusals import say
 
 TRAININGS = "LIGHTNING_SEQPAR_TRAININGS"
 """The environment variable with the number of the process's trainings so far."""
@@ -18,13 +19,8 @@ TRAININGS = "LIGHTNING_SEQPAR_TRAININGS"
 class RestartList:
     """The checkpoints that a training under torchrun has written, for its next attempt.
 
-    A file in the Trainer's ``default_root_dir`` lists them, under torchrun's name of the run, if torchrun may start it again
-    (``--max-restarts``). The first attempt begins a new list.
-
-    Args:
-        trainer: the Trainer, as it was before it fits: Lightning fills in its limits, and callbacks change them.
-        module: the module that trains; scripts may train several after each other, which are told apart by their number, their
-            class and how long they train: one that is skipped when the script starts again moves the numbers of those behind it.
+    A file in the Trainer's ``default_root_dir`` lists them, under torchrun's name of the run. Trainings of a script are told apart
+    by number, class and how long they train: one that is skipped in the next attempt moves the numbers behind it.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -46,14 +42,21 @@ class RestartList:
         """Whether torchrun will start this run again if it fails."""
         return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
-    @staticmethod
-    def is_restarted() -> bool:
-        """Whether torchrun started this process anew, after an earlier attempt of the same run failed."""
-        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
     def begin(self) -> None:
         """Forget what another run of the same name wrote; the first rank of a first attempt calls it."""
         self._write([entry for entry in self._read() if entry[0] != self._training])
+
+    def resume(self, rank: int) -> str | None:
+        """The checkpoint from which this rank goes on, if torchrun started the run again; None for one that begins."""
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+            if rank == 0:
+                self.begin()
+            return None
+        path = self.newest()
+        if rank == 0:
+            where = f"goes on from {path}" if path else "has saved no checkpoint, so it begins anew"
+            say(f"torchrun started the run again: it {where}")
+        return path
 
     def add(self, path: Any) -> None:
         """Add a checkpoint; the first rank calls it once it is written, or is being written."""

@@ -20,13 +20,7 @@ from torch.optim import Optimizer
 from lightning_seqpar.checkpoint.async_writer import Background
 from lightning_seqpar.checkpoint.atomic_files import local_path, on_every_rank, on_first_rank
 from lightning_seqpar.checkpoint.contents import find_folder
-from lightning_seqpar.checkpoint.folder import (
-    FolderTensors,
-    Opened,
-    own_memory,
-    remove_folder,
-    write_folder,
-)
+from lightning_seqpar.checkpoint.folder import FolderTensors, Opened, own_memory, remove_folder, write_folder
 from lightning_seqpar.checkpoint.state_dict import (
     full_optimizer_state,
     full_state_dict,
@@ -38,7 +32,7 @@ from lightning_seqpar.checkpoint.state_dict import (
 )
 from lightning_seqpar.config import VERSION
 from lightning_seqpar.data.sampler import PLACE
-from lightning_seqpar.distributed.rng import pack_streams, unpack_streams
+from lightning_seqpar.distributed.rng import SavedStreams
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.strategy.averages import averages_of
 from lightning_seqpar.strategy.environment import Environment
@@ -53,10 +47,7 @@ OWN = "lightning_seqpar"
 
 
 def take_places(checkpoint: dict[str, Any]) -> list[Any]:
-    """Take out of a checkpoint where this package's loaders are in their epoch.
-
-    Lightning puts it there, and without this package could not resume loaders that know nothing of it.
-    """
+    """Take out of a checkpoint where this package's loaders are in their epoch, which plain Lightning could not resume."""
     loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     states = loops.get("combined_loader", [])
     if not states or not all(isinstance(state, Mapping) and PLACE in state for state in states):
@@ -66,29 +57,18 @@ def take_places(checkpoint: dict[str, Any]) -> list[Any]:
 
 
 class Saver:
-    """Saves and restores checkpoints. All of its methods are collective over the world.
-
-    Args:
-        environment: the processes of the run.
-        steps: runs steps and updates.
-        loaders: divides samples among the replicas.
-
-    Attributes:
-        state_for_meta_model: weights that wait until a model on the meta device is sharded.
-        trains: whether a training is under way, while which ``async_save`` writes.
-        streams: this replica's random states in the checkpoint that is restored, until they are.
-    """
+    """Saves and restores checkpoints. All of its methods are collective over the world."""
 
     def __init__(self, environment: Environment, steps: Steps, loaders: Loaders) -> None:
         self._env, self._steps, self._loaders = environment, steps, loaders
-        self.state_for_meta_model: Mapping[str, Tensor] | None = None
-        self.streams: dict[str, Any] | None = None
+        self.state_for_meta_model: Mapping[str, Tensor] | None = None  # until a model on the meta device is sharded
+        self.streams: dict[str, Any] | None = None  # of this replica, in the checkpoint, until they are restored
         self._opened: Opened | None = None
         self._read_from: Any = None  # path of the checkpoint that is being restored
         self._within_epoch = False  # whether that was written in the middle of an epoch
         self._background = Background()
         self._background_groups: tuple[ParallelGroups, ProcessGroup] | None = None
-        self.trains = False
+        self.trains = False  # while a training is under way ``async_save`` writes
 
     @property
     def _in_parts(self) -> bool:
@@ -97,24 +77,15 @@ class Saver:
 
     def make_group(self) -> None:
         """Make a group for the thread that writes checkpoints."""
-        made = self._background_groups
-        if self._env.config.checkpoint.async_save and (made is None or made[0] is not self._env.groups):
-            ranks = dist.get_process_group_ranks(self._env.world)
-            timeout = self._env.config.timeout
-            group = dist.new_group(
-                ranks, timeout=timeout, backend="gloo", use_local_synchronization=True, sort_ranks=False
-            )
+        made, config = self._background_groups, self._env.config
+        if config.checkpoint.async_save and (made is None or made[0] is not self._env.groups):
+            how: dict[str, Any] = {"backend": "gloo", "use_local_synchronization": True, "sort_ranks": False}
+            group = dist.new_group(dist.get_process_group_ranks(self._env.world), timeout=config.timeout, **how)
             assert isinstance(group, ProcessGroup)
             self._background_groups = self._env.groups, group
 
-    # ---- saving ------------------------------------------------------------------------------------------------
-
     def model_state(self, usual: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The model's state dict for a checkpoint, by Lightning's ``usual`` way if it is not sharded. Collective.
-
-        For a single file it holds whole tensors on the first rank, and meta tensors elsewhere. For a folder it holds this
-        rank's part of each tensor.
-        """
+        """The model's state dict: whole on the first rank and meta elsewhere, or this rank's parts for a folder. Collective."""
         record = record_of(self._env.module)
         if self._env.is_apart:
             return {}
@@ -146,10 +117,8 @@ class Saver:
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint: a file on the first rank, or a part of a folder on each. Collective.
 
-        With ``async_save`` it returns as soon as the tensors are copied and the checkpoint before is on the disk.
-
-        Raises:
-            SaveError: on every rank, if this checkpoint, or the one before that was written meanwhile, can't be written.
+        With ``async_save`` it returns as soon as the tensors are copied and the checkpoint before is on the disk. Every rank raises
+        SaveError if this checkpoint, or the one before that was written meanwhile, can't be written.
         """
         checkpoint_io = self._env.strategy.checkpoint_io
         if not self._env.has_groups:  # before set-up
@@ -167,7 +136,7 @@ class Saver:
             refuse_saved_shards(checkpoint, record)
         if "callbacks" in checkpoint:  # a checkpoint of weights alone has none, and needs no random states
             streams: list[Any] = [None] * self._env.groups.size("dp")
-            dist.all_gather_object(streams, pack_streams(self._env.device), group=self._env.groups["dp"])
+            dist.all_gather_object(streams, SavedStreams().pack(), group=self._env.groups["dp"])
             # One state for each replica, whose ranks share it.
             own = {"streams": streams, "order_seed": self._loaders.order_seed.value, "loaders": take_places(checkpoint)}
             checkpoint = {**checkpoint, OWN: own}
@@ -179,7 +148,12 @@ class Saver:
                 )
             meanwhile = self.trains and self._background_groups is not None
             later = self._background_groups[1] if meanwhile and self._background_groups else None
-            write = write_folder(place, checkpoint, self._facts_of_run(checkpoint), self._env.world, later)
+            about = {  # what the folder says of the run that wrote it
+                "version": VERSION,
+                "topology": {axis: self._env.groups.size(axis) for axis in self._env.groups.topology.axes},
+                **{key: checkpoint.get(key) for key in ("epoch", "global_step")},
+            }
+            write = write_folder(place, checkpoint, about, self._env.world, later)
             if meanwhile:
                 self._background.start(write)
             else:
@@ -194,15 +168,6 @@ class Saver:
         if restarts is not None and self.trains and "callbacks" in checkpoint and self._env.strategy.global_rank == 0:
             restarts.add(filepath)
 
-    def _facts_of_run(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """What the folder of a checkpoint says of the run that wrote it."""
-        return {
-            "version": VERSION,
-            "topology": {axis: self._env.groups.size(axis) for axis in self._env.groups.topology.axes},
-            "epoch": checkpoint.get("epoch"),
-            "global_step": checkpoint.get("global_step"),
-        }
-
     def remove(self, filepath: Any) -> None:
         """Remove a file or a folder, on the first rank."""
         place = local_path(filepath)
@@ -215,16 +180,8 @@ class Saver:
         else:
             self._background.afterwards(lambda: remove_folder(place))
 
-    # ---- restoring ---------------------------------------------------------------------------------------------
-
     def load(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint. Collective.
-
-        Of a folder the tensors are meta tensors; each rank reads its parts of them when they are restored.
-
-        Raises:
-            ValueError: on every rank, if one of them can't read it.
-        """
+        """Read a checkpoint, of a folder as meta tensors whose parts are read later; if one rank can't, all raise ValueError."""
         self._background.wait()
         checkpoint = self._reading(lambda: self._load(checkpoint_path, weights_only), checkpoint_path)
         if averages_of(self._env.callbacks):
@@ -283,42 +240,39 @@ class Saver:
         return {**checkpoint, **own_memory(others)}
 
     def load_model(self, usual: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load the weights of the whole model; a model that is sharded already takes its parts. Collective."""
-        self._reading(lambda: self._load_model(usual, checkpoint, strict), self._read_from)
+        """Load the weights of the whole model, of which a sharded one takes its parts, and one on meta later. Collective."""
 
-    def _load_model(self, usual: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load the weights on this rank; those of a model on the meta device are kept until it is sharded."""
-        record, state, opened = record_of(self._env.module), checkpoint["state_dict"], self._opened
-        if record is not None:
-            load_full_state_dict(record, state, strict=strict, opened=opened)
-            record.note_versions()
-        elif any(parameter.is_meta for parameter in self._env.module.parameters()):
-            # torch warns of loading into meta tensors; here that only checks names and shapes.
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*meta parameter in the current model.*")
+        def load() -> None:
+            record, state, opened = record_of(self._env.module), checkpoint["state_dict"], self._opened
+            if record is not None:
+                load_full_state_dict(record, state, strict=strict, opened=opened)
+                record.note_versions()
+            elif any(parameter.is_meta for parameter in self._env.module.parameters()):
+                # torch warns of loading into meta tensors; here that only checks names and shapes.
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*meta parameter in the current model.*")
+                    usual(checkpoint, strict=strict)
+                self.state_for_meta_model = state if opened is None else FolderTensors(opened, state)
+            elif opened is not None:
+                self._env.module.load_state_dict(opened.take(state, {}, 0), strict=strict)
+            else:
                 usual(checkpoint, strict=strict)
-            self.state_for_meta_model = state if opened is None else FolderTensors(opened, state)
-        elif opened is not None:
-            self._env.module.load_state_dict(opened.take(state, {}, 0), strict=strict)
-        else:
-            usual(checkpoint, strict=strict)
+
+        self._reading(load, self._read_from)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the moments of the whole model, of which each rank takes its parts, and restore the random states. Collective."""
         self._reading(lambda: self._load_optimizers(checkpoint), self._read_from)
         if self.streams is not None:  # here, before the loader of the next epoch draws its seed
-            unpack_streams(self.streams, self._env.device)
+            SavedStreams.unpack(self.streams).restore()
         if not self._within_epoch:
             self.streams = None
 
     def begin_training(self) -> None:
-        """Restore the random states once more, if the checkpoint was written in the middle of an epoch.
-
-        The epoch's loader draws its seed when it starts; in the run that wrote the checkpoint it had done so before.
-        """
+        """Restore the random states once more within an epoch, whose loader had drawn its seed when the checkpoint was written."""
         self.trains = True
         if self.streams is not None:
-            unpack_streams(self.streams, self._env.device)
+            SavedStreams.unpack(self.streams).restore()
             self.streams = None
 
     def end_training(self) -> None:

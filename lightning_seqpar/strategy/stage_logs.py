@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,38 +21,18 @@ from torchmetrics import Metric
 _CPU = torch.device("cpu")
 
 
-class _Call(NamedTuple):
-    """One call of ``self.log``, without its value where that is a tensor."""
-
-    fx: str  # the hook that logged
-    name: str
-    dtype: torch.dtype | None  # of the tensor; None where a metric was logged
-    options: dict[str, Any]
-
-
 class StageLogs:
-    """Keeps what the training steps of an accumulation window log on the last stage, and logs it on the others behind it.
-
-    Lightning reads what a step logged where the window ends. What the other stages log in front of the blocks they log
-    with the rest, as the last stage did.
-
-    Args:
-        group: the process group of the pipeline.
-        device: of this rank.
-        replicas: the process group over which ``sync_dist`` means.
-
-    Attributes:
-        window_loss: the loss of the accumulation window that ended last, on all stages; NaN before the first one has.
-    """
+    """Keeps what the training steps of an accumulation window log on the last stage, and logs it on the others behind it."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, replicas: dist.ProcessGroup) -> None:
         self._group, self._device, self._replicas = group, device, replicas
         self._is_last = group.rank() == group.size() - 1
         self._stops = False  # the step asked to stop, behind the blocks
-        self._calls: list[_Call] = []
+        # Calls of self.log: the hook, the name, the tensor's dtype (None for a metric), options; and the values of tensors.
+        self._calls: list[tuple[str, str, torch.dtype | None, dict[str, Any]]] = []
         self._values: list[Tensor] = []
         self._losses: list[Tensor] = []
-        self.window_loss = float("nan")
+        self.window_loss = float("nan")  # of the accumulation window that ended last, on all stages
         # Of each metric's lists how many entries all stages have, and the last of those.
         self._sent: dict[str, dict[str, tuple[int, Any]]] = {}
 
@@ -75,10 +55,7 @@ class StageLogs:
         self._losses.append(loss.detach().to(torch.float64))
 
     def share(self, trainer: Trainer, module: LightningModule, *, ends_window: bool = False) -> None:
-        """Log on all stages what the last one logged since the last call. Collective over the pipeline.
-
-        Where an accumulation window ends, its loss becomes :attr:`window_loss`.
-        """
+        """Log on all stages what the last one logged since the last call, and note a window's loss. Collective over pp."""
         metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
         box: list[Any] = [None]
         if self._is_last:
@@ -106,13 +83,13 @@ class StageLogs:
             if one is not None:
                 self._take(metrics[name], one)
         left, results = iter(numbers), trainer.fit_loop.epoch_loop._results  # also where a validation begins
-        for call in calls:
-            if call.dtype is None:
-                value = attrgetter(call.options["metric_attribute"])(module)
+        for fx, name, dtype, options in calls:
+            if dtype is None:
+                value = attrgetter(options["metric_attribute"])(module)
             else:
-                value = torch.tensor(next(left), dtype=call.dtype, device=self._device)
-            results.log(call.fx, call.name, value, sync_dist_fn=trainer.strategy.reduce, **call.options)
-            trainer._logger_connector._current_fx = call.fx
+                value = torch.tensor(next(left), dtype=dtype, device=self._device)
+            results.log(fx, name, value, sync_dist_fn=trainer.strategy.reduce, **options)
+            trainer._logger_connector._current_fx = fx
 
     def _noted(self, log: Callable[..., None], results: Any) -> Callable[..., None]:
         """What logs, and keeps the call."""
@@ -131,7 +108,7 @@ class StageLogs:
             dtype = value.dtype if isinstance(value, Tensor) else None
             if dtype is not None:
                 self._values.append(value.detach().to(torch.float64))
-            self._calls.append(_Call(fx, name, dtype, options))
+            self._calls.append((fx, name, dtype, options))
 
         return noted
 

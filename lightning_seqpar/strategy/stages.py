@@ -24,19 +24,7 @@ from lightning_seqpar.verify.guards.pipeline import refuse_hooks_of_reduced, ref
 
 
 class Stages:
-    """Runs this rank's stage of a pipeline.
-
-    Args:
-        environment: the processes of the run.
-        schedule: when each check of a run looks.
-        run_step: runs a step of the user's, checked.
-        before_backward: checks a loss, or what stands for it, and prepares its backward.
-
-    Attributes:
-        stage: what this rank runs of a pipeline.
-        reduced: parameters whose gradients DDP reduces over the replicas.
-        window: the micro-batches that are put off, where stages have several chunks of blocks.
-    """
+    """Runs this rank's stage of a pipeline."""
 
     def __init__(
         self,
@@ -50,8 +38,8 @@ class Stages:
         self._micro_batches = OneForwardOneBackward(0)
         self._logs: StageLogs | None = None
         self.stage: Stage | None = None
-        self.reduced: list[Tensor] = []
-        self.window: InterleavedWindow | None = None
+        self.reduced: list[Tensor] = []  # parameters whose gradients DDP reduces over the replicas
+        self.window: InterleavedWindow | None = None  # of put-off micro-batches, where stages have several chunks
         self._replaced: list[tuple[Any, str]] = []  # methods of Lightning's loops
 
     def begin(self, stage: Stage) -> None:
@@ -62,10 +50,7 @@ class Stages:
 
     @contextmanager
     def running(self, stage: Stage, name: str) -> Generator[None, None, None]:
-        """A context manager in which a step of the user's, called by its name, runs as far as a stage goes.
-
-        Inside of DDP, which would take the end of a stage for an error.
-        """
+        """A context in which a step of the user's runs as far as a stage goes, inside of DDP, for which that would be an error."""
         module = self._env.module
         own, step = vars(module).get(name), getattr(module, name)
         trains = name == "training_step"
@@ -199,62 +184,40 @@ class Stages:
 
     def enter_loops(self) -> None:
         """Change Lightning's loops for a training in stages, until :meth:`leave_loops`."""
-        if self.stage is not None:
-            self._let_stages_run_ahead()
-            self._finish_in_front_of_hooks()
-            self._tell_loss_of_window()
+        if self.stage is None:
+            return
+        trainer, fit = self._env.trainer, self._env.trainer.fit_loop
+        loop: Any = fit.epoch_loop
 
-    def _let_stages_run_ahead(self) -> None:
-        """Let Lightning ask at the start of a window whether to end by SIGTERM, and not at every batch.
-
-        All ranks wait for each other there: each micro-batch would go through all stages before the next could begin.
-        """
-        trainer, loop = self._env.trainer, self._env.trainer.fit_loop.epoch_loop
-        ask = loop._broadcast_sigterm_tensor
-
-        def ask_at_start() -> None:  # behind the batch before
+        def asked(ask: Callable[[], Any]) -> None:  # whether to end by SIGTERM, behind a batch
+            # At a window's start alone: all ranks wait for each other there, and each micro-batch would for all stages.
             if (loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0:
                 ask()
 
-        self._replace(loop, "_broadcast_sigterm_tensor", ask_at_start)
-
-    def _finish_in_front_of_hooks(self) -> None:
-        """Let what is under way be finished where a validation begins, and at an epoch's end, before any hook runs there.
-
-        A callback may exchange weights for the validation, or read what the epoch logged; and what an epoch that ended in the
-        middle of a window leaves would come to the next window.
-        """
-        loop = self._env.trainer.fit_loop
-        for owner, name in ((loop.epoch_loop.val_loop, "run"), (loop, "on_advance_end")):
-            self._replace(owner, name, self._finishing(getattr(owner, name)))
-
-    def _tell_loss_of_window(self) -> None:
-        """Let ``on_train_batch_end`` be given one loss on all stages, of which the last one alone computes it."""
-        loop: Any = self._env.trainer.fit_loop.epoch_loop.automatic_optimization
-        run = loop.run
-
-        def with_loss(*args: Any, **kwargs: Any) -> Any:
-            out = run(*args, **kwargs)
-            if self._logs is None or "loss" not in out:
-                return out
-            return {**out, "loss": torch.full_like(out["loss"], self._logs.window_loss, dtype=torch.float64)}
-
-        self._replace(loop, "run", with_loss)
-
-    def _finishing(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        @functools.wraps(call)
-        def finished() -> Any:
+        def finished(call: Callable[[], Any]) -> Any:
+            # A callback may exchange weights for a validation, or read what the epoch logged, which may end within a window.
             self.finish_micro_batches()
             return call()
 
-        return finished
+        def with_loss(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            out = run(*args, **kwargs)
+            if self._logs is None or "loss" not in out:
+                return out
+            # On all stages, of which the last one alone computes it.
+            return {**out, "loss": torch.full_like(out["loss"], self._logs.window_loss, dtype=torch.float64)}
+
+        changes: list[tuple[Any, str, Callable[..., Any]]] = [
+            (loop, "_broadcast_sigterm_tensor", asked),
+            (loop.val_loop, "run", finished),
+            (fit, "on_advance_end", finished),
+            (loop.automatic_optimization, "run", with_loss),
+        ]
+        for owner, name, change in changes:
+            self._replaced.append((owner, name))
+            owner.__dict__[name] = functools.partial(change, getattr(owner, name))
 
     def leave_loops(self) -> None:
         """Give Lightning's loops their methods back."""
         for owner, name in self._replaced:
             owner.__dict__.pop(name, None)
         self._replaced = []
-
-    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        self._replaced.append((owner, name))
-        owner.__dict__[name] = method

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.context.seq_part import SeqPart, whole_of
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.host import OneStepLate
-from lightning_seqpar.distributed.rng import StepDraws
+from lightning_seqpar.distributed.rng import drawn_since, torch_states
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
 from lightning_seqpar.parallel.fully_sharded import READ_ROWS, FullySharded, refuse_rows
 from lightning_seqpar.parallel.grad_checks import Comparison, StageScales, check_reduced, check_replicated
@@ -39,11 +39,7 @@ from lightning_seqpar.strategy.stages import Stages
 from lightning_seqpar.strategy.weights_by_hand import WeightWatch
 from lightning_seqpar.verify.guards.batch import OutputWatch, check_batch, warn_of_equal_replicas
 from lightning_seqpar.verify.guards.graph import check_readers, refuse_second_derivative
-from lightning_seqpar.verify.guards.model import (
-    check_buffers,
-    check_parameters,
-    refuse_added,
-)
+from lightning_seqpar.verify.guards.model import check_buffers, check_parameters, refuse_added
 from lightning_seqpar.verify.guards.optimizer import OptimizerGuard
 
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
@@ -51,11 +47,7 @@ _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 
 
 def _may_change_gradients(callback: Callback) -> bool:
-    """Whether a callback has hooks between the backward and the update, in which it may change gradients.
-
-    A class with ``only_reads_gradients = True`` says that those which it defines itself don't. What a subclass defines over them is
-    not covered, unless the subclass says so again.
-    """
+    """Whether a callback has such hooks, and is of no class that defines them with ``only_reads_gradients = True``."""
     for hook in _BEHIND_BACKWARD:
         if is_overridden(hook, callback, Callback):
             owner = next((kind for kind in type(callback).__mro__ if hook in vars(kind)), Callback)
@@ -69,35 +61,21 @@ def _whole(x: Tensor) -> Tensor:
     return whole_logits(whole_of(x))
 
 
-def _with_whole_extras(out: Any) -> Any:
-    """What a training step returns beside its loss, with sharded logits made whole: callbacks may read them on one rank alone."""
-    if not isinstance(out, dict) or not any(isinstance(x, ShardedLogits | SeqPart) for x in tensors_in(out)):
-        return out
-    with torch.no_grad():  # Lightning detaches them
-        return {key: value if key == "loss" else map_tensors(_whole, value) for key, value in out.items()}
+def _has_parts(out: Any) -> bool:
+    """Whether a step returns tensors of which ranks hold parts."""
+    return any(isinstance(x, ShardedLogits | SeqPart) for x in tensors_in(out))
 
 
 class Steps:
-    """Runs steps and updates, in every loop.
-
-    Args:
-        environment: the processes of the run.
-
-    Attributes:
-        schedule: when each check of a run looks.
-        stages: runs this rank's stage of a pipeline.
-        outputs: what evaluation steps returned, to be compared over the ranks.
-        redirection: sends a step through the wrapper of the model.
-        split: the rows of parameters over the replicas (``data_parallel: fsdp``); None where each replica holds all.
-    """
+    """Runs steps and updates, in every loop."""
 
     def __init__(self, environment: Environment) -> None:
         self._env = environment
         self.schedule = WatchSchedule(environment.config.check_every)
         self.stages = Stages(environment, self.schedule, self.run_step, self._before_backward)
         self.redirection = _Redirection(self.stages)
-        self.outputs = OutputWatch()
-        self.split: FullySharded | None = None
+        self.outputs = OutputWatch()  # of evaluation steps
+        self.split: FullySharded | None = None  # the rows of parameters over the replicas (``data_parallel: fsdp``)
         self._sync: GradSync | None = None
         self._steps: dict[int, int] = {}
         self._counts: dict[int, int] = {}  # of an optimizer's parameters
@@ -159,10 +137,6 @@ class Steps:
             self._sync = None
         self._stop_watching()
 
-    def share_metrics_of_run(self) -> None:
-        """Let the metrics of the model and of callbacks sync over the replicas."""
-        share_metrics([self._env.module, *self._env.callbacks], self._env.groups["dp"])
-
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def _step(self, loop: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,7 +148,7 @@ class Steps:
         schedule = self.schedule
         schedule.begin_step(loop)
         if schedule.is_due(loop):
-            self.share_metrics_of_run()
+            share_metrics(self._env)
         if args and schedule.walks_graphs:
             check_batch(args[0], self._env.groups, self._env.device, loop)
             if loop == "training" and schedule.is_first(loop):
@@ -190,18 +164,18 @@ class Steps:
         expects = schedule.expects_draws(loop)
         # On a stage the backwards of earlier micro-batches are to come, which may run parts of them again.
         record.reset_calls(draws=expects, forget=self.stages.stage is None or loop != "training")
-        draws = StepDraws() if loop == "training" else None
+        before = torch_states() if loop == "training" else None
+        watched: AbstractContextManager[None] = nullcontext()
+        if self._weights is not None and loop == "training" and schedule.is_due(loop):
+            watched = self._weights.watched(decides=not self._env.module.automatic_optimization, is_step=True)
         try:
-            if self._weights is not None and loop == "training" and schedule.is_due(loop):
-                with self._weights.watched(decides=not self._env.module.automatic_optimization, is_step=True):
-                    out = step(*args, **kwargs)
-            else:
+            with watched:
                 out = step(*args, **kwargs)
         except Exception as error:
             if self.split is not None:
                 self.split.reset()
-            if self.split is not None and any(word in str(error) for word in ("DTensor", "sharding strategy")):
-                raise RuntimeError(READ_ROWS) from error
+                if any(word in str(error) for word in ("DTensor", "sharding strategy")):
+                    raise RuntimeError(READ_ROWS) from error
             if not isinstance(error, RuntimeError):
                 raise
             refuse_second_derivative(error)
@@ -210,14 +184,17 @@ class Steps:
         record.check_closed(out)
         if self.split is not None:
             refuse_rows(out)
-        if self.split is not None and loop != "training":
-            self.split.settle()
-        if draws is not None:
-            schedule.note_draws(drawn=draws.end())
-            out = _with_whole_extras(out)
+            if loop != "training":
+                self.split.settle()
+        # Logits are gathered here, since what a step returns may next be read on one rank alone.
+        if before is not None:
+            schedule.note_draws(drawn_since(before))  # ranks that did not expect it have drawn alike, and equally much
+            if isinstance(out, dict) and _has_parts(out):
+                with torch.no_grad():  # Lightning detaches what stands beside the loss
+                    out = {key: value if key == "loss" else map_tensors(_whole, value) for key, value in out.items()}
         else:
-            if any(isinstance(tensor, ShardedLogits | SeqPart) for tensor in tensors_in(out)):
-                out = map_tensors(_whole, out)  # gathered here, since it may next be read on one rank alone
+            if _has_parts(out):
+                out = map_tensors(_whole, out)
             self.outputs.note(out, self._env.device)
             if schedule.walks_graphs or self.outputs.is_full:
                 self.outputs.check(self._env.groups, loop)
@@ -259,7 +236,7 @@ class Steps:
         return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
     def _thawed(self) -> bool:
-        """Whether a parameter of an optimizer trains whose gradient DDP does not reduce, as it was frozen when DDP was made."""
+        """Whether a parameter of an optimizer trains that was frozen when DDP was made, which does not reduce its gradient."""
         reduced = {id(parameter) for parameter in self.stages.reduced}
         return any(
             parameter.requires_grad and id(parameter) not in reduced
@@ -415,10 +392,7 @@ class Steps:
 
     @contextmanager
     def without_reduction(self, without_ddp: AbstractContextManager[None]) -> Generator[None, None, None]:
-        """A context manager for micro-batches whose gradients are not reduced over the replicas yet, around Lightning's own.
-
-        Where hooks of the user's read gradients behind every backward they are reduced at once: before that, no rank has them.
-        """
+        """A context for micro-batches whose gradients are reduced later; at once where hooks read each backward's."""
         if self.split is None or self._reads_each_backward():
             with without_ddp:
                 yield
@@ -440,12 +414,10 @@ class Steps:
 
     def _refuse_unknown(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Raise for an optimizer that Lightning does not know, holds shards, and mixes elements. A hook before each step."""
-        if optimizer in self._guarded:
-            return
         record = self._record
-        if record is not None and any(
-            layout.is_sharded for p in _parameters(optimizer) if (layout := record.layout.of(p)) is not None
-        ):
+        if optimizer in self._guarded or record is None:
+            return
+        if any(layout.is_sharded for p in _parameters(optimizer) if (layout := record.layout.of(p)) is not None):
             self._optimizer_guard.refuse_mixing([optimizer], self.shards)
 
     def _before_raw_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -453,18 +425,16 @@ class Steps:
         if self._optimizing is not None:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self.sync_gradients(optimizer)
-            self.check_step(optimizer)
-            return None
 
         def synced() -> Any:
             with torch.enable_grad():
-                out = closure()
+                out = None if closure is None else closure()
             self.sync_gradients(optimizer)
             self.check_step(optimizer)
             return out
 
+        if closure is None:
+            return synced()
         return ((args[0], synced, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": synced})
 
     def sync_gradients(self, optimizer: Optimizer | None) -> None:
@@ -551,10 +521,7 @@ class Steps:
 
 
 class _Redirection(_ForwardRedirection):
-    """Lightning's forward through DDP, but in manual optimization and in a pipeline DDP does not prepare for a backward there.
-
-    ``pre_backward`` prepares it for each backward, and for that of a window's last micro-batch.
-    """
+    """Lightning's forward through DDP, which ``pre_backward`` prepares for backwards in manual optimization and in stages."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -35,18 +34,16 @@ from lightning_seqpar.parallel.fsdp_units import fully_shard_options
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.parallel.summoned import summon
 from lightning_seqpar.plan.choice import check_plan
-from lightning_seqpar.strategy.averages import (
-    averaging_callbacks,
-    refuse_on_meta,
-)
+from lightning_seqpar.strategy.averages import averaging_callbacks, refuse_on_meta
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
 from lightning_seqpar.strategy.loaders import Loaders
 from lightning_seqpar.strategy.loops import Loops
+from lightning_seqpar.strategy.metrics import share_metrics
 from lightning_seqpar.strategy.missing_ranks import find_missing
 from lightning_seqpar.strategy.model_setup import ModelSetup
 from lightning_seqpar.strategy.precision import share_overflows, with_global_clipping, without_global_clipping
-from lightning_seqpar.strategy.refusals import is_refusal, shortens_refusals
+from lightning_seqpar.strategy.refusals import shortens_refusals
 from lightning_seqpar.strategy.saving import Saver
 from lightning_seqpar.strategy.steps import Steps
 from lightning_seqpar.strategy.tuning import Searches
@@ -69,12 +66,6 @@ P = ParamSpec("P")
 
 _NONE_FOR_EMPTY = ("ddp", "fsdp", "checkpoint", "compile_options", "elementwise_optimizers")
 """Fields whose keyword has None as its default, in place of an empty list or mapping."""
-
-_SIZES = re.compile(
-    r"must match the size|cannot be multiplied|size mismatch|does not broadcast|out of (?:range|bounds)|is invalid for input"
-    r"|[Ee]xpected size"
-)
-"""In torch's messages about sizes that do not fit."""
 
 
 def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
@@ -230,33 +221,25 @@ class SeqParallelStrategy(ParallelStrategy):
         self._forward_redirection = self.steps.redirection
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled or copied: what the Trainer gave, the model and the optimizers, and nothing of a run under way."""
+        """What is pickled or copied: what the Trainer gave and the model, and nothing of a run under way."""
+        model = self.lightning_module  # first: a sharded one raises
+        kept = ("config", "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io")
         return {
-            "model": self.lightning_module,  # first: a sharded one raises
             "arguments": {
-                "config": self.config,
-                "accelerator": self.accelerator,
-                "parallel_devices": self.parallel_devices,
-                "cluster_environment": self.cluster_environment,
-                "checkpoint_io": self.checkpoint_io,
+                **{name: getattr(self, name) for name in kept},
                 "precision_plugin": without_global_clipping(self.precision_plugin),
             },
-            "num_nodes": self.num_nodes,
-            "layer_sync": self._layer_sync,
+            "given": {"num_nodes": self.num_nodes, "_layer_sync": self._layer_sync, "_lightning_module": model},
             "launched": self._launcher is not None,
-            "optimizers": self.optimizers,
-            "lr_scheduler_configs": self.lr_scheduler_configs,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A strategy that was given the same, and is not set up."""
         SeqParallelStrategy.__init__(self, **state["arguments"])
-        self.num_nodes, self._layer_sync = state["num_nodes"], state["layer_sync"]
-        self._lightning_module = self.model = state["model"]
-        self.optimizers, self.lr_scheduler_configs = state["optimizers"], state["lr_scheduler_configs"]
+        vars(self).update(state["given"])
+        self.model = self._lightning_module
         if state["launched"]:
-            assert self.cluster_environment is not None
-            self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)  # type: ignore[arg-type]
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -275,20 +258,15 @@ class SeqParallelStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning must divide and reduce over processes here: true while a model is set up, where ``sync_dist`` asks.
+        """Whether Lightning must divide and reduce over processes here: true while a model is set up.
 
-        Before that Lightning asks whether to divide samples, which :meth:`process_dataloader` does by itself, and whether to refuse
-        its batch-size finder, which runs here.
+        Before that it asks whether to divide samples (:meth:`process_dataloader` does), and to refuse its batch-size finder.
         """
         return self._is_set_up
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's device.
-
-        Raises:
-            ValueError: if the Trainer has fewer devices than the run has ranks on this node.
-        """
+        """This rank's device; ValueError if the Trainer has fewer devices than the run has ranks on this node."""
         assert self.parallel_devices is not None
         if self.local_rank >= len(self.parallel_devices):
             raise ValueError(
@@ -305,11 +283,7 @@ class SeqParallelStrategy(ParallelStrategy):
 
     @property
     def groups(self) -> ParallelGroups:
-        """The process groups.
-
-        Raises:
-            RuntimeError: before they are made, in ``setup_environment``.
-        """
+        """The process groups; RuntimeError before they are made, in ``setup_environment``."""
         return self.environment.groups
 
     @property
@@ -324,11 +298,8 @@ class SeqParallelStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of a ``DistributedSampler``: it counts replicas, since the ranks of one read the same samples.
-
-        Lightning asks before set-up too, where a loader is only counted (``trainer.estimated_stepping_batches``).
-        """
-        return self.environment.sampler_kwargs
+        """Arguments of a ``DistributedSampler`` that counts replicas, since the ranks of one read the same samples."""
+        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether this rank has the parameter, or a part of it: stages of a pipeline (``pp``) have those of their own blocks alone.
@@ -415,10 +386,7 @@ class SeqParallelStrategy(ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """A context manager in which the initialisation of tensors on the meta device (all with ``empty_init``) is recorded.
-
-        ``setup`` gives them their values later, of each tensor this rank's part alone.
-        """
+        """A context in which initialisation on the meta device (of all with ``empty_init``) is recorded for ``setup``."""
         with super().tensor_init_context(), self.model_setup.recording(empty=bool(empty_init)):
             yield
 
@@ -460,7 +428,7 @@ class SeqParallelStrategy(ParallelStrategy):
             refuse_callbacks(env.callbacks, steps.shards * self.config.pp)
         if env.fits:
             setup.share_out_averages(record, self.saver.average_state)
-        steps.share_metrics_of_run()
+        share_metrics(env)
         steps.begin(record)
         if env.fits:
             with env.phases.phase("making optimizers"):
@@ -532,10 +500,6 @@ class SeqParallelStrategy(ParallelStrategy):
         """Run the optimizer's step; the partial gradients are summed right after the user's closure."""
         return self.steps.update(super().optimizer_step, optimizer, closure, model, **kwargs)
 
-    def global_norm(self, parameters: list[Tensor], norm_type: float = 2.0) -> Tensor:
-        """The norm of the whole model's gradients of these parameters, equal on all ranks. Collective over tp."""
-        return self.steps.global_norm(parameters, norm_type)
-
     # ---- loops -------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
@@ -554,9 +518,7 @@ class SeqParallelStrategy(ParallelStrategy):
 
     def on_validation_start(self) -> None:
         """Compare the number of batches over the ranks of a replica. Collective."""
-        trainer = self.environment.trainer
-        checks = trainer.sanity_checking  # in front of a training
-        self.loops.begin_evaluation("validation", trainer.num_sanity_val_batches if checks else trainer.num_val_batches)
+        self.loops.begin_evaluation("validation")
 
     def on_validation_end(self) -> None:
         """Compare what the last steps returned over the ranks of a replica. Collective."""
@@ -564,7 +526,7 @@ class SeqParallelStrategy(ParallelStrategy):
 
     def on_test_start(self) -> None:
         """Compare the number of batches over the ranks of a replica. Collective."""
-        self.loops.begin_evaluation("test", self.environment.trainer.num_test_batches)
+        self.loops.begin_evaluation("test")
 
     def on_test_end(self) -> None:
         """Compare what the last steps returned over the ranks of a replica. Collective."""
@@ -572,12 +534,10 @@ class SeqParallelStrategy(ParallelStrategy):
 
     def on_predict_start(self) -> None:
         """Compare the number of batches; leave prediction writers on the first rank of each replica alone. Collective."""
-        self.loops.begin_evaluation("predict", self.environment.trainer.num_predict_batches)
-        self.loops.mute_writers()
+        self.loops.begin_evaluation("predict")
 
     def on_predict_end(self) -> None:
         """Put prediction writers back, and compare what the last steps returned. Collective."""
-        self.loops.unmute_writers()
         self.loops.end_evaluation("predict")
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
@@ -619,30 +579,9 @@ class SeqParallelStrategy(ParallelStrategy):
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
-    def _hint(self, exception: BaseException) -> str:
-        """What may be behind an error of torch's that can't know it; empty if nothing is known."""
-        told = str(exception)
-        if self.stages.stage is not None and "written-to tensor refers to a single memory location" in told:
-            return (
-                f"pp={self.config.pp}: parameters that other stages hold are NaN without memory here, and can't be written to; "
-                "change those for which trainer.strategy.holds(parameter) is true"
-            )
-        is_torchs = isinstance(exception, RuntimeError | IndexError) and not is_refusal(exception)
-        if self.steps.shards > 1 and self.steps.schedule.has_begun and is_torchs and _SIZES.search(told):
-            return (
-                "lightning_seqpar: if the sizes above are those of one rank's part, this step takes a way that the first batch did "
-                "not take, and for which the plan was not made: it gives a block a tensor that it was not given then, or reads a "
-                "sharded weight past its module (vocab=False for an embedding or a head). Let the first batch, or "
-                "example_input_array, take it"
-            )
-        return ""
-
     def on_exception(self, exception: BaseException) -> None:
         """Report an error to the process that started the ranks, so that the others end too."""
         self._failed = True
-        add_note = getattr(exception, "add_note", None)  # from Python 3.11 on
-        if add_note is not None and (hint := self._hint(exception)):
-            add_note(hint)
         super().on_exception(exception)
         self.loops.unmute_writers()
         launcher = self.environment.launcher
@@ -706,7 +645,7 @@ def grad_norm(module: LightningModule, norm_type: float = 2.0) -> Tensor:
     if not isinstance(strategy, SeqParallelStrategy):
         return torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None], norm_type)
     strategy.steps.sync_gradients(None)
-    return strategy.global_norm(list(module.parameters()), norm_type)
+    return strategy.steps.global_norm(list(module.parameters()), norm_type)
 
 
 @contextmanager

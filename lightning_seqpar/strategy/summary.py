@@ -29,8 +29,7 @@ def groups_of(topology: ProcessTopology) -> list[str]:
         lists = topology.get_axis_comm_lists(axis)
         few = _MOST // 2 if size <= _MOST // 2 else 2
         shown = " ".join(
-            f"[{' '.join('...' if i is None else str(ranks[i]) for i in _ends(range(len(ranks))))}]"
-            for ranks in lists[:few]
+            f"[{' '.join('...' if i is None else str(ranks[i]) for i in _ends(range(len(ranks))))}]" for ranks in lists[:few]
         )
         more = f" ... ({len(lists)} groups)" if len(lists) > few else ""
         lines.append(f"{axis:<4}{shown}{more}")
@@ -38,14 +37,7 @@ def groups_of(topology: ProcessTopology) -> list[str]:
 
 
 def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None = None) -> tuple[list[str], list[str]]:
-    """Which features are on, and which are off, each in a few words.
-
-    Args:
-        config: the configuration.
-        tp: number of tensor-parallel ranks.
-        dp: number of replicas.
-        coverage: of the model's plan, which says where sequence parallelism is off though the configuration asks for it.
-    """
+    """Which features are on, and which are off, each in a few words; ``coverage`` says where sequence parallelism is off."""
     has_sp = config.sp and tp > 1 and (coverage is None or coverage.sp)
     sp_off = coverage.sp_off if coverage is not None else ""
     chunks = f" of {config.virtual_pp} chunks" if (config.virtual_pp or 1) > 1 else ""
@@ -65,11 +57,7 @@ def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None
 
 def _memory(config: ParallelConfig, tp: int) -> str:
     """A line on what is kept for the backward, and what is made again."""
-    kept = (
-        "what columns read is gathered again in the backward" if config.regather else "what columns read is kept whole"
-    )
-    if config.compile:
-        kept = f"{kept}, outside of the compiled blocks"
+    kept = "what columns read is gathered again in the backward" if config.regather else "what columns read is kept whole"
     recompute = {
         "none": "",
         "activations": "recompute activations: norms and what follows the columns of MLPs run again in the backward",
@@ -83,12 +71,9 @@ def _memory(config: ParallelConfig, tp: int) -> str:
 
 
 def describe_compiled(record: ShardedModel) -> str:
-    """A line on compiled blocks: how many, and what compiling gives up."""
+    """A line on compiled blocks: how many."""
     blocks = {name for region in record.regions for name in region.blocks}
-    return (
-        f"compile: {len(blocks)} blocks, one graph for each kind. In them regather and the overlap of weight-gradient products "
-        "with collectives are off: gathered inputs are kept"
-    )
+    return f"compile: {len(blocks)} blocks, one graph for each kind"
 
 
 def describe_stages(record: ShardedModel) -> list[str]:
@@ -101,9 +86,7 @@ def describe_stages(record: ShardedModel) -> list[str]:
         for one, ends in stage.ends.items()
     ]
     shared = sorted(name for name in record.layout if len(stage.shared(name)) > 1)
-    lines = [
-        f"stages: {', '.join(named)}; what is in front of the blocks runs on each, what is behind them on the last"
-    ]
+    lines = [f"stages: {', '.join(named)}; what is in front of the blocks runs on each, what is behind them on the last"]
     if shared:
         more = " ..." if len(shared) > 3 else ""
         lines.append(f"several stages hold {', '.join(shared[:3])}{more}; the gradients are summed")
@@ -131,15 +114,10 @@ def summarize(
     coverage: Coverage | None = None,
     place: str | None = None,
 ) -> str:
-    """All that is known at the start of a run, with the plan's rules and reasons, or the most important :data:`LINES` lines of it.
+    """All that is known at the start of a run, or the most important :data:`LINES` lines of it.
 
-    Args:
-        topology: the grid of ranks.
-        config: the configuration.
-        ranks_per_node: how many ranks are on a node.
-        plan: lines on the plan.
-        coverage: how much of the model the plan shards; None if there is no plan.
-        place: the file that holds all of it, which the last of few lines names; empty for none. With None there are all lines.
+    With ``place``, the file that holds all of it (empty for none), there are few lines, of which the last one names it. ``plan``
+    are lines on the plan; ``coverage`` says how much of the model it shards.
     """
     tp, dp = (topology.get_dim(axis) for axis in ("tp", "dp"))
     on, off = switches(config, tp, dp, coverage)
@@ -158,9 +136,7 @@ def summarize(
     told = [line for line in plan if not line.startswith(_DETAILS)]
     checks = [line for line in told if line.startswith("self-check")]
     others = [line for line in told[1:] if line not in checks]
-    others.sort(
-        key=lambda line: line.startswith("vocabulary: sharded")
-    )  # the reasons why something stays whole come first
+    others.sort(key=lambda line: line.startswith("vocabulary: sharded"))  # the reasons why something stays whole come first
     body = [*told[:1], *checks, *others]
     around = [
         ("groups", ["; ".join(groups)] * bool(groups)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,17 +23,12 @@ class Searches:
     Behind each trial the ranks meet in the store of the world's process group, whether the trial ran or raised: a rank that ran out
     of memory alone would try another size than the others, who wait for it in a collective of the trial. They go on if the trial
     ended alike on all of them, and each has started as many collectives as the others of its groups.
-
-    Args:
-        environment: the processes of the run.
-        steps: runs steps and updates.
     """
 
     def __init__(self, environment: Environment, steps: Steps) -> None:
         self._env, self._steps = environment, steps
-        self._own = self._place = (
-            ""  # the checkpoint's path: as this rank named it, and as the first did; empty for no search
-        )
+        # The checkpoint's path: as this rank named it, and as the first did; empty for no search.
+        self._own = self._place = ""
 
     @property
     def is_trial(self) -> bool:
@@ -42,18 +36,12 @@ class Searches:
         return self._own != ""
 
     def begin(self, filepath: Any) -> Any:
-        """Begin a search, if a checkpoint that is about to be written is the finder's. Collective.
-
-        Returns:
-            The path at which all ranks write it.
-        """
+        """Begin a search, if a checkpoint is the finder's; returns the path at which all ranks write it. Collective."""
         if self._env.has_groups and Path(filepath).name.startswith(".scale_batch_size_"):
             self._own, self._place = str(filepath), self._env.broadcast(str(filepath))
             self._size: int | None = None  # of the batches of the trial, if its loader tells
             self._largest: int | None = None  # that ran
-            self._has_tried = self._sees_batches = (
-                False  # whether a loop began; whether loaders are those of the search
-            )
+            self._has_tried = self._sees_batches = False  # a loop began; loaders are those of the search
             self._trials, self._end = 0, ""
             self._outer = sys.exc_info()[1]  # somebody may search where an exception is handled
         return self.place_of(filepath)
@@ -80,15 +68,7 @@ class Searches:
         self._has_tried = True
 
     def meet(self, *, training: bool) -> None:
-        """Wait for the end of a trial on all ranks; loaders are made behind it. Collective over the world.
-
-        Args:
-            training: whether the loaders are those of a training.
-
-        Raises:
-            ValueError: if it ended otherwise on another rank, or that does not come. (The finder would take some sentences in a
-                RuntimeError for a lack of memory.)
-        """
+        """Wait for the end of a trial on all ranks; ValueError if it ended otherwise on another, or that does not come."""
         if not self.is_trial:
             return
         raised = sys.exc_info()[1]
@@ -100,14 +80,12 @@ class Searches:
         ended, collectives = _described(error), self._env.groups.sequence_numbers()
         said = exchange(world, f"{self._place}, trial {self._trials}", [ended, collectives], patience)
         if missing := [str(rank) for rank in range(world.size()) if rank not in said]:
-            many = "s" * (len(missing) > 1)
-            self._refuse(
-                ended, f"rank{many} {', '.join(missing)} did not within {patience.total_seconds():.0f} s", error
-            )
+            names = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
+            self._refuse(ended, f"{names} did not within {patience.total_seconds():.0f} s", error)
         for rank, (end, others) in said.items():
             if end != ended:
                 self._refuse(ended, f"rank {rank} {end}", error)
-            if not _fit(collectives, others):
+            if any(others[name] != collectives[name] for name in others.keys() & collectives.keys()):
                 self._refuse(ended, f"rank {rank} did so at another point of the step", error)
         if error is None and self._has_tried and self._size is not None:
             self._largest = max(self._size, self._largest or 0)
@@ -135,8 +113,3 @@ def _described(error: BaseException | None) -> str:
     if error is None:
         return "came to the end of the trial"
     return "ran out of memory" if is_oom_error(error) else f"raised {type(error).__name__}"
-
-
-def _fit(own: Mapping[str, int], other: Mapping[str, int]) -> bool:
-    """Whether two ranks have started equally many collectives in the groups that both are in."""
-    return all(own[name] == other[name] for name in own.keys() & other.keys())

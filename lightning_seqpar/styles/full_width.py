@@ -28,8 +28,8 @@ class FullWidthRule(Rule):
 
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """It reads all ranks' features."""
-        path = application.lowered_at(name) if application.is_lowered(name) else application.region_of(name).path
-        yield application.module(name).register_forward_pre_hook(widen(path.gather_features))
+        gather = application.region_of(name).path.gather_features
+        yield application.module(name).register_forward_pre_hook(widen(gather))
 
     def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Of what it makes, this rank's features stay."""

@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.layout.module_names import Argument, inside
-from lightning_seqpar.region import lowered
 from lightning_seqpar.region.hooks import close_gather, gather_arguments
 from lightning_seqpar.styles.style import Application, ArgumentsRule, PlannedModel
 
@@ -61,7 +60,7 @@ class GatherRule(_EntryRule):
         """What was gathered must have passed a row by the end of the module, or of its block."""
         plan = application.plan
         if name in plan.named("copy") or name not in plan.named("column"):
-            yield from _close_entry(name, application, local_width=self.local_width)
+            yield from _close_entry(name, application)
 
 
 def hook_entry(
@@ -73,10 +72,6 @@ def hook_entry(
     local_width: bool = False,
 ) -> Iterator[RemovableHandle]:
     """In front of the module: arguments are gathered, or copied where they are whole already."""
-    if application.is_lowered(name):
-        hook = lowered.gather_arguments(application.lowered_at(name), name, gathered, copied, local_width=local_width)
-        yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
-        return
     plan, region = application.plan, application.region_of(name)
     # Experts are dealt tokens out, each by itself: they are given this rank's positions of a sequence as all there are.
     around = [n for n in plan.named("reduce") if inside(name, n) and not plan.sums_features(n)]
@@ -89,13 +84,8 @@ def hook_entry(
     yield from application.hook_entry(name, hook)
 
 
-def _close_entry(name: str, application: Application, *, local_width: bool = False) -> Iterator[RemovableHandle]:
+def _close_entry(name: str, application: Application) -> Iterator[RemovableHandle]:
     """Behind it: what was gathered is let go of, and must have passed a row."""
-    if application.is_lowered(name):
-        if local_width:  # columns behind it must not read what was gathered for it
-            hook = lowered.forget_gathered(application.lowered_at(name))
-            yield application.module(name).register_forward_hook(hook)
-        return
     plan = application.plan
     is_block = any(name in stack.blocks for stack in plan.stacks)
     is_exit = any(name in stack.exits for stack in plan.stacks)

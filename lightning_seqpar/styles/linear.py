@@ -6,7 +6,7 @@ The products of a row are parts of a sum. Either style also takes a parameter th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import field_validator
 from torch import nn
@@ -17,7 +17,6 @@ from lightning_seqpar.layout.linear_kind import LinearKind
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear, shrink
-from lightning_seqpar.nn.lowered_layers import LoweredColumnLinear, LoweredRowLinear
 from lightning_seqpar.region.hooks import draw_alike
 from lightning_seqpar.styles.reduce import ReduceRule
 from lightning_seqpar.styles.style import IMPLIED, LINEAR, Application, Match, PlannedModel, Rule, Target
@@ -44,17 +43,13 @@ class _LinearRule(Rule):
     slot: ClassVar[str] = LINEAR
     cuts_out: ClassVar[bool]
     """Whether the out-features are cut, and not the in-features."""
-    lowered_class: ClassVar[type[nn.Linear]]
-    """The linear's class in a compiled block."""
 
     @field_validator("segments")
     @classmethod
     def segments_are_of_one_kind(cls, value: Segments) -> Segments:
         kinds = {type(part) for part in value} if isinstance(value, tuple) else set()
         if value in (0, ()) or (isinstance(value, int) and value < 0) or len(kinds) > 1:
-            raise ValueError(
-                f"segments={value!r}: write a number of equal parts (3), their names ([q, k, v]) or their sizes"
-            )
+            raise ValueError(f"segments={value!r}: write a number of equal parts (3), their names ([q, k, v]) or their sizes")
         return value
 
     @property
@@ -115,7 +110,7 @@ class _LinearRule(Rule):
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """What an adapter around it drops out of its input: beside a column the same on all ranks, beside a row each its own."""
         dropout = _adapter_dropout(name, application.plan)
-        if dropout is None or application.is_lowered(name):
+        if dropout is None or application.is_compiled(name):
             return
         region = application.region_of(name)
         if not self.cuts_out and region.sp:
@@ -125,22 +120,14 @@ class _LinearRule(Rule):
             yield module.register_forward_pre_hook(before)
             yield module.register_forward_hook(behind)
 
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """A linear has a lowered form; a parameter that its module multiplies itself has none, and an active adapter dropout."""
+    def unfit_to_trace(self, name: str, plan: PlannedModel) -> str | None:
+        """A linear can be; a parameter that its module multiplies itself can't, nor an active adapter dropout."""
         if name not in plan.modules:
             return f"the style {self.style!r} on a parameter that its module multiplies itself has no compiled form"
         dropout = _adapter_dropout(name, plan)
         if dropout is not None and any(getattr(one, "p", 0) for one in dropout.modules()):
-            return (
-                "the dropout of the adapter around it would draw from another random stream than the block; set it to 0"
-            )
+            return "the dropout of the adapter around it would draw from another random stream than the block; set it to 0"
         return None
-
-    def lower(self, name: str, application: Application) -> None:
-        """Its forward becomes a product and the plan's collectives alone."""
-        if name in application.plan.modules:
-            layer: Any = application.module(name)
-            layer.__class__, layer.lowered = self.lowered_class, application.lowered_at(name)
 
 
 class ColumnRule(_LinearRule):
@@ -150,7 +137,6 @@ class ColumnRule(_LinearRule):
 
     adapter_half: ClassVar[str | None] = UP
     cuts_out: ClassVar[bool] = True
-    lowered_class: ClassVar[type[nn.Linear]] = LoweredColumnLinear
 
     def check(self, name: str, plan: PlannedModel) -> None:
         """The features divide into whole units for every rank; of a parameter, a row leads out of its module."""
@@ -197,7 +183,6 @@ class RowRule(_LinearRule):
 
     adapter_half: ClassVar[str | None] = DOWN
     cuts_out: ClassVar[bool] = False
-    lowered_class: ClassVar[type[nn.Linear]] = LoweredRowLinear
 
     def place(self, name: str, plan: PlannedModel) -> None:
         """A module that multiplies a row parameter itself returns a partial sum."""
@@ -232,11 +217,11 @@ class RowRule(_LinearRule):
         row = RowParallelLinear.adopt(application.module(name), shard, region, name, self._kind(name, plan))
         row.leaves_partial = plan.reduced_at(name) is not None
 
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
-        """As for a column; what leaves partial sums for another module to reduce has no lowered form either."""
+    def unfit_to_trace(self, name: str, plan: PlannedModel) -> str | None:
+        """As for a column; what leaves partial sums for another module to reduce can't be traced either."""
         if name in plan.modules and (owner := plan.reduced_at(name)) is not None:
             return f"its partial sums are reduced in {owner}, by the style 'reduce', which has no compiled form"
-        return super().unfit_to_lower(name, plan)
+        return super().unfit_to_trace(name, plan)
 
 
 def _adapter_dropout(name: str, plan: PlannedModel) -> nn.Module | None:
@@ -286,7 +271,5 @@ def _unit_counts(name: str, units: Units, segments: Sequence[int | str], plan: P
     counts = [unit if isinstance(unit, int) else plan.number_at(name, unit) for unit in units]
     if min(counts) < 1:
         told = f" ({counts})" if counts != [*units] else ""
-        raise ValueError(
-            f"{name}: units={[*units]}{told}: give 1 or more for each segment, such as the number of heads"
-        )
+        raise ValueError(f"{name}: units={[*units]}{told}: give 1 or more for each segment, such as the number of heads")
     return counts

@@ -72,6 +72,5 @@ class LocalHeadsRule(Rule):
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Of the arguments the module sees this rank's part."""
         if self.args is not None:
-            path = application.lowered_at(name) if application.is_lowered(name) else application.region_of(name).path
-            hook = slice_arguments(path.slice, name, self.args, self.dim)
+            hook = slice_arguments(application.region_of(name).path.slice, name, self.args, self.dim)
             yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)

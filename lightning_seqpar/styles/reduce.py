@@ -46,7 +46,7 @@ class ReduceRule(Rule):
             return None  # what has a style of its own has its layout by that
         return plan.make_layout(parameter, Reason.IN_SUM, partial=True)
 
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
+    def unfit_to_trace(self, name: str, plan: PlannedModel) -> str | None:
         """It has no compiled form."""
         return "the style 'reduce' has no compiled form"
 

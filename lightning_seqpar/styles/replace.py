@@ -9,7 +9,6 @@ from torch import nn
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
-from lightning_seqpar.nn.lowered_layers import LoweredMultiheadAttention
 from lightning_seqpar.styles.style import LINEAR, Application, PlannedModel, Rule
 
 
@@ -26,9 +25,7 @@ class ReplaceRule(Rule):
         module = plan.modules[name]
         if type(module) is nn.TransformerEncoder:
             if plan.stack_owned_by(name) is None:
-                raise ValueError(
-                    f"{name or 'the model'}: 'replace' takes an nn.TransformerEncoder whose layers are blocks"
-                )
+                raise ValueError(f"{name or 'the model'}: 'replace' takes an nn.TransformerEncoder whose layers are blocks")
             return
         stack = plan.stack_of(name)
         if type(module) is not nn.MultiheadAttention:
@@ -64,7 +61,3 @@ class ReplaceRule(Rule):
         else:
             assert isinstance(module, nn.MultiheadAttention)
             ParallelMultiheadAttention.adopt(module, application.region_of(name), name)
-
-    def lower(self, name: str, application: Application) -> None:
-        """The attention's forward becomes products, the attention and the plan's collectives alone."""
-        LoweredMultiheadAttention.lower(application.module(name), application.lowered_at(name))

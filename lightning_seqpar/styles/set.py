@@ -32,9 +32,7 @@ class SetRule(Rule):
             try:
                 read_attribute(module, attribute)
             except AttributeError:
-                raise ValueError(
-                    f"{name}: 'set' names {attribute!r}, which {type(module).__name__} does not have"
-                ) from None
+                raise ValueError(f"{name}: 'set' names {attribute!r}, which {type(module).__name__} does not have") from None
         for attribute in self.divide:
             value = read_attribute(module, attribute)
             if not isinstance(value, int) or value % plan.size:

@@ -32,7 +32,6 @@ from lightning_seqpar.layout.module_names import (
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.region.column_inputs import ColumnGroup
-from lightning_seqpar.region.lowered import LoweredRegion
 from lightning_seqpar.region.recompute import RecomputedForward
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.user_input import nearest, shown, sizes_that_divide
@@ -116,19 +115,16 @@ class Rule(FrozenModel):
         """Change the module or tensor of that name in place."""
 
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
-        """Forward hooks in front of the module, in their lowered form inside a compiled block; the first is the outermost."""
+        """Forward hooks in front of the module; the first is the outermost."""
         yield from ()
 
     def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Forward hooks behind the module, where the outermost style's come last."""
         yield from ()
 
-    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
+    def unfit_to_trace(self, name: str, plan: PlannedModel) -> str | None:
         """Why what the style does inside a block can't be traced by ``torch.compile``, in words; None if it can."""
         return None
-
-    def lower(self, name: str, application: Application) -> None:
-        """Behind :meth:`apply`, turn the module inside a compiled block into its lowered form."""
 
 
 def _each_once(args: tuple[Argument, ...]) -> tuple[Argument, ...]:
@@ -359,9 +355,7 @@ class PlannedModel:
                 return value
         numbers = [key for module in around for key, value in vars(module).items() if type(value) is int and value > 1]
         near = f"; did you mean {nearest(attribute, [*dict.fromkeys(numbers)])}?" if numbers else ""
-        raise ValueError(
-            f"{name}: units={attribute!r} is no whole-number attribute of it or of a module around it{near}"
-        )
+        raise ValueError(f"{name}: units={attribute!r} is no whole-number attribute of it or of a module around it{near}")
 
     def make_layout(
         self,
@@ -400,10 +394,8 @@ class Application:
     rank: int  # in it
     regions: dict[str, SequenceRegion]  # by the first block of their stack
     buffers: dict[str, ParamLayout] = field(default_factory=dict)  # those that styles have cut
-    lowered: dict[str, LoweredRegion] = field(default_factory=dict)  # regions of compiled blocks, by the first block
-    columns: dict[str, ColumnGroup] = field(
-        default_factory=dict
-    )  # that read what is gathered for a module, by its name
+    compiles: bool = False  # the blocks
+    columns: dict[str, ColumnGroup] = field(default_factory=dict)  # that read what is gathered for a module, by its name
 
     def module(self, name: str) -> nn.Module:
         """The module of that name."""
@@ -432,7 +424,8 @@ class Application:
         if isinstance(again := vars(module).get("forward"), RecomputedForward):
             again.closes.append(hook)
         else:
-            yield module.register_forward_hook(hook, always_call=True)
+            # A graph returns, or isn't there; and it would be of one module alone, whose hook is called in any case.
+            yield module.register_forward_hook(hook, always_call=not self.compiles)
 
     def columns_of(self, name: str) -> ColumnGroup:
         """The column linears in a module that may read what is gathered or copied for it."""
@@ -442,16 +435,10 @@ class Application:
             inner = [n for n in plan.linears if plan.linears[n].rule.style == "column" and inside(n, name)]
             nearest = [n for n in inner if next(around for around in outwards(n) if around in entries) == name]
             # Of a list of experts each reads some of the tokens.
-            alone = [
-                n for n in nearest if not any(_is_list(plan.modules[one]) for one in outwards(n) if inside(one, name))
-            ]
+            alone = [n for n in nearest if not any(_is_list(plan.modules[one]) for one in outwards(n) if inside(one, name))]
             self.columns[name] = ColumnGroup(plan.modules[n] for n in alone)
         return self.columns[name]
 
-    def is_lowered(self, name: str) -> bool:
+    def is_compiled(self, name: str) -> bool:
         """Whether the module or tensor lies in a block that is compiled."""
-        return bool(self.lowered) and any(stack.covers(name) for stack in self.plan.stacks)
-
-    def lowered_at(self, name: str) -> LoweredRegion:
-        """The lowered form of the region whose blocks hold the module."""
-        return self.lowered[self.plan.stack_of(name).blocks[0]]
+        return self.compiles and any(stack.covers(name) for stack in self.plan.stacks)

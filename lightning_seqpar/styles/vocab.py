@@ -10,7 +10,8 @@ from torch import nn
 from lightning_seqpar.distributed.meeting import Meeting
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead, VocabPart, unfit_forward
+from lightning_seqpar.nn.logits_storage import VocabPart
+from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead, unfit_forward
 from lightning_seqpar.styles.style import Application, PlannedModel, Rule
 
 
@@ -34,9 +35,7 @@ class VocabRule(Rule):
     def check(self, name: str, plan: PlannedModel) -> None:
         """It is an embedding or a linear, and runs outside the blocks, where activations are whole."""
         if any(stack.covers(name) for stack in plan.stacks):
-            raise ValueError(
-                f"{name}: 'vocab' takes an embedding or a head outside the blocks; use column and row inside"
-            )
+            raise ValueError(f"{name}: 'vocab' takes an embedding or a head outside the blocks; use column and row inside")
         if (unfit := unfit_for_vocab(plan.modules[name])) is not None:
             raise ValueError(f"{name}: {unfit}; leave it whole")
         if plan.stack_reaching(name) is not None:

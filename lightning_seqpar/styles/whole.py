@@ -9,7 +9,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
-from lightning_seqpar.region import lowered
 from lightning_seqpar.region.hooks import make_shards, make_whole
 from lightning_seqpar.styles.style import Application, ArgumentsRule, PlannedModel, Rule, Target
 
@@ -35,9 +34,7 @@ class WholeRule(ArgumentsRule):
                 )
         planned = [n for n in (*plan.linears, *plan.named("gather"), *plan.named("copy")) if inside(n, name)]
         if planned:
-            raise ValueError(
-                f"{name} is computed whole on every rank, but {planned[0]} inside it is planned; drop one of both"
-            )
+            raise ValueError(f"{name} is computed whole on every rank, but {planned[0]} inside it is planned; drop one of both")
         attentions = [n for n in plan.named("replace") if inside(name, n) and not plan.stack_owned_by(n)]
         if attentions:
             raise ValueError(
@@ -56,20 +53,14 @@ class WholeRule(ArgumentsRule):
         """Its arguments are gathered."""
         if application.plan.stack_reaching(name) is None:
             return
-        if application.is_lowered(name):
-            hook = lowered.make_whole(application.lowered_at(name), name, self.args)
-        else:
-            hook = make_whole(application.region_of(name), name, self.args)
+        hook = make_whole(application.region_of(name), name, self.args)
         yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
 
     def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Its output is sliced again."""
         if application.plan.stack_reaching(name) is None:
             return
-        if application.is_lowered(name):
-            hook = lowered.make_shards(application.lowered_at(name))
-        else:
-            hook = make_shards(application.region_of(name), name)
+        hook = make_shards(application.region_of(name), name)
         yield application.module(name).register_forward_hook(hook)
 
 

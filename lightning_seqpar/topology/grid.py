@@ -38,11 +38,9 @@ def _whole(name: str, value: Any, rule: str = "it must be a whole number") -> in
 
 def _nearest_divisors(number: int, wanted: int) -> str:
     """The divisors of ``number`` just below and just above ``wanted``, as text for a message: ``2 or 4``."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)})
-    below = [d for d in divisors if d < wanted]
-    above = [d for d in divisors if d > wanted]
-    return " or ".join(str(d) for d in (*below[-1:], *above[:1]))
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    nearest_two = [d for d in divisors if d < wanted][-1:] + [d for d in divisors if d > wanted][:1]
+    return " or ".join(map(str, nearest_two))
 
 
 class Coord(dict[str, int]):
@@ -64,7 +62,7 @@ class ProcessTopology:
         dims: how many ranks lie along each axis.
 
     Raises:
-        ValueError: if there are no axes, if names and sizes are not equally many, if a name is repeated, or if a size is below 1.
+        ValueError: for no axes, one that stands there twice, not one size for each, or a size below 1.
 
     Example::
 
@@ -96,23 +94,15 @@ class ProcessTopology:
 
     @classmethod
     def from_config(cls, config: ParallelConfig, world_size: int) -> ProcessTopology:
-        """The topology of ``config`` on ``world_size`` ranks; ``dp`` is derived, or checked if it is a number.
-
-        Raises:
-            ValueError: if the sizes do not multiply to the world; the message names the worlds that would do.
-        """
+        """The topology of ``config`` on ``world_size`` ranks, which its sizes must make; ``dp`` is derived, or checked."""
         world_size = _whole("world size", world_size)
         model = config.tp * config.cp * config.pp
         product = f"tp {config.tp} × cp {config.cp} × pp {config.pp}"
         if world_size < 1:
-            raise ValueError(
-                f"world size {world_size}: a world has 1 rank or more; use {model} processes for {product}"
-            )
+            raise ValueError(f"world size {world_size}: a world has 1 rank or more; use {model} processes for {product}")
         if world_size % model:
-            others = config.cp * config.pp
-            other_tp = (
-                f", or tp={_nearest_divisors(world_size // others, config.tp)}" if world_size % others == 0 else ""
-            )
+            per_tp, rest = divmod(world_size, config.cp * config.pp)
+            other_tp = "" if rest else f", or tp={_nearest_divisors(per_tp, config.tp)}"
             raise ValueError(
                 f"world size {world_size} does not divide by {product} = {model}; use "
                 f"{nearest_multiples(world_size, model)} processes (devices × num_nodes){other_tp}"
@@ -149,8 +139,7 @@ class ProcessTopology:
 
     def get_rank(self, /, **coord: int) -> int:
         """The rank at a full set of coordinates, one per axis."""
-        missing = [axis for axis in self.axes if axis not in coord]
-        if missing:
+        if missing := [axis for axis in self.axes if axis not in coord]:
             raise ValueError(f"get_rank needs every axis; {', '.join(missing)} missing (filter_match takes some)")
         return sum(self._offset(axis, index) for axis, index in coord.items())
 
@@ -167,12 +156,8 @@ class ProcessTopology:
         rank = _whole("rank", rank)
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} lies outside the topology: it has ranks 0 to {self.world_size - 1}")
-        return Coord(
-            {
-                axis: rank // stride % size
-                for axis, size, stride in zip(self.axes, self.dims, self._strides, strict=True)
-            }
-        )
+        places = zip(self.axes, self.dims, self._strides, strict=True)
+        return Coord({axis: rank // stride % size for axis, size, stride in places})
 
     def _spread(self, axes: Sequence[str]) -> list[int]:
         """Offsets of all positions along ``axes`` from their common origin, in rank order."""
@@ -233,23 +218,16 @@ class ProcessTopology:
 
     def get_pipeline(self, rank: int) -> list[int]:
         """The ranks of ``rank``'s pipeline, first stage first."""
-        if PIPELINE in self.axes:
-            return self.get_comm_list(rank, PIPELINE)
-        self.get_coord(rank)  # raises for a rank outside the topology
-        return [rank]
+        return self.get_comm_list(rank, *({PIPELINE} & {*self.axes}))
 
     def stage_to_global(self, /, rank: int, stage: int, **coord: int) -> int:
         """The rank that holds ``stage`` in ``rank``'s pipeline; further coordinates may be replaced: ``dp=1``."""
         if not 0 <= stage < self.pipeline_size:
             raise ValueError(f"stage {stage} lies outside the pipeline: it has stages 0 to {self.pipeline_size - 1}")
         if PIPELINE in coord:
-            raise ValueError(
-                f"stage_to_global(..., pp={coord[PIPELINE]}): the stage is its second argument; leave pp out"
-            )
-        wanted = {**self.get_coord(rank), **coord}
-        if PIPELINE in self.axes:
-            wanted[PIPELINE] = stage
-        return self.get_rank(**wanted)
+            raise ValueError(f"stage_to_global(..., pp={coord[PIPELINE]}): the stage is its second argument; leave pp out")
+        at = {PIPELINE: stage} if PIPELINE in self.axes else {}
+        return self.get_rank(**{**self.get_coord(rank), **coord, **at})
 
     def next_stage(self, rank: int) -> int:
         """The rank that ``rank`` sends activations to; the last stage's is the first (interleaving wraps around)."""
@@ -264,25 +242,24 @@ class ProcessTopology:
         return [[rank, self.next_stage(rank)] for rank in range(self.world_size)]
 
     def _at_stages(self, rank: int, stages: set[int], split_rank: int | None) -> list[int]:
-        """The ranks of a pipeline at some stages; raises ValueError unless ``split_rank`` is None or a stage after the first."""
+        """The ranks of a pipeline at some stages, and at ``split_rank``, which raises ValueError for a stage that can't be one."""
         if split_rank is not None and not 0 < split_rank < self.pipeline_size:
             size = self.pipeline_size
             fix = f"use 1 to {size - 1}" if size > 1 else "it needs two stages or more; leave it out"
             raise ValueError(f"pp_split_rank={split_rank} lies outside a pipeline of {size} stages; {fix}")
         pipeline = self.get_pipeline(rank)
-        return [pipeline[stage] for stage in sorted(stages)]
+        return [pipeline[stage] for stage in sorted(stages if split_rank is None else {*stages, split_rank})]
 
     def embedding_ranks(self, rank: int, split_rank: int | None = None) -> list[int]:
         """The ranks of ``rank``'s pipeline that hold the token embedding: its first stage, and its last for a tied head.
 
         With ``split_rank``, the first stage of the decoder in an encoder-decoder model, that stage holds it too.
         """
-        stages = {0, self.pipeline_size - 1} | ({split_rank} if split_rank is not None else set())
-        return self._at_stages(rank, stages, split_rank)
+        return self._at_stages(rank, {0, self.pipeline_size - 1}, split_rank)
 
     def position_embedding_ranks(self, rank: int, split_rank: int | None = None) -> list[int]:
         """The ranks of ``rank``'s pipeline that hold the position embedding: the first stage, and the decoder's first."""
-        return self._at_stages(rank, {0} | ({split_rank} if split_rank is not None else set()), split_rank)
+        return self._at_stages(rank, {0}, split_rank)
 
     def get_embedding_comm_lists(self, split_rank: int | None = None) -> list[list[int]]:
         """The embedding ranks of every pipeline.
@@ -290,15 +267,11 @@ class ProcessTopology:
         Example: with ``pp`` 4 outermost on 16 ranks ``[[0, 12], [1, 13], [2, 14], [3, 15]]``, and ``[[0, 8, 12], ...]``
         with ``split_rank`` 2.
         """
-        return [self.embedding_ranks(rank, split_rank) for rank in self._first_stages()]
+        return [self.embedding_ranks(rank, split_rank) for rank in range(self.world_size) if not self.get_stage(rank)]
 
     def get_position_embedding_comm_lists(self, split_rank: int | None = None) -> list[list[int]]:
         """The position-embedding ranks of every pipeline: ``[[0], [1], ...]``, or ``[[0, 8], ...]`` with a split."""
-        return [self.position_embedding_ranks(rank, split_rank) for rank in self._first_stages()]
-
-    def _first_stages(self) -> list[int]:
-        """The ranks that are the first stage of their pipelines."""
-        return self.filter_match(pp=0) if PIPELINE in self.axes else list(range(self.world_size))
+        return [self.position_embedding_ranks(rank, split_rank) for rank in range(self.world_size) if not self.get_stage(rank)]
 
     def is_first_stage(self, rank: int, virtual_stage: int = 0) -> bool:
         """Whether ``rank`` holds the model's very first layers, in its ``virtual_stage``-th chunk."""
@@ -312,10 +285,7 @@ class ProcessTopology:
         """The layers that ``rank`` holds, one range for each of its virtual stages.
 
         Layers go round the pipeline ``virtual_pp`` times: 16 layers over ``pp`` 4 with ``virtual_pp`` 2 put 0-1 and 8-9
-        on the first stage, 2-3 and 10-11 on the second (interleaving, arXiv 2104.04473).
-
-        Raises:
-            ValueError: if the layers do not divide by ``pp × virtual_pp``; the message names the nearest that do.
+        on the first stage, 2-3 and 10-11 on the second (interleaving, arXiv 2104.04473). They must divide by both.
         """
         rounds, stages = virtual_pp or 1, self.pipeline_size
         if rounds < 1:

@@ -25,7 +25,7 @@ NAMED = ("embedding", "position_embedding", "fp8_amax")
 
 
 def _silent_group(rank: int, size: int) -> ProcessGroup:
-    """A group on torch's fake backend, whose collectives return at once and send nothing. torch's registry does not know it."""
+    """A group on torch's fake backend, whose collectives return at once and send nothing, and which its registry does not know."""
     group = ProcessGroup(HashStore(), rank, size)
     backend = FakeProcessGroup._create_internal(rank, size)
     for device in ("cpu", "meta", "cuda"):
@@ -44,20 +44,19 @@ class ParallelGroups:
     Args:
         topology: the grid.
         rank: this process's rank in the world.
-        rank_mapping: world rank of each rank of the grid, if the grid covers a part of the world; a process
-            outside it answers -1 to :meth:`rank`.
+        rank_mapping: world rank of each rank of the grid, if that covers a part of the world; others answer -1 to :meth:`rank`.
         backend: backend of the groups; none takes the default group's.
         timeout: how long a collective waits (a sub-group does not inherit the default group's timeout).
         split_rank: first pipeline stage of the decoder, in an encoder-decoder model; it holds embeddings too.
-        gloo_twins: make a gloo group beside each group of axes (:meth:`gloo`), for objects on the CPU and for threads
-            that must not speak between the training's collectives.
-        pp_channels: make so many more groups of the ranks of ``pp`` (the attribute ``pp_channels``), each for one kind of
-            messages between neighbours.
+        gloo_twins: make a gloo group beside each group of axes (:meth:`gloo`), for objects on the CPU and for threads.
+        pp_channels: make so many more groups of the ranks of ``pp``, each for one kind of messages between neighbours.
 
     Raises:
         RuntimeError: if ``torch.distributed`` is not initialised.
         ValueError: if the grid does not fit the world, or ``split_rank`` the pipeline.
     """
+
+    pp_channels: tuple[ProcessGroup, ...] = ()
 
     def __init__(
         self,
@@ -79,9 +78,7 @@ class ParallelGroups:
             )
         world = dist.get_world_size()
         if rank != dist.get_rank():
-            raise ValueError(
-                f"rank={rank}, but this process is rank {dist.get_rank()} of the world; pass dist.get_rank()"
-            )
+            raise ValueError(f"rank={rank}, but this process is rank {dist.get_rank()} of the world; pass dist.get_rank()")
         if rank_mapping is None and topology.world_size != world:
             raise ValueError(
                 f"the topology ({topology}) has {topology.world_size} ranks, the world {world}; "
@@ -89,9 +86,6 @@ class ParallelGroups:
             )
         if outside := [world_rank for world_rank in self._mapping if not 0 <= world_rank < world]:
             raise ValueError(f"rank_mapping names rank {outside[0]}, but the world has ranks 0 to {world - 1}")
-        self._groups: dict[frozenset[str], ProcessGroup] = {}
-        self._twins: dict[frozenset[str], ProcessGroup] = {}
-        self._made: list[ProcessGroup] = []
         options = {"backend": backend, "timeout": timeout}
         self._make_axis_groups(self._groups, options)
         if gloo_twins:
@@ -99,19 +93,14 @@ class ParallelGroups:
         self._make_named_groups(options)
         stages = self.ranks("pp") if pp_channels and self._grid_rank >= 0 else [self._world_rank]
         # NCCL orders all that two ranks of a group send each other: kinds that overtake each other need groups of their own.
-        self.pp_channels: tuple[ProcessGroup, ...] = tuple(self._new(stages, options) for _ in range(pp_channels))
+        self.pp_channels = tuple(self._new(stages, options) for _ in range(pp_channels))
 
-    def _place(
-        self,
-        topology: ProcessTopology,
-        rank: int,
-        rank_mapping: Sequence[int] | Mapping[int, int] | None,
-        split_rank: int | None,
-    ) -> None:
+    def _place(self, topology: ProcessTopology, rank: int, rank_mapping: Any = None, split_rank: int | None = None) -> None:
         """Find this rank's place in the grid, and check that the mapping and the split fit. Makes no groups."""
-        self.topology = topology
-        self._world_rank = rank
-        self._fake = False
+        self.topology, self._world_rank, self._split_rank, self._fake = topology, rank, split_rank, False
+        self._groups: dict[frozenset[str], ProcessGroup] = {}
+        self._twins: dict[frozenset[str], ProcessGroup] = {}
+        self._made: list[ProcessGroup] = []
         self._ranks_by_axes: dict[Axes, list[int]] = {}
         size = topology.world_size
         mapping: Sequence[int] = range(size)
@@ -123,11 +112,10 @@ class ParallelGroups:
             raise ValueError(
                 f"rank_mapping={rank_mapping}: give {size} different world ranks, one for each rank of the grid ({topology})"
             )
-        self._mapping = mapping
-        self._grid_rank = mapping.index(rank) if rank in mapping else -1
+        self._mapping: Sequence[int] = mapping
+        self._grid_rank: int = mapping.index(rank) if rank in mapping else -1
         if rank_mapping is None and self._grid_rank < 0:
             topology.get_coord(rank)  # raises, and says which ranks there are
-        self._split_rank = split_rank
         topology.embedding_ranks(0, split_rank)  # raises for a split outside the pipeline
 
     def _axis_sets(self) -> dict[tuple[str, ...], tuple[str, ...]]:
@@ -177,17 +165,15 @@ class ParallelGroups:
     def fake(cls, topology: ProcessTopology, rank: int, *, split_rank: int | None = None) -> ParallelGroups:
         """An object that answers ranks and sizes without ``torch.distributed``; asking it for a group raises."""
         groups = cls.__new__(cls)
-        groups._place(topology, rank, None, split_rank)
+        groups._place(topology, rank, split_rank=split_rank)
         groups._fake = True
-        groups._groups, groups._twins, groups._made, groups.pp_channels = {}, {}, [], ()
         return groups
 
     @classmethod
     def silent(cls, topology: ProcessTopology, rank: int = 0) -> ParallelGroups:
         """Groups for one process that acts as a rank of the grid: their collectives return at once and send nothing.
 
-        They need no ``torch.distributed`` and work on any device. Shapes, memory and counts of traffic are those of the
-        rank; values are not.
+        They need no ``torch.distributed`` and work on any device. Shapes, memory and traffic are the rank's; values are not.
         """
         groups = cls.fake(topology, rank)
         groups._fake = False
@@ -203,12 +189,7 @@ class ParallelGroups:
         return self._find(self._groups, axes)
 
     def gloo(self, axes: Axes) -> ProcessGroup:
-        """The gloo group beside the group along ``axes``.
-
-        Raises:
-            RuntimeError: if they were made without ``gloo_twins=True``.
-            ValueError: for a group of embeddings, which has none.
-        """
+        """The gloo group beside the group along ``axes``, if they were made with ``gloo_twins=True``; not of embeddings."""
         if not self._fake and not self._twins and self._groups:
             raise RuntimeError("no gloo twins were made; pass gloo_twins=True")
         if self._key(axes) & {"embedding", "position_embedding"}:
@@ -258,12 +239,10 @@ class ParallelGroups:
 
         Of the embedding groups: those of this rank's pipeline, whether or not it is one of them.
         """
-        ranks = self._ranks_by_axes.get(axes)
-        if ranks is None:
-            key = self._key(axes)
-            ranks = [self._mapping[r] for r in self._grid_ranks(key, self._grid_rank)] if self._grid_rank >= 0 else []
-            self._ranks_by_axes[axes] = ranks
-        return list(ranks)
+        if axes not in self._ranks_by_axes:
+            key, here = self._key(axes), self._grid_rank
+            self._ranks_by_axes[axes] = [self._mapping[r] for r in self._grid_ranks(key, here)] if here >= 0 else []
+        return list(self._ranks_by_axes[axes])
 
     def rank(self, axes: Axes) -> int:
         """This process's rank in the group along ``axes``; -1 outside the grid, or if it is not a member."""
@@ -278,15 +257,18 @@ class ParallelGroups:
         """World rank of the group's first member, from which a broadcast starts; -1 outside the grid."""
         return self.ranks(axes)[0] if self._grid_rank >= 0 else -1
 
+    def _axes_among(self, *names: str) -> tuple[str, ...]:
+        return tuple(axis for axis in self.topology.axes if axis in names)
+
     @cached_property
     def mean_axes(self) -> tuple[str, ...]:
         """The axes over which gradients are averaged, as their ranks hold the same parameters: ``dp`` and ``cp``."""
-        return tuple(axis for axis in self.topology.axes if axis in ("dp", "cp"))
+        return self._axes_among("dp", "cp")
 
     @cached_property
     def holder_axes(self) -> tuple[str, ...]:
         """The axes of all ranks that hold a part of the same layers, which agree on what becomes of a gradient."""
-        return tuple(axis for axis in self.topology.axes if axis in ("dp", "cp", "tp"))
+        return self._axes_among("dp", "cp", "tp")
 
     @cached_property
     def replica_axes(self) -> tuple[str, ...]:
@@ -296,7 +278,7 @@ class ParallelGroups:
     @cached_property
     def loss_axes(self) -> tuple[str, ...]:
         """The axes along which ranks compute the same loss: ``tp`` and ``cp``. Empty where there are none."""
-        return tuple(axis for axis in self.topology.axes if axis in ("tp", "cp"))
+        return self._axes_among("tp", "cp")
 
     @property
     def next_stage(self) -> int:
@@ -313,12 +295,10 @@ class ParallelGroups:
         return [[self._mapping[sender], self._mapping[receiver]] for sender, receiver in self.topology.p2p_pairs()]
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """A ``DeviceMesh`` over these very groups, its dims named by the axes, for torch's own tools.
-
-        Raises:
-            RuntimeError: outside the grid, for fake groups, or once they are destroyed.
-        """
-        groups = [self[axis] for axis in self.topology.axes]
+        """A ``DeviceMesh`` over these very groups, its dims named by the axes, for torch's own tools."""
+        groups = [
+            self[axis] for axis in self.topology.axes
+        ]  # raises outside the grid, for fake groups, or once they are destroyed
         ranks = torch.tensor(self._mapping).view(self.topology.dims)
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=self.topology.axes)
 

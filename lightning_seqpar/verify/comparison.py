@@ -13,9 +13,6 @@ from torch import Tensor
 FLOAT64_TOLERANCE = 1e-9
 """Largest difference of two runs in float64 that counts as equal: a parallel run sums in another order."""
 
-FLOAT32_LOSS_TOLERANCE = 1e-5
-"""The same for the losses of runs in float32."""
-
 OWN_LIMIT = 2e-2
 """Largest error of a gradient relative to its own largest element: one that is counted twice is wrong however small it is."""
 
@@ -30,7 +27,7 @@ class Limits:
     losses: float  # of a loss, relative to itself, or to ``least_loss`` where it is below that
     tensors: float  # of a gradient, relative to the global gradient norm; of a weight, absolute
     noise: float  # of a gradient, relative to the global norm, up to which it is rounding however small the gradient is
-    least_loss: float = 1.0  # the loss from which on errors are relative
+    least_loss: float = 1.0
     none_is_zero: bool = False  # whether a gradient that is missing is one of zeros
 
     @classmethod
@@ -39,10 +36,7 @@ class Limits:
         return cls(limit, limit, 1e-13 if limit <= 1e-8 else limit)
 
 
-RUNS = {
-    False: Limits.up_to(FLOAT64_TOLERANCE),
-    True: Limits(FLOAT32_LOSS_TOLERANCE, 1e-4, 1e-7),
-}
+RUNS = {False: Limits.up_to(FLOAT64_TOLERANCE), True: Limits(1e-5, 1e-4, 1e-7)}
 """Limits of runs of a Trainer in float64 (False) and in float32 (True)."""
 
 COPIES = {
@@ -98,10 +92,9 @@ class ParityReport:
     def __str__(self) -> str:
         width = max(34, *(len(row.quantity) for row in self.rows))
         lines = [f"{'quantity':<{width}} {'largest error':>13} {'limit':>8}  {'':<4}  where"]
-        lines += [
-            f"{row.quantity:<{width}} {row.error:>13.2e} {row.limit:>8.0e}  {'ok' if row.ok else 'FAIL':<4}  {row.where}"
-            for row in self.rows
-        ]
+        for row in self.rows:
+            ok = "ok" if row.ok else "FAIL"
+            lines.append(f"{row.quantity:<{width}} {row.error:>13.2e} {row.limit:>8.0e}  {ok:<4}  {row.where}")
         return "\n".join(lines)
 
 
@@ -112,13 +105,6 @@ class WrongTensor(NamedTuple):
     error: float  # its largest error; of a gradient, relative to the global norm
     own_error: float  # its largest error, relative to its largest number
     ratio: float  # its norm, relative to the norm that it should have
-
-
-class Compared(NamedTuple):
-    """The row of named tensors, and those of them that are wrong, in the order of the other run."""
-
-    row: Row
-    wrong: list[WrongTensor]
 
 
 def compare_losses(quantity: str, right: Sequence[float], got: Sequence[float], limits: Limits) -> Row:
@@ -137,37 +123,27 @@ def compare_losses(quantity: str, right: Sequence[float], got: Sequence[float], 
     return Row(quantity, errors[at], limits.losses, told)
 
 
-def compare_gradients(
+def compare_norms(quantity: str, right: float, got: float, norm: float, limits: Limits) -> Row:
+    """The row of two global gradient norms, relative to the ``norm`` of the right gradients."""
+    return Row(quantity, spread((right, got)) / max(norm, 1e-30), limits.tensors, f"{got:.9g} instead of {right:.9g}")
+
+
+def compare_tensors(
     quantity: str,
     right: Mapping[str, Tensor | None],
     got: Iterable[tuple[str, Tensor | None]],
-    norm: float,
     limits: Limits,
+    norm: float | None = None,
     part: Callable[[str, Tensor], Tensor] | None = None,
-) -> Compared:
-    """Compare gradients relative to the global norm of the right ones; a small one also by its own size.
+) -> tuple[Row, list[WrongTensor]]:
+    """Compare named tensors: the row, and those that are wrong, in the order of ``got``.
 
-    Some are zero analytically (a key bias before a softmax), so that their own relative error has no meaning. Those of ``got`` are
-    read one by one: only one of them need be in memory. ``part`` makes of a right one the part of it that the other run has.
+    Gradients are compared relative to the global ``norm`` of the right ones, and a small one also by its own size: some are zero
+    analytically (a key bias before a softmax), so that their own relative error has no meaning. Without a ``norm``, as of
+    weights, differences are absolute. Those of ``got`` are read one by one: only one of them need be in memory. ``part`` makes
+    of a right one the part of it that the other run has.
     """
-    return _compare(quantity, right, got, limits.tensors, max(norm, 1e-30), limits, part)
-
-
-def compare_weights(quantity: str, right: Mapping[str, Tensor], got: Mapping[str, Tensor], limits: Limits) -> Compared:
-    """Compare weights by their absolute difference."""
-    return _compare(quantity, right, got.items(), limits.tensors)
-
-
-def _compare(
-    quantity: str,
-    right: Mapping[str, Tensor | None],
-    got: Iterable[tuple[str, Tensor | None]],
-    limit: float,
-    scale: float = 1.0,
-    limits: Limits | None = None,
-    part: Callable[[str, Tensor], Tensor] | None = None,
-) -> Compared:
-    """Compare named tensors; with ``limits`` by their own size too."""
+    scale, limit = 1.0 if norm is None else max(norm, 1e-30), limits.tensors
     wrong: list[WrongTensor] = []
     worst, where, missing = 0.0, "-", dict.fromkeys(right)
 
@@ -179,20 +155,19 @@ def _compare(
         missing.pop(name, None)
         whole, b = _plain(right.get(name)), _plain(tensor)
         a = whole if part is None or whole is None else part(name, whole)
-        if limits is not None and limits.none_is_zero:
+        if limits.none_is_zero:
             a = torch.zeros_like(b) if a is None and b is not None else a
             b = torch.zeros_like(a) if b is None and a is not None else b
         gap = largest_gap(a, b)
         error = gap if math.isinf(gap) else gap / scale
         own = gap / max(0.0 if whole is None else largest_number(whole), 1e-300)
-        if error > limit or (limits is not None and own > OWN_LIMIT and error > limits.noise):
-            ratio = norm_of({name: b}) / max(norm_of({name: a}), 1e-300)
-            wrong.append(WrongTensor(name, error, own, ratio))
+        if error > limit or (norm is not None and own > OWN_LIMIT and error > limits.noise):
+            wrong.append(WrongTensor(name, error, own, norm_of({name: b}) / max(norm_of({name: a}), 1e-300)))
             error = max(error, 2 * limit)  # of a small one, whose own size shows it
         if error > worst:
             shapes = [None if t is None else list(t.shape) for t in (b, a)]
             worst, where = error, name if shapes[0] == shapes[1] else f"{name}: {shapes[0]} against {shapes[1]}"
-    return Compared(Row(quantity, worst, limit, where), wrong)
+    return Row(quantity, worst, limit, where), wrong
 
 
 def _plain(tensor: Tensor | None) -> Tensor | None:

@@ -35,14 +35,10 @@ _ENOUGH = 0.5
 class Explanations:
     """Why something is not sharded, as those who found the plans know it."""
 
-    # patterns of modules that inference left whole, each with the reason
-    whole: dict[str, str] = field(default_factory=dict)
-    # patterns of blocks that an inferred plan gives whole sequences, each with the reason
-    no_sp: dict[str, str] = field(default_factory=dict)
-    # why nothing was inferred for what shipped plans leave whole; empty if something was, or nothing is left
-    rest: str = ""
-    # embeddings and heads over a vocabulary, each with the reason why it is whole, or none if it is sharded
-    vocabulary: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)  # by patterns of modules that inference left whole
+    no_sp: dict[str, str] = field(default_factory=dict)  # by patterns of blocks that are given whole sequences
+    rest: str = ""  # of what shipped plans leave whole, if nothing was inferred for it
+    vocabulary: dict[str, str] = field(default_factory=dict)  # by embeddings and heads; empty for one that is sharded
 
 
 class Origin(Enum):
@@ -50,7 +46,9 @@ class Origin(Enum):
 
     USER = OWN_PLAN
     FAMILY = "the shipped plan leaves it whole"
-    INFERRED = "inference made it neither a column nor a row: all ranks need what it makes whole, or no way to split it was found"
+    INFERRED = (
+        "inference made it neither a column nor a row: all ranks need what it makes whole, or no way to split it was found"
+    )
 
     @classmethod
     def of(cls, source: str) -> Origin:
@@ -94,8 +92,8 @@ class Coverage:
     @property
     def reasons(self) -> list[str]:
         """Why the rest is whole, a few lines."""
-        lines, more = [f"whole: {one}" for one in self.whole[:_MOST_LINES]], len(self.whole) - _MOST_LINES
-        return [*lines, *([f"whole: and {more} more"] if more > 0 else [])]
+        more = len(self.whole) - _MOST_LINES
+        return [f"whole: {one}" for one in self.whole[:_MOST_LINES]] + [f"whole: and {more} more"] * (more > 0)
 
     @property
     def sp_off(self) -> str:
@@ -144,8 +142,7 @@ def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanatio
         elif look.could_be(name):
             groups[look.why_whole(name)].append(name)
     whole = [
-        Whole(look.patterns(names), why, as_asked, len(names), look.numel(names))
-        for (why, as_asked), names in groups.items()
+        Whole(look.patterns(names), why, as_asked, len(names), look.numel(names)) for (why, as_asked), names in groups.items()
     ]
     no_sp = look.no_sp() if sp else {}
     numel = look.numel(sharded)
@@ -177,8 +174,6 @@ class _Look:
         """How many numbers these tensors hold, when they are whole."""
         return sum(torch.Size(self._record.layout[name].global_shape).numel() for name in names)
 
-    # ---- what it is ----------------------------------------------------------------------------------------------
-
     def could_be(self, name: str) -> bool:
         """Whether a tensor that is whole could be sharded, as :func:`cover` defines it."""
         if self._vocabulary(name) is not None:
@@ -196,8 +191,6 @@ class _Look:
         """Why a tensor of a module over a vocabulary is whole; None if no module that holds it is one."""
         holders = self._holders[id(self._record.layout.parameter(name))]
         return next((self._known.vocabulary[one] for one in holders if one in self._known.vocabulary), None)
-
-    # ---- why -----------------------------------------------------------------------------------------------------
 
     def why_whole(self, name: str) -> tuple[str, bool]:
         """Why a tensor that could be sharded is whole, and whether the user said so."""
@@ -227,16 +220,12 @@ class _Look:
         out: dict[tuple[str, bool], list[str]] = defaultdict(list)
         for block in (block for region in self._record.regions if not region.sp for block in region.blocks):
             origin = self._origin_of_blocks(block)
-            if origin is Origin.USER:
-                why = "your rule says sp: false"
-            elif origin is Origin.FAMILY:
-                why = "the shipped plan says sp: false"
+            if origin in (Origin.USER, Origin.FAMILY):
+                why = f"{'your rule' if origin is Origin.USER else 'the shipped plan'} says sp: false"
             else:
                 why = _short(_reason(self._known.no_sp, block) or "they are right on whole sequences only")
             out[why, origin is Origin.USER].append(block)
         return out
-
-    # ---- how it is called ----------------------------------------------------------------------------------------
 
     def patterns(self, tensors: Sequence[str]) -> tuple[str, ...]:
         """Patterns for the outermost modules around these tensors that hold none of the others."""
@@ -274,8 +263,7 @@ _NO_STACK = "it is in no stack of blocks that was found and that the example run
 def _around(name: str) -> Iterator[str]:
     """The modules around a module and itself, from the outermost."""
     path = name.split(".")
-    for at in range(1, len(path) + 1):
-        yield ".".join(path[:at])
+    return (".".join(path[: at + 1]) for at in range(len(path)))
 
 
 def _starred(name: str) -> str:

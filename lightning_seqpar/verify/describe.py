@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.lazy_copy import deep_copy
 from lightning_seqpar.inference.model_copy import change_attribute_tensors, left_out_of_copies
 from lightning_seqpar.inference.pipeline_cut import HowToCut, check_stacks, leaves_blocks, trace_cut
-from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_unlowered
+from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_untraceable
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.fsdp_units import ReplicaSplit
 from lightning_seqpar.parallel.grad_sync import step_traffic
@@ -154,16 +154,9 @@ class Description(RankBytes):
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""
         data = dataclasses.asdict(self)
-        data["rows"] = [
-            {
-                **row,
-                "tensors": [
-                    {"name": name, "shape": list(whole), "local_shape": list(local)}
-                    for name, whole, local in row["tensors"]
-                ],
-            }
-            for row in data["rows"]
-        ]
+        for row in data["rows"]:
+            shapes = [(name, list(whole), list(local)) for name, whole, local in row["tensors"]]
+            row["tensors"] = [dict(zip(("name", "shape", "local_shape"), one, strict=True)) for one in shapes]
         return {**data, "total_bytes": self.total_bytes}
 
 
@@ -212,9 +205,11 @@ def describe(
         raise ValueError("the model is parallelised already; call unshard(model) first, or describe another one")
     topology = ProcessTopology.from_config(config, world_size or config.tp * config.pp * config.cp)
     try:
-        return _describe(
-            model, config, topology, optimizer, lambda made: TracedStep.find(made, example, batch, batch_size, length)
-        )
+        with kept_streams():
+            made = _configured(model)
+            step = TracedStep.find(made, example, batch, batch_size, length)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return _Describer(made, config, topology, optimizer, step).run()
     except (ValueError, ImportError):
         raise
     except Exception as error:  # of the model's code, or of torch's where tensors have no numbers
@@ -224,131 +219,238 @@ def describe(
         ) from error
 
 
-def _describe(
-    model: nn.Module,
-    config: ParallelConfig,
-    topology: ProcessTopology,
-    optimizer: str,
-    find_step: Callable[[nn.Module], TracedStep],
-) -> Description:
-    """:func:`describe` for arguments that are right."""
-    with kept_streams(torch.device("cpu")):
-        model = _configured(model)
-        step = find_step(model)
-    with kept_streams(torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
-        planned = without_numbers(model)
-        record, plans, whole, known = None, [], [], Explanations()
+@dataclass
+class _Describer:
+    """Describes what a configuration makes of a model, in torch's mode for tensors without memory."""
+
+    model: nn.Module
+    config: ParallelConfig
+    topology: ProcessTopology
+    optimizer: str
+    step: TracedStep
+    known: Explanations = field(default_factory=Explanations)
+    split: ReplicaSplit = field(default_factory=ReplicaSplit)
+
+    def run(self) -> Description:
+        """The description."""
+        config, planned = self.config, without_numbers(self.model)
+        record: ShardedModel | None = None
+        plans: list[ShardingPlan] = []
+        whole: Sequence[str] = ()
         if config.tp > 1:
-
-            def infer_rest(beside: Sequence[ShardingPlan]) -> ShardingPlan | None:
-                try:
-                    return _infer(model, step, config, known, beside)
-                except ValueError as error:
-                    known.rest = str(error)
-                    return None
-
-            plans = resolve_plans(config.plan, planned, lambda: _infer(model, step, config, known), infer_rest)
-            if config.vocab:
-                choice = with_vocabulary(
-                    plans, config.plan, planned, config.tp, config.sp, certain=not config.self_check
-                )
-                plans, whole, known.vocabulary = choice.plans, choice.whole, choice.reasons
-            else:
-                known.vocabulary = dict.fromkeys(find_vocabulary(plans, planned, config.tp, config.sp), VOCAB_OFF)
-            refuse_compiled(model, (match.name for plan in plans for match in plan.match(planned)))
-            silent = ParallelGroups.silent(topology)
-            if config.compile:
-                refuse_unlowered(ResolvedPlan(planned, plans, config.tp, config.sp, config.loss_chunk))
-            record = parallelize(
-                planned,
-                plans,
-                silent,
-                sp=config.sp,
-                # Compiled blocks keep what eager ones keep that gather and make nothing again.
-                regather=False if config.compile else config.regather,
-                loss_chunk=config.loss_chunk,
-                recompute=config.recompute,
-                tiles=None if config.tile_mlp is None else MLPTiles(config.tile_mlp),
-            )
-            for region in record.regions:
-                region.rng.streams.draws = False  # on the meta device they give no numbers
-        split = ReplicaSplit()
-        if config.data_parallel == "fsdp" and (replicas := topology.get_dim("dp") * config.cp) > 1:
+            plans, whole = self._plans(planned)
+            record = self._shard(planned, plans)
+        if config.data_parallel == "fsdp" and (replicas := self.topology.get_dim("dp") * config.cp) > 1:
             blocks = [name for region in record.regions for name in region.blocks] if record is not None else []
-            split = ReplicaSplit.of(planned, config.fsdp, blocks, replicas)
-        out = _totals(planned, record, plans, topology, config, optimizer, split)
+            self.split = ReplicaSplit.of(planned, config.fsdp, blocks, replicas)
+        held = dict(planned.named_parameters())
+        numel = sum(p.numel() for p in held.values()) if record is None else record.layout.global_numel()
+        out = Description(
+            world_size=self.topology.world_size,
+            axes=dict(self.topology.larger_axes),
+            sp=config.sp and config.tp > 1,
+            optimizer=self.optimizer,
+            rows=_rows(planned, record),
+            plan="rules:\n" + "".join(plan.to_yaml().partition("\n")[2] for plan in plans) if plans else "rules: []\n",
+            global_parameters=numel,
+            **self._held(held),
+        )
+        if self.split.replicas > 1:
+            where = ", on the CPU" * isinstance(self.split.options.get("offload_policy"), CPUOffloadPolicy)
+            each = f"the rows of one of {self.split.replicas:,} replicas"
+            out.notes.append(f"fsdp: of each tensor above a rank holds {each} between steps{where}")
+        recomputed: Sequence[str] = ()
         if record is not None:
-            out.coverage = cover(record, plans, known, sp=config.sp)
-            out.sp = out.coverage.sp
+            out.coverage = cover(record, plans, self.known, sp=config.sp)
+            out.sp, recomputed = out.coverage.sp, record.recomputed
         if any(plan.source == "inferred" for plan in plans):
             out.notes.append("the plan was inferred and is not proved here; the strategy proves it before it trains")
         out.notes += [f"vocabulary: {line}" for line in whole]
-        recomputed: Sequence[str] = record.recomputed if record is not None else ()
         if config.tp == 1 and (config.cp > 1 or config.recompute != "none" or config.tile_mlp or config.loss_chunk):
-            notes, recomputed = _change_unsharded(planned, config, ParallelGroups.silent(topology))
+            notes, recomputed = self._change_unsharded(planned)
             out.notes += notes
         if recomputed:
             patterns = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in recomputed)
             what = f"{', '.join(patterns)} ({len(recomputed)} modules)"
             out.notes.append(f"recompute {config.recompute}: {what} run again in the backward")
-        _trace(out, planned, record, step, topology, split)
+        self._trace(out, planned, record)
         if config.pp > 1:
-            _cut(out, model, planned, plans, step, config, known, split)
-    return out
+            self._cut(out, planned, plans)
+        return out
 
+    @property
+    def _tiles(self) -> MLPTiles | None:
+        return None if self.config.tile_mlp is None else MLPTiles(self.config.tile_mlp)
 
-def _cut(
-    out: Description,
-    model: nn.Module,
-    planned: nn.Module,
-    plans: Sequence[ShardingPlan],
-    step: TracedStep,
-    config: ParallelConfig,
-    known: Explanations,
-    split: ReplicaSplit,
-) -> None:
-    """Describe the stages of a pipeline; the numbers of ``out`` become those of the stage that keeps most."""
-    if step.missing:
-        out.notes.append(f"stages: {step.missing}")
-        return
-    copied = without_numbers(model)
-    finding = config.model_copy(update={"tp": max(config.tp, 2)})
-    if not plans:
-        plans = resolve_plans(config.plan, copied, lambda: _infer(model, step, finding, known))
-        if not isinstance(config.plan, PlanSpec) and leaves_blocks(copied, plans):
-            plans = [_infer(model, step, finding, known)]
-    matches = [match for plan in plans for match in plan.match(copied) if match.rule.says_where_blocks_are]
-    stacks, how = PlannedModel(copied, matches, list(STYLES), 1, False).stacks, HowToCut.of(config)
-    check_stacks(stacks, how)
-    blocks = sum(len(stack.blocks) for stack in stacks)
-    numel = {name: parameter.numel() for name, parameter in copied.named_parameters()}
-    try:
-        cut = trace_cut(copied, lambda: step.run(copied), stacks, how, numel)
-    except ValueError:
-        raise
-    except Exception as error:  # of the user's code
-        out.notes.append(f"stages: {why_not_without_numbers(error)}")
-        return
-    local = dict(planned.named_parameters())
-    for at in range(config.pp):
-        named = {name: local[name] for name in cut.held[at]}
-        chunks = [cut.blocks[chunk] for chunk in cut.chunks(at)]
-        count = sum(len(names) for names in chunks)
-        # With many micro-batches; of a chunk at a time where a stage has several.
-        alive = float(config.pp - at)
-        if how.rounds > 1:
-            alive = (warm_up(at, config.pp, how.rounds, config.pp * (how.rounds + 2)) + 1) / how.rounds
-        kept = None if out.activation_bytes is None else int(alive * count / blocks * out.activation_bytes)
-        ends = tuple((names[0], names[-1]) for names in chunks)
-        held = _held(named, split, out.optimizer)
-        out.stages.append(StageRow(ends=ends, blocks=count, alive=alive, activation_bytes=kept, **held))
-    largest = max(out.stages, key=lambda stage: stage.total_bytes)
-    for one in dataclasses.fields(RankBytes):
-        setattr(out, one.name, getattr(largest, one.name))
-    out.notes += [
-        "per rank: of the stage that keeps most; what is sent is that of all stages, without the activations between them",
-        describe_bubble(config.pp, config.pp, how.rounds),
-    ]
+    def _plans(self, planned: nn.Module) -> tuple[list[ShardingPlan], Sequence[str]]:
+        """The plans that hold for the model, and why what of its vocabulary is whole is so."""
+        config = self.config
+
+        def infer_rest(beside: Sequence[ShardingPlan]) -> ShardingPlan | None:
+            try:
+                return self._infer(config.tp, beside)
+            except ValueError as error:
+                self.known.rest = str(error)
+                return None
+
+        plans = resolve_plans(config.plan, planned, lambda: self._infer(config.tp), infer_rest)
+        if not config.vocab:
+            self.known.vocabulary = dict.fromkeys(find_vocabulary(plans, planned, config.tp, config.sp), VOCAB_OFF)
+            return plans, ()
+        choice = with_vocabulary(plans, config.plan, planned, config.tp, config.sp, certain=not config.self_check)
+        self.known.vocabulary = choice.reasons
+        return choice.plans, choice.whole
+
+    def _shard(self, planned: nn.Module, plans: list[ShardingPlan]) -> ShardedModel:
+        """Shard the copy without memory, over groups that move nothing."""
+        config = self.config
+        refuse_compiled(self.model, (match.name for plan in plans for match in plan.match(planned)))
+        if config.compile:
+            refuse_untraceable(ResolvedPlan(planned, plans, config.tp, config.sp, config.loss_chunk))
+        record = parallelize(
+            planned,
+            plans,
+            ParallelGroups.silent(self.topology),
+            sp=config.sp,
+            regather=config.regather,
+            loss_chunk=config.loss_chunk,
+            recompute=config.recompute,
+            tiles=self._tiles,
+        )
+        for region in record.regions:
+            region.streams.draws = []  # on the meta device they give no numbers
+        return record
+
+    def _change_unsharded(self, model: nn.Module) -> tuple[list[str], Sequence[str]]:
+        """Change a model of which tp shards nothing as its run does, where its plan is known: notes, and what runs again."""
+        config, groups = self.config, ParallelGroups.silent(self.topology)
+        try:
+            plans = resolve_plans(config.plan, model)
+        except ValueError:
+            fields = "cp, recompute, tile_mlp and loss_chunk"
+            return [f"{fields}: the blocks are found before training, and the step here runs without them"], []
+        options: dict[str, Any] = config.model_dump(include={"recompute", "loss_chunk"})
+        recomputed, _ = change_unsharded(model, plans, groups, tiles=self._tiles, **options)
+        if config.cp == 1:
+            return [], recomputed
+        blocks = split_context(model, plans, groups, config.cp_method).context_blocks
+        where = f"in {len(blocks)} blocks and around them"
+        return [f"cp {config.cp}: a rank holds its positions of each sequence {where}"], recomputed
+
+    @unset_fake_temporarily()
+    def _infer(self, tp: int, beside: Sequence[ShardingPlan] = ()) -> ShardingPlan:
+        """Infer a plan from a small input with real numbers, outside the mode that makes tensors without memory."""
+        config, step = self.config, self.step
+        if step.missing:
+            raise ValueError(
+                f"plan={config.plan if isinstance(config.plan, str) else config.plan.base!r}: no shipped plan fits "
+                f"{type(self.model).__name__}, and to infer one an example is needed: pass example= (what forward takes) or batch= "
+                "(what training_step takes; seqpar plan: --batch package.module:function), or set example_input_array on the module"
+            )
+        part = self.model.get_submodule(step.path)
+        own = ShardingPlan.from_rules(config.plan.rules) if isinstance(config.plan, PlanSpec) else None
+        above = f"{step.path}." if step.path else ""
+        others = [dataclasses.replace(plan, prefix=plan.prefix.removeprefix(above)) for plan in beside]
+        *smaller, last = step.examples(part, tp * config.cp)
+        for example in smaller:
+            try:
+                inferred = infer_plan(part, example, tp, own, beside=others)
+                break
+            except UserDecidesError:
+                raise
+            except CantInferError:
+                continue  # the code may need all of its input
+        else:
+            inferred = infer_plan(part, last, tp, own, beside=others)
+        self.known.whole = {f"{above}{pattern}": why for pattern, why in inferred.whole.items()}
+        self.known.no_sp = {f"{above}{pattern}": why for pattern, why in inferred.no_sp.items()}
+        return dataclasses.replace(inferred.plan, prefix=step.path)
+
+    def _held(self, named: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        """The fields of :class:`RankBytes` for these parameters, without activations."""
+        gradients = sum(self.split.nbytes(p) for p in named.values() if p.requires_grad)
+        return {
+            "parameters": sum(map(self.split.numel, named.values())),
+            "parameter_bytes": sum(map(self.split.nbytes, named.values())),
+            "gradient_bytes": gradients,
+            "optimizer_bytes": OPTIMIZERS[self.optimizer] * gradients,
+            "gathered_bytes": self.split.gathered(named),
+        }
+
+    def _trace(self, out: Description, model: nn.Module, record: ShardedModel | None) -> None:
+        """Run a step on tensors without memory, and write into ``out`` what it keeps for the backward and what it sends."""
+        if self.step.missing:
+            out.notes.append(f"activations and traffic: {self.step.missing}")
+            return
+        out.input = list(self.step.sizes or ())
+        model.train()
+        traffic, saved, split = Traffic(), SavedBytes(exclude=model.parameters()), self.split
+        try:
+            with traffic:
+                with saved:
+                    loss = self.step.run(model)
+                saved.keep_caches()
+                loss.backward()
+        except Exception as error:  # the user's code may raise anything; the notes say what
+            out.notes.append(f"activations and traffic: {why_not_without_numbers(error)}")
+            return
+        out.activation_bytes = saved.total
+        counts = dict(traffic.calls), dict(traffic.bytes)
+        if record is not None:
+            shared = split if split.replicas > 1 else None
+            sums = step_traffic(record.layout, record.groups.size("tp"), record.groups.size("dp"), shared)
+            for counted, more in zip(counts, sums, strict=True):
+                counted["all_reduce"] = counted.get("all_reduce", 0) + more
+        means = " × ".join(axis for axis in ("dp", "cp") if self.topology.get_dim(axis) > 1)
+        if split.replicas > 1:
+            for counted, over in zip(counts, split.traffic(dict(model.named_parameters())), strict=True):
+                counted |= {f"{name} ({means})": count for name, count in over.items()}
+        elif means:
+            counts[1][f"all_reduce ({means})"] = out.gradient_bytes
+        out.sent_calls, out.sent_bytes = ({k: v for k, v in counted.items() if v} for counted in counts)
+
+    def _cut(self, out: Description, planned: nn.Module, plans: Sequence[ShardingPlan]) -> None:
+        """Describe the stages of a pipeline; the numbers of ``out`` become those of the stage that keeps most."""
+        config, step = self.config, self.step
+        if step.missing:
+            out.notes.append(f"stages: {step.missing}")
+            return
+        copied = without_numbers(self.model)
+        if not plans:
+            plans = resolve_plans(config.plan, copied, lambda: self._infer(max(config.tp, 2)))
+            if not isinstance(config.plan, PlanSpec) and leaves_blocks(copied, plans):
+                plans = [self._infer(max(config.tp, 2))]
+        matches = [match for plan in plans for match in plan.match(copied) if match.rule.says_where_blocks_are]
+        stacks, how = PlannedModel(copied, matches, list(STYLES), 1, False).stacks, HowToCut.of(config)
+        check_stacks(stacks, how)
+        blocks = sum(len(stack.blocks) for stack in stacks)
+        numel = {name: parameter.numel() for name, parameter in copied.named_parameters()}
+        try:
+            cut = trace_cut(copied, lambda: step.run(copied), stacks, how, numel)
+        except ValueError:
+            raise
+        except Exception as error:  # of the user's code
+            out.notes.append(f"stages: {why_not_without_numbers(error)}")
+            return
+        local = dict(planned.named_parameters())
+        for at in range(config.pp):
+            chunks = [cut.blocks[chunk] for chunk in cut.chunks(at)]
+            count = sum(len(names) for names in chunks)
+            # With many micro-batches; of a chunk at a time where a stage has several.
+            alive = float(config.pp - at)
+            if how.rounds > 1:
+                alive = (warm_up(at, config.pp, how.rounds, config.pp * (how.rounds + 2)) + 1) / how.rounds
+            kept = None if out.activation_bytes is None else int(alive * count / blocks * out.activation_bytes)
+            ends = tuple((names[0], names[-1]) for names in chunks)
+            held = self._held({name: local[name] for name in cut.held[at]})
+            out.stages.append(StageRow(ends=ends, blocks=count, alive=alive, activation_bytes=kept, **held))
+        largest = max(out.stages, key=lambda stage: stage.total_bytes)
+        for one in dataclasses.fields(RankBytes):
+            setattr(out, one.name, getattr(largest, one.name))
+        out.notes += [
+            "per rank: of the stage that keeps most; what is sent is that of all stages, without the activations between them",
+            describe_bubble(config.pp, config.pp, how.rounds),
+        ]
 
 
 def without_numbers(model: nn.Module) -> nn.Module:
@@ -367,26 +469,6 @@ def without_numbers(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _change_unsharded(
-    model: nn.Module, config: ParallelConfig, groups: ParallelGroups
-) -> tuple[list[str], Sequence[str]]:
-    """Change a model of which tp shards nothing as its run does, where its plan is known: notes, and what runs again."""
-    try:
-        plans = resolve_plans(config.plan, model)
-    except ValueError:
-        fields = "cp, recompute, tile_mlp and loss_chunk"
-        return [f"{fields}: the blocks are found before training, and the step here runs without them"], []
-    tiles = None if config.tile_mlp is None else MLPTiles(config.tile_mlp)
-    options: dict[str, Any] = {"recompute": config.recompute, "tiles": tiles, "loss_chunk": config.loss_chunk}
-    recomputed, _ = change_unsharded(model, plans, groups, **options)
-    if config.cp == 1:
-        return [], recomputed
-    blocks = split_context(model, plans, groups, config.cp_method).context_blocks
-    return [
-        f"cp {config.cp}: a rank holds its positions of each sequence in {len(blocks)} blocks and around them"
-    ], recomputed
-
-
 def _configured(model: nn.Module) -> nn.Module:
     """A copy of a module that makes its model in ``configure_model``, with the model made on meta; any other module itself."""
     if not isinstance(model, LightningModule) or any(True for _ in model.parameters()):
@@ -396,85 +478,6 @@ def _configured(model: nn.Module) -> nn.Module:
     with torch.device("meta"):
         copied.configure_model()
     return copied
-
-
-@unset_fake_temporarily()
-def _infer(
-    model: nn.Module,
-    step: TracedStep,
-    config: ParallelConfig,
-    known: Explanations,
-    beside: Sequence[ShardingPlan] = (),
-) -> ShardingPlan:
-    """Infer a plan from a small input with real numbers, outside the mode that makes tensors without memory."""
-    if step.missing:
-        raise ValueError(
-            f"plan={config.plan if isinstance(config.plan, str) else config.plan.base!r}: no shipped plan fits "
-            f"{type(model).__name__}, and to infer one an example is needed: pass example= (what forward takes) or batch= (what "
-            "training_step takes; seqpar plan: --batch package.module:function), or set example_input_array on the module"
-        )
-    part = model.get_submodule(step.path)
-    own = ShardingPlan.from_rules(config.plan.rules) if isinstance(config.plan, PlanSpec) else None
-    above = f"{step.path}." if step.path else ""
-    others = [dataclasses.replace(plan, prefix=plan.prefix.removeprefix(above)) for plan in beside]
-    *smaller, last = step.examples(part, config.tp * config.cp)
-    for example in smaller:
-        try:
-            inferred = infer_plan(part, example, config.tp, own, beside=others)
-            break
-        except UserDecidesError:
-            raise
-        except CantInferError:
-            continue  # the code may need all of its input
-    else:
-        inferred = infer_plan(part, last, config.tp, own, beside=others)
-    known.whole = {f"{above}{pattern}": why for pattern, why in inferred.whole.items()}
-    known.no_sp = {f"{above}{pattern}": why for pattern, why in inferred.no_sp.items()}
-    return dataclasses.replace(inferred.plan, prefix=step.path)
-
-
-# ---- numbers ---------------------------------------------------------------------------------------------------
-
-
-def _totals(
-    model: nn.Module,
-    record: ShardedModel | None,
-    plans: Sequence[ShardingPlan],
-    topology: ProcessTopology,
-    config: ParallelConfig,
-    optimizer: str,
-    split: ReplicaSplit,
-) -> Description:
-    """The description without activations and traffic: shapes, bytes, the table and the plan."""
-    whole = sum(p.numel() for p in model.parameters()) if record is None else record.layout.global_numel()
-    notes = []
-    if split.replicas > 1:
-        where = ", on the CPU" * isinstance(split.options.get("offload_policy"), CPUOffloadPolicy)
-        each = f"the rows of one of {split.replicas:,} replicas"
-        notes.append(f"fsdp: of each tensor above a rank holds {each} between steps{where}")
-    return Description(
-        world_size=topology.world_size,
-        axes=dict(topology.larger_axes),
-        sp=config.sp and config.tp > 1,
-        optimizer=optimizer,
-        rows=_rows(model, record),
-        plan="rules:\n" + "".join(plan.to_yaml().partition("\n")[2] for plan in plans) if plans else "rules: []\n",
-        global_parameters=whole,
-        notes=notes,
-        **_held(dict(model.named_parameters()), split, optimizer),
-    )
-
-
-def _held(named: Mapping[str, nn.Parameter], split: ReplicaSplit, optimizer: str) -> dict[str, Any]:
-    """The fields of :class:`RankBytes` for these parameters, without activations."""
-    gradients = sum(split.nbytes(p) for p in named.values() if p.requires_grad)
-    return {
-        "parameters": sum(map(split.numel, named.values())),
-        "parameter_bytes": sum(map(split.nbytes, named.values())),
-        "gradient_bytes": gradients,
-        "optimizer_bytes": OPTIMIZERS[optimizer] * gradients,
-        "gathered_bytes": split.gathered(named),
-    }
 
 
 def _rows(model: nn.Module, record: ShardedModel | None) -> list[ModuleRow]:
@@ -503,21 +506,13 @@ def _rows(model: nn.Module, record: ShardedModel | None) -> list[ModuleRow]:
             continue
         shards = record is not None and record.on_shard(name)
         style = ", ".join(dict.fromkeys(styles.get(name, []))) or ("on shards" if shards else "whole")
-        key = (
-            re.sub(r"(?<![^.])\d+(?![^.])", "*", name),
-            style,
-            tuple(tensors),
-            tuple(tied),
-            "; ".join(dict.fromkeys(sums)),
-            ", ".join(dict.fromkeys(sources.get(name, []))),
-        )
-        rows.setdefault(key, []).append(name)
-    patterns = [key[0] for key in rows]
+        said = "; ".join(dict.fromkeys(sums)), ", ".join(dict.fromkeys(sources.get(name, [])))
+        starred = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        rows.setdefault((starred, style, tuple(tensors), tuple(tied), *said), []).append(name)
+    patterns = [starred for starred, *_ in rows]
     return [
-        ModuleRow(
-            pattern if patterns.count(pattern) == 1 else _braced(names), len(names), style, tensors, tied, sync, source
-        )
-        for (pattern, style, tensors, tied, sync, source), names in rows.items()
+        ModuleRow(starred if patterns.count(starred) == 1 else _braced(names), len(names), *rest)
+        for (starred, *rest), names in rows.items()
     ]
 
 
@@ -526,43 +521,3 @@ def _braced(names: Sequence[str]) -> str:
     split = [name.split(".") for name in names]
     parts = [list(dict.fromkeys(column)) for column in zip(*split, strict=True)]
     return ".".join(part[0] if len(part) == 1 else "{" + ",".join(part) + "}" for part in parts)
-
-
-def _trace(
-    out: Description,
-    model: nn.Module,
-    record: ShardedModel | None,
-    step: TracedStep,
-    topology: ProcessTopology,
-    split: ReplicaSplit,
-) -> None:
-    """Run a step on tensors without memory, and write into ``out`` what it keeps for the backward and what it sends."""
-    if step.missing:
-        out.notes.append(f"activations and traffic: {step.missing}")
-        return
-    out.input = list(step.sizes or ())
-    model.train()
-    traffic, saved = Traffic(), SavedBytes(exclude=model.parameters())
-    try:
-        with traffic:
-            with saved:
-                loss = step.run(model)
-            saved.keep_caches()
-            loss.backward()
-    except Exception as error:  # the user's code may raise anything; the notes say what
-        out.notes.append(f"activations and traffic: {why_not_without_numbers(error)}")
-        return
-    out.activation_bytes = saved.total
-    calls, sent = dict(traffic.calls), dict(traffic.bytes)
-    if record is not None:
-        shared = split if split.replicas > 1 else None
-        sums = step_traffic(record.layout, record.groups.size("tp"), record.groups.size("dp"), shared)
-        for counted, more in zip((calls, sent), sums, strict=True):
-            counted["all_reduce"] = counted.get("all_reduce", 0) + more
-    means = " × ".join(axis for axis in ("dp", "cp") if topology.get_dim(axis) > 1)
-    if split.replicas > 1:
-        for counted, over in zip((calls, sent), split.traffic(dict(model.named_parameters())), strict=True):
-            counted |= {f"{name} ({means})": count for name, count in over.items()}
-    elif means:
-        sent[f"all_reduce ({means})"] = out.gradient_bytes
-    out.sent_bytes, out.sent_calls = {k: v for k, v in sent.items() if v}, {k: v for k, v in calls.items() if v}

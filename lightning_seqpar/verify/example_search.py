@@ -80,7 +80,7 @@ class ExampleSearch:
     def _try(self, example: Example, dtype: torch.dtype | None) -> tuple[str, bool] | None:
         """Run the example on a whole copy; what is wrong, and whether it is so in copies of any size, or None."""
         device = self.room(example, dtype)
-        with kept_streams(self._device), default_dtype(dtype):
+        with kept_streams(), default_dtype(dtype):
             try:
                 copied = detached_copy(self._module, device, dtype, example.reduction, frozen=example.frozen)
                 attach_view(copied, self._trainer)

@@ -20,7 +20,6 @@ from lightning_seqpar.parallel.context import average_gradients
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.loss_consistency import check_loss
 from lightning_seqpar.parallel.sharded_model import ShardedModel
-from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards.graph import check_readers
 
@@ -31,19 +30,20 @@ class RandomDraw(NamedTuple):
     where: str  # name of the module that was entered last
     drawn: Drawn  # the operation and the shape that it filled
     own: bool  # whether it came from this rank's own stream rather than from the one that the replica shares
-    # of each region that was open, the tensor dim of the sequence and its whole length
-    sequences: tuple[tuple[int, int], ...]
+    sequences: tuple[tuple[int, int], ...]  # of each region that was open, the dim of the sequence and its whole length
 
 
 class _Observer(Quiet):
     """Notes every random draw, and whether anything is computed in less than float64; see :class:`Quiet` for the rest."""
 
-    def __init__(self, *, draws: bool, regions: Sequence[SequenceRegion]) -> None:
-        super().__init__(draws=draws)
+    def __init__(self, example: Example, record: ShardedModel | None) -> None:
+        super().__init__(draws=example.draws)
         self.narrow = False
         self.where = ""
         self.drawn: list[RandomDraw] = []
-        self._regions = regions
+        self.outputs: list[tuple[str, Tensor]] = []
+        self.ran: set[str] = set()
+        self._regions = [] if record is None else record.regions
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -53,22 +53,41 @@ class _Observer(Quiet):
             self.narrow = True
         if (drawn := drawn_by(func, out, args, kwargs)) is not None:
             own = not drawn.seeded and (draws_apart() or any(region.streams.own for region in self._regions))
-            sequences = tuple(
-                (region.dim, region.frames.whole_length) for region in self._regions if region.frames.active
-            )
+            sequences = tuple((region.dim, region.frames.whole_length) for region in self._regions if region.frames.active)
             self.drawn.append(RandomDraw(self.where, drawn, own, sequences))
         return out
+
+    @contextmanager
+    def noting(self, model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+        """While open, note the modules that are called, and the outputs of those of ``names``; sharded ones are gathered."""
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+
+                def enter(module: nn.Module, args: Any, name: str = name) -> None:
+                    self.ran.add(name)
+                    self.where = name
+
+                stack.callback(module.register_forward_pre_hook(enter).remove)
+            for name in names:
+
+                def leave(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
+                    first = out[0] if isinstance(out, list | tuple) and out else out
+                    if isinstance(first, ShardedLogits | SeqPart):
+                        first = first.whole()  # a collective: every rank is in this hook now, but may not be later
+                    if isinstance(first, Tensor):
+                        self.outputs.append((name, first.detach()))
+
+                stack.callback(model.get_submodule(name).register_forward_hook(leave).remove)
+            yield
 
 
 @dataclass
 class ObservedRun:
     """What one forward and backward of a copy did, on this rank."""
 
-    loss: float  # the loss
-    # of a whole copy, gradients by parameter name, None where there is none; a sharded one's stay where they are
-    grads: dict[str, Tensor | None]
-    # name and (first) output of the planned modules, in the order in which they returned; local on the sharded copy
-    outputs: list[tuple[str, Tensor]]
+    loss: float
+    grads: dict[str, Tensor | None]  # of a whole copy, by parameter name; a sharded one's stay where they are
+    outputs: list[tuple[str, Tensor]]  # (first) output of each planned module, in the order of returning; local
     narrow: bool  # whether something was computed in less than float64
     buffers: dict[str, Tensor]  # the buffers after the run, by name
     changed: set[str]  # names of buffers that the run changed
@@ -77,45 +96,12 @@ class ObservedRun:
     keeps: bool  # whether a module keeps a tensor of this run, which the next one may read
 
 
-@contextmanager
-def _noting(
-    model: nn.Module,
-    names: Sequence[str],
-    observer: _Observer,
-    outputs: list[tuple[str, Tensor]],
-    ran: set[str],
-) -> Iterator[None]:
-    """While open, note the modules that are called, and the outputs of those of ``names``; sharded ones are gathered."""
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-
-            def enter(module: nn.Module, args: Any, name: str = name) -> None:
-                ran.add(name)
-                observer.where = name
-
-            stack.callback(module.register_forward_pre_hook(enter).remove)
-        for name in names:
-
-            def leave(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
-                first = out[0] if isinstance(out, list | tuple) and out else out
-                if isinstance(first, ShardedLogits | SeqPart):
-                    first = first.whole()  # a collective: every rank is in this hook now, but may not be later
-                if isinstance(first, Tensor):
-                    outputs.append((name, first.detach()))
-
-            stack.callback(model.get_submodule(name).register_forward_hook(leave).remove)
-        yield
-
-
 def observe_run(
     model: nn.Module, record: ShardedModel | None, example: Example, names: Sequence[str], groups: ParallelGroups
 ) -> ObservedRun:
     """Run the example forward and backward, with random streams seeded anew; collective over tp if the model is sharded."""
-    outputs: list[tuple[str, Tensor]] = []
-    ran: set[str] = set()
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    held = kept_tensors(model)
-    observer = _Observer(draws=example.draws, regions=record.regions if record is not None else [])
+    held, observer = kept_tensors(model), _Observer(example, record)
     seed_streams()
     sync = GradSync(record.layout, groups) if record is not None else None
 
@@ -124,8 +110,7 @@ def observe_run(
         if sync is not None:
             sync.flush()
 
-    noting = _noting(model, names, observer, outputs, ran)
-    with torch.enable_grad(), noting, example.repeats(model) as repeats, observer:
+    with torch.enable_grad(), observer.noting(model, names), example.repeats(model) as repeats, observer:
         stage = None if record is None else record.stage
         streams, losses, attributes = SavedStreams(), [], ModelAttributes(model)
         values = attributes.read()
@@ -164,10 +149,11 @@ def observe_run(
         sync.flush()
         sync.remove()
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}  # another run may change them
-    changed = {name for name, buffer in buffers.items() if name in before and not _equal(buffer, before[name])}
+    changed = {name for name, buffer in buffers.items() if name in before and not torch.equal(buffer, before[name])}
     grads = {name: parameter.grad for name, parameter in model.named_parameters()} if record is None else {}
     keeps = not kept_tensors(model).keys() <= held.keys()
-    return ObservedRun(float(loss.detach()), grads, outputs, observer.narrow, buffers, changed, ran, drawn, keeps)
+    made = float(loss.detach()), grads, observer.outputs, observer.narrow
+    return ObservedRun(*made, buffers, changed, observer.ran, drawn, keeps)
 
 
 @dataclass
@@ -183,8 +169,7 @@ def observe_evaluation(
     model: nn.Module, record: ShardedModel | None, example: Example, names: Sequence[str], *, training: bool = False
 ) -> ObservedEvaluation:
     """Run the example without gradients, in evaluation: the copy stays in that mode. Collective over tp if the model is sharded."""
-    outputs: list[tuple[str, Tensor]] = []
-    observer = _Observer(draws=example.draws, regions=record.regions if record is not None else [])
+    observer = _Observer(example, record)
     seed_streams()
     for parameter in model.parameters():
         parameter.grad = None  # which a step may change in place; those of the run before are somebody's
@@ -192,13 +177,12 @@ def observe_evaluation(
         model.eval()
     if record is not None:
         record.reset_calls()
-    noting = _noting(model, names, observer, outputs, set())
-    with torch.no_grad(), noting, _without_fast_path(), example.repeats(model), observer:
+    with torch.no_grad(), observer.noting(model, names), _without_fast_path(), example.repeats(model), observer:
         values = example.evaluate(model)
         if record is not None:
             record.check_closed([value for _, value in values])
         whole = [(what, v.whole() if isinstance(v, ShardedLogits | SeqPart) else v) for what, v in values]
-    return ObservedEvaluation([(what, value.detach()) for what, value in whole], outputs, observer.narrow)
+    return ObservedEvaluation([(what, value.detach()) for what, value in whole], observer.outputs, observer.narrow)
 
 
 @contextmanager
@@ -210,7 +194,3 @@ def _without_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)

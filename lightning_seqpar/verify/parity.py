@@ -16,17 +16,15 @@ from torch.optim import Optimizer
 
 from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.parallel.grad_norm import global_grad_norm
-from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.verify.comparison import (
     FLOAT64_TOLERANCE,
     Limits,
     ParityReport,
-    Row,
-    compare_gradients,
     compare_losses,
-    compare_weights,
+    compare_norms,
+    compare_tensors,
     norm_of,
-    spread,
 )
 
 
@@ -72,15 +70,9 @@ def each_gradient(model: nn.Module, only: Collection[int] | None = None) -> Iter
     if record is not None and record.stage is not None:
         has_one = record.stage.on_any(has_one)
     for (name, parameter), has in zip(named, has_one, strict=True):
-        if not has:
-            yield name, None
-        elif record is not None:
-            # A stage that does not hold the parameter gets the gradient in the parameter's shape.
-            local = parameter if parameter.grad is None else parameter.grad
-            yield name, whole_tensor(local, record.layout[name], record.groups).cpu()
-        else:
-            assert parameter.grad is not None
-            yield name, own_whole(parameter.grad).cpu()
+        # A stage that does not hold the parameter gets the gradient in the parameter's shape.
+        held = parameter if parameter.grad is None else parameter.grad
+        yield name, _whole(record, name, held) if has else None
 
 
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -91,11 +83,12 @@ def gather_weights(model: nn.Module) -> dict[str, Tensor]:
 def each_weight(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The items of :func:`gather_weights` one by one, each gathered when it is asked for; every rank must ask for all."""
     record = record_of(model)
-    for name, parameter in model.named_parameters():
-        if record is not None:
-            yield name, whole_tensor(parameter, record.layout[name], record.groups).cpu()
-        else:
-            yield name, own_whole(parameter).cpu()
+    return ((name, _whole(record, name, parameter)) for name, parameter in model.named_parameters())
+
+
+def _whole(record: ShardedModel | None, name: str, held: Tensor) -> Tensor:
+    """A parameter or its gradient, whole and on the CPU."""
+    return (own_whole(held) if record is None else whole_tensor(held, record.layout[name], record.groups)).cpu()
 
 
 def own_whole(tensor: Tensor) -> Tensor:
@@ -125,10 +118,9 @@ def compare(reference: Trace, candidate: Trace, limit: float = FLOAT64_TOLERANCE
     rows = [compare_losses("losses (relative)", reference.losses, candidate.losses, limits)]
     if reference.grads or candidate.grads:
         what = "gradients (of the global norm)"
-        rows.append(compare_gradients(what, reference.grads, candidate.grads.items(), norm, limits).row)
-        error = spread((reference.grad_norm, candidate.grad_norm)) / max(norm, 1e-30)
-        rows.append(Row("global norm (relative)", error, limit, "-"))
-    rows.append(compare_weights("weights (absolute)", reference.weights, candidate.weights, limits).row)
+        rows.append(compare_tensors(what, reference.grads, candidate.grads.items(), limits, norm)[0])
+        rows.append(compare_norms("global norm (relative)", reference.grad_norm, candidate.grad_norm, norm, limits))
+    rows.append(compare_tensors("weights (absolute)", reference.weights, candidate.weights.items(), limits)[0])
     return ParityReport(tuple(rows))
 
 
@@ -156,12 +148,10 @@ class ParityRecorder(Callback):
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not self._seen:
-            record = record_of(pl_module)
-            norm = (
-                torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-                if record is None
-                else global_grad_norm(parameters, record.layout, record.groups)
-            )
+            if (record := record_of(pl_module)) is not None:
+                norm = global_grad_norm(parameters, record.layout, record.groups)
+            else:
+                norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             self.trace.grad_norm = float(norm)
         self._seen.add(id(optimizer))
         self.trace.grads.update(gather_grads(pl_module, {id(parameter) for parameter in parameters}))
@@ -173,8 +163,7 @@ class ParityRecorder(Callback):
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         values = own_whole(loss).double().view(1) * trainer.accumulate_grad_batches
         record = record_of(pl_module)
-        stage = None if record is None else record.stage
-        if stage is not None:
+        if record is not None and (stage := record.stage) is not None:
             if trainer.fit_loop._should_accumulate():
                 return
             values = stage.of_last(torch.stack(stage.losses).double() if stage.is_last else values)

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.phases import Phases
 from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError
+from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import PROPOSAL, infer_blocks, infer_plan
 from lightning_seqpar.inference.pipeline_cut import HowToCut, find_cut, leaves_blocks
 from lightning_seqpar.inference.stack_planner import Inference
-from lightning_seqpar.inference.trainer_view import (
-    NoExampleError,
-    OneRankOnly,
-    PlainBackwardError,
-    attach_view,
-)
+from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, PlainBackwardError, attach_view
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.layout.module_names import likely_blocks
 from lightning_seqpar.pipeline.cut import Cut
@@ -45,8 +41,7 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.coverage import Explanations
 from lightning_seqpar.verify.example_search import ExampleSearch, FoundExample
 from lightning_seqpar.verify.run_comparison import Verdict
-from lightning_seqpar.verify.self_check import SelfCheckError, Sharding, self_check
-from lightning_seqpar.verify.stage_check import stage_check
+from lightning_seqpar.verify.self_check import SelfCheckError, self_check, stage_check
 
 _WAYS_OUT = (
     "set example_input_array on the module (a tensor, tuple or dict that its forward takes), or self_check=False to train "
@@ -62,8 +57,7 @@ class Proved:
     """What :meth:`Prover.prove` returns."""
 
     plans: list[ShardingPlan] = field(default_factory=list)  # the plans to apply, in order
-    # for the start-up summary, what was decided and proved, a sentence each
-    lines: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # for the summary: what was decided and proved, a sentence each
     known: Explanations = field(default_factory=Explanations)  # why what is not sharded is whole
     frozen: str = ""  # why the proof holds only while frozen parameters stay so; empty if it holds when they thaw too
 
@@ -101,25 +95,31 @@ class Prover:
         self._why_wide = ""  # what the self-check found wrong with the plan that shards more
 
     def prove(self) -> Proved:
-        """Find the plans for the model and prove them.
-
-        Raises:
-            ValueError: if no plan is found; the message says what to write.
-            SelfCheckError: if the plan that was found is wrong.
-        """
+        """Find the plans for the model and prove them; the ValueError of a model without a plan says what to write."""
+        out, started = Proved(), time.monotonic()
         try:
-            return self._proved()
+            with self._phases.phase("finding a plan"):
+                if isinstance(self._config.plan, PlanSpec):
+                    ShardingPlan.from_rules(self._config.plan.rules, source="your plan").match(self._module)
+                out.plans = resolve_plans(self._config.plan, self._module, self._infer, self._infer_rest)
+            for plan in out.plans:
+                plan.match(self._module)
+            self._add_vocabulary(out)
+            self._prove(out, started)
         except ValueError as error:
             if limits := known_limits(self._module):
                 raise type(error)(f"{error}\nPEFT with tp={self._tp}: {'; '.join(limits)}") from None
             raise
+        out.known = self._known
+        reasons: list[str] = []
+        if inferred := _inferred(out):
+            rules = inferred[0].to_yaml().splitlines()[1:]
+            reasons = [f"why: {one}" for one in self._reasons] + [f"rule: {one.removeprefix('- ')}" for one in rules]
+        out.lines[:0] = reasons + self._vocabulary
+        return out
 
     def find_unsharded(self) -> list[ShardingPlan]:
-        """Plans that name the blocks of a model of which nothing is sharded (tp 1); nothing is proved. Collective over the world.
-
-        Raises:
-            ValueError: if no plan is found; the message says what to write.
-        """
+        """Plans that name the blocks of a model of which nothing is sharded (tp 1), unproved. Collective over the world."""
         spec = self._config.plan
         own = ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) else None
         needs_linears = self._config.recompute == "selective" or self._config.tile_mlp is not None
@@ -131,15 +131,14 @@ class Prover:
             example, dtype, failures, _ = self._example()
             if example is None:
                 raise CantInferError(f"to find them an example input is needed: {'; '.join(dict.fromkeys(failures))}")
+            options: dict[str, Any] = {"dtype": dtype, "prepare": self._prepare}
 
             def work() -> ShardingPlan:
-                options: dict[str, Any] = {"dtype": dtype, "prepare": self._prepare}
                 if not needs_linears:
                     return infer_blocks(self._module, example, **options)
                 return infer_plan(self._module, example, 2, own, **options).plan  # the plan that two ranks would have
 
-            found: ShardingPlan = self._from_first_rank(work)
-            return found
+            return cast("ShardingPlan", self._from_first_rank(work))
 
         with self._phases.phase("finding the blocks"):
             try:
@@ -164,31 +163,23 @@ class Prover:
         """Where the model is cut into the stages of the pipeline. Collective over the world."""
         example, dtype, failures, _ = self._example()
         if example is None:
-            raise ValueError(
-                f"pp={self._config.pp}: to cut the model an example input is needed: {'; '.join(failures)}"
-            )
+            raise ValueError(f"pp={self._config.pp}: to cut the model an example input is needed: {'; '.join(failures)}")
         matches = [match for plan in plans for match in plan.match(self._module)]
         places = [match for match in matches if match.rule.style in ("blocks", "scatter", "exit")]
         stacks = PlannedModel(self._module, places, list(STYLES), 1, False).stacks
-
-        def work() -> Cut:
-            how = HowToCut.of(self._config)
-            return find_cut(self._module, example, stacks, how, dtype=dtype, prepare=self._prepare)
-
-        found: Cut = self._from_first_rank(work)
-        return found
+        how = HowToCut.of(self._config)
+        options: dict[str, Any] = {"dtype": dtype, "prepare": self._prepare}
+        return cast("Cut", self._from_first_rank(lambda: find_cut(self._module, example, stacks, how, **options)))
 
     def check_stages(self, plans: Sequence[ShardingPlan], cut: Cut) -> list[str]:
         """Prove that the model computes in stages what it computes whole, or raise SelfCheckError. Collective over the world."""
         config, started = self._config, time.monotonic()
         if not config.self_check:
             return []
-        example = self._example().example
-        assert example is not None  # without one there is no cut
+        example = self._checked
         with self._phases.phase("proving the stages"):
-            how = Sharding.of(config)
             verdict = self._compare(
-                lambda groups, **options: stage_check(self._module, plans, cut, how, groups, example, **options)
+                lambda groups, **options: stage_check(self._module, plans, cut, config, groups, example, **options)
             )
         if verdict.wrong:
             raise SelfCheckError(
@@ -200,36 +191,9 @@ class Prover:
 
     def prove_unsharded(self) -> Proved:
         """Find the blocks of a model of which tp shards nothing, and prove that they are right on parts (cp) and in tiles."""
-        out, started = Proved(), time.monotonic()
-        out.plans = self.find_unsharded()
-        with self._phases.phase("proving the plan"):
-            self._prove(out, started)
-        return out
-
-    def _proved(self) -> Proved:
-        """:meth:`prove` without the hint on adapters."""
-        out, started = Proved(), time.monotonic()
-        if isinstance(self._config.plan, PlanSpec):
-            ShardingPlan.from_rules(self._config.plan.rules, source="your plan").match(self._module)
-        with self._phases.phase("finding a plan"):
-
-            def infer_rest(beside: Sequence[ShardingPlan]) -> ShardingPlan | None:
-                self._beside = beside
-                return self._infer_rest()
-
-            out.plans = resolve_plans(self._config.plan, self._module, self._infer, infer_rest)
-        for plan in out.plans:
-            plan.match(self._module)
-        self._add_vocabulary(out)
-        with self._phases.phase("proving the plan"):
-            self._prove(out, started)
-        out.known = self._known
-        out.lines[:0] = self._vocabulary
-        if inferred := [plan for plan in out.plans if plan.source == "inferred"]:
-            rules = inferred[0].to_yaml().splitlines()[1:]
-            out.lines[:0] = [f"why: {reason}" for reason in self._reasons] + [
-                f"rule: {line.removeprefix('- ')}" for line in rules
-            ]
+        started = time.monotonic()
+        out = Proved(self.find_unsharded())
+        self._prove(out, started)
         return out
 
     def _prove(self, out: Proved, started: float) -> None:
@@ -240,13 +204,12 @@ class Prover:
                 "segments left out, a block that mixes positions) can train without an error"
             )
             return
-        passed = self._check_thawed(out, [plan for plan in out.plans if plan.source == "inferred"])
+        with self._phases.phase("proving the plan"):
+            passed = self._check_thawed(out)
         out.frozen = self._frozen
-        self._explain_widened([plan for plan in out.plans if plan.source == "inferred"])
+        self._explain_widened(_inferred(out))
         if passed:
-            example = self._example().example
-            assert example is not None
-            line = f"self-check: passed, with {example.source}, in {time.monotonic() - started:.1f} s"
+            line = f"self-check: passed, with {self._checked.source}, in {time.monotonic() - started:.1f} s"
             if self._not_evaluated:
                 line += f", but not in evaluation, which does not run whole: {self._not_evaluated}"
             out.lines.append(line)
@@ -279,8 +242,16 @@ class Prover:
         assert self._found is not None
         return self._found
 
-    def _infer_rest(self) -> ShardingPlan | None:
+    @property
+    def _checked(self) -> Example:
+        """The example that copies run on, once one is found."""
+        example = self._example().example
+        assert example is not None
+        return example
+
+    def _infer_rest(self, beside: Sequence[ShardingPlan]) -> ShardingPlan | None:
         """Infer a plan for what the shipped plans leave whole, or None if it stays so; collective over the world."""
+        self._beside = beside
         if not self._config.self_check:
             self._known.rest = "with self_check=False nothing would prove a plan there"
             return None
@@ -312,7 +283,7 @@ class Prover:
             return infer_plan(self._module, example, self._tp, own, beside=self._beside, sums=sums, **options)
 
         try:
-            inferred: Inference = self._from_first_rank(work)
+            inferred = cast("Inference", self._from_first_rank(work))
         except CantInferError as error:
             if self._beside:
                 raise
@@ -328,18 +299,17 @@ class Prover:
         self._known.whole, self._known.no_sp = inferred.whole, inferred.no_sp
         return inferred.plan
 
-    def _check_thawed(self, out: Proved, inferred: list[ShardingPlan]) -> bool:
+    def _check_thawed(self, out: Proved) -> bool:
         """:meth:`_check_or_widen` on copies whose parameters all train; if nothing passes that, on copies frozen like the model."""
         example, _, failures, _ = self._example()
         if example is not None and example.frozen:
             self._frozen = failures[0] if failures else "its step runs on no other copy"
         try:
-            return self._check_or_widen(out, inferred)
+            return self._check_or_widen(out)
         except ValueError as error:
             if example is None or example.frozen or all(p.requires_grad for p in self._module.parameters()):
                 raise
-            assert self._found is not None
-            self._found = self._found._replace(example=replace(example, frozen=True))
+            self._found = self._example()._replace(example=replace(example, frozen=True))
             try:
                 passed = self._check_vocabulary(out)
             except ValueError:
@@ -347,12 +317,12 @@ class Prover:
             self._frozen = _cause(error)
             return passed
 
-    def _check_or_widen(self, out: Proved, inferred: list[ShardingPlan]) -> bool:
+    def _check_or_widen(self, out: Proved) -> bool:
         """Run the self-check; where the plans of ``out`` fail it, try forms of the inferred ones in which less is sharded."""
         try:
             return self._check_vocabulary(out)
         except ValueError as error:
-            narrow, tried = out.plans, []
+            narrow, inferred, tried = out.plans, _inferred(out), []
             for what, variant in self._variants(inferred):
                 tried.append(what)
                 try:
@@ -384,7 +354,7 @@ class Prover:
             return
         if self._config.sp:
             yield "sp=False", lambda: [plan.without_sp() for plan in inferred]
-        if _has_sums(inferred):
+        if any(rule.style == "reduce" for plan in inferred for rule in plan.rules):
             yield "each expert reduced by itself", lambda: [self._infer(sums=False).without_sp()]
         # Own code that draws random numbers in a way that no rule mends would only be computed whole: the user can do better.
         for part in () if self._draws_differ else self._parts[:_MOST_PARTS]:
@@ -418,15 +388,8 @@ class Prover:
             self._known.vocabulary = dict.fromkeys(names, VOCAB_OFF)
             return
         certain = not self._config.self_check or self._example().example is None
-        choice = with_vocabulary(
-            out.plans,
-            self._config.plan,
-            self._module,
-            self._tp,
-            self._config.sp,
-            certain=certain,
-            callbacks=getattr(self._trainer, "callbacks", ()),
-        )
+        sizes, callbacks = (self._tp, self._config.sp), getattr(self._trainer, "callbacks", ())
+        choice = with_vocabulary(out.plans, self._config.plan, self._module, *sizes, certain=certain, callbacks=callbacks)
         out.plans, self._vocabulary, self._known.vocabulary = choice.plans, choice.lines, choice.reasons
 
     def _check_vocabulary(self, out: Proved) -> bool:
@@ -442,19 +405,15 @@ class Prover:
             except ValueError:
                 out.plans = sharded
                 raise error from None
-            self._keep_whole(out, _cause(error))
+            why = _cause(error)
+            self._known.vocabulary = {name: reason or why for name, reason in self._known.vocabulary.items()}
+            self._vocabulary = [f"vocabulary: whole, since it is not right sharded: {why}"]
+            rank_zero_warn(
+                f"lightning_seqpar: the vocabulary stays whole on every rank, since the model is not right with it sharded: {why}. "
+                "Code that reads the weight of an embedding or a head must do it through the module; vocab=False says that it is "
+                "meant so"
+            )
             return passed
-
-    def _keep_whole(self, out: Proved, why: str) -> None:
-        """Leave the vocabulary whole, and say so."""
-        out.plans = without_vocabulary(out.plans)
-        self._known.vocabulary = {name: reason or why for name, reason in self._known.vocabulary.items()}
-        self._vocabulary = [f"vocabulary: whole, since it is not right sharded: {why}"]
-        rank_zero_warn(
-            f"lightning_seqpar: the vocabulary stays whole on every rank, since the model is not right with it sharded: {why}. "
-            "Code that reads the weight of an embedding or a head must do it through the module; vocab=False says that it is "
-            "meant so"
-        )
 
     def _check(self, out: Proved) -> bool:
         """Whether the self-check proves the plans of ``out``; False of shipped ones without an example. Collective."""
@@ -463,16 +422,12 @@ class Prover:
         if example is None:
             problem = f"the plan ({sources}) can't be proved: no example input: {'; '.join(dict.fromkeys(failures))}"
             if all(plan.source.startswith("family") or plan.source == SOURCE for plan in out.plans):
-                rank_zero_warn(
-                    f"lightning_seqpar: {problem}. It was proved on this source when it was shipped; {_WAYS_OUT}"
-                )
+                rank_zero_warn(f"lightning_seqpar: {problem}. It was proved on this source when it was shipped; {_WAYS_OUT}")
                 out.lines.append("self-check: not run, there is no example input")
                 return False
             raise ValueError(f"self_check: {problem}; {_WAYS_OUT}")
         verdict = self._compare(
-            lambda groups, **options: self_check(
-                self._module, out.plans, Sharding.of(self._config), groups, example, evaluation, **options
-            )
+            lambda groups, **options: self_check(self._module, out.plans, self._config, groups, example, evaluation, **options)
         )
         self._draws_differ |= verdict.draws
         self._not_evaluated = verdict.not_evaluated
@@ -496,28 +451,24 @@ class Prover:
 
     def _compare(self, check: Callable[..., Verdict]) -> Verdict:
         """The verdict of a check on copies, on this rank's device, or on the CPU if some rank's has no room; collective."""
-        example, dtype, *_ = self._example()
-        assert example is not None
+        example, dtype = self._checked, self._example().dtype
         device, groups = self._device, self._groups
-        if device.type != "cpu" and self._on_any(self._search.room(example, dtype) != device):
-            device, groups = torch.device("cpu"), groups.over_gloo(self._config.timeout)
+        if device.type != "cpu":  # all ranks take the same: where one has no room, all compute on the CPU
+            lacks_room = torch.tensor([self._search.room(example, dtype) != device], dtype=torch.int32, device=device)
+            dist.all_reduce(lacks_room, op=dist.ReduceOp.MAX, group=self._world)
+            if bool(lacks_room):
+                device, groups = torch.device("cpu"), groups.over_gloo(self._config.timeout)
         verdict = check(groups, device=device, dtype=dtype, prepare=self._prepare)
         if groups is not self._groups:
             groups.destroy()
         return verdict
 
-    def _on_any(self, flag: bool) -> bool:
-        """Whether a flag is set on some rank of the world."""
-        flags = torch.tensor([flag], dtype=torch.int32, device=self._device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._world)
-        return bool(flags)
+
+def _inferred(out: Proved) -> list[ShardingPlan]:
+    """The plans that were inferred."""
+    return [plan for plan in out.plans if plan.source == "inferred"]
 
 
 def _cause(error: Exception) -> str:
     """What a self-check found, out of its error's text."""
     return (str(error).partition("): ")[2].partition(".\nThe rules were")[0] or str(error)).rstrip(".")
-
-
-def _has_sums(plans: Sequence[ShardingPlan]) -> bool:
-    """Whether a plan reduces a module's partial sums where the module returns."""
-    return any(rule.style == "reduce" for plan in plans for rule in plan.rules)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -18,8 +18,8 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.comparison import (
     COPIES,
     WrongTensor,
-    compare_gradients,
     compare_losses,
+    compare_tensors,
     is_close,
     largest_number,
     norm_of,
@@ -69,10 +69,9 @@ def compare_runs(
 
     wrong = wrong_gradients(dense, own(), part)
     verdict.wrong += _unproved_modules(dense, record)
-    shared = any(layout.shard is not None and layout.shard.has_shared for layout in record.layout.values())
-    drawn_wrong = _wrong_draws(dense.drawn, sharded.drawn, groups.size("tp") if shared else 0) if draws else []
-    verdict.wrong += [text for _, text in drawn_wrong]
-    verdict.draws = any(_is_own_code(record.model, where) for where, _ in drawn_wrong)
+    if draws and (wrong_draw := _wrong_draw(dense.drawn, sharded.drawn)):
+        verdict.wrong.append(wrong_draw[1])
+        verdict.draws = _is_own_code(record.model, wrong_draw[0])
     verdict.wrong += _wrong_buffers(dense, sharded, record, limits.tensors, groups)
     first, _ = _first_difference(dense.outputs, sharded.outputs, record, groups, limits.tensors)
     if not loss.ok:
@@ -85,13 +84,11 @@ def compare_runs(
 
 
 def wrong_gradients(
-    dense: ObservedRun,
-    got: Iterable[tuple[str, Tensor | None]],
-    part: Callable[[str, Tensor], Tensor] | None = None,
+    dense: ObservedRun, got: Iterable[tuple[str, Tensor | None]], part: Callable[[str, Tensor], Tensor] | None = None
 ) -> list[WrongTensor]:
-    """The gradients of a copy that are not those of the whole one, the worst first; ``part`` is :func:`compare_gradients`'s."""
+    """The gradients of a copy that are not those of the whole one, the worst first; ``part`` is :func:`compare_tensors`'s."""
     limits = COPIES[dense.narrow]
-    wrong = compare_gradients("gradients", dense.grads, got, norm_of(dense.grads), limits, part).wrong
+    _, wrong = compare_tensors("gradients", dense.grads, got, limits, norm_of(dense.grads), part)
     return sorted(wrong, key=lambda one: -one.error)
 
 
@@ -119,36 +116,29 @@ def _unproved_modules(dense: ObservedRun, record: ShardedModel) -> list[str]:
     ]
 
 
-def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sharers: int) -> list[tuple[str, str]]:
-    """The first random draw that comes from the wrong stream: the module behind which it is drawn, and a sentence; or none.
+def _wrong_draw(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw]) -> tuple[str, str] | None:
+    """The first random draw that comes from the wrong stream: the module behind which it is drawn, and a sentence.
 
     Numbers for a whole activation must come from the stream that the ranks share, numbers for a part of one from the rank's own.
     """
     names = [[one.drawn.name for one in draws] for draws in (dense, sharded)]
     if names[0] != names[1]:
-        alike = next(
-            (at for at, (one, other) in enumerate(zip(*names, strict=False)) if one != other), min(map(len, names))
-        )
+        alike = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*names, strict=False))])
         first = max(dense[alike:], sharded[alike:], key=len)[0]
         text = (
             f"{first.where or 'the step'} (or what is behind it) draws random numbers ({first.drawn.name}) in one of them alone: "
             f"the sharded model draws {len(sharded)} times, the whole one {len(dense)} times, or in other ways; let the forward "
             "draw alike, whatever the shape of its input"
         )
-        return [(first.where, text)]
+        return first.where, text
     for one, draw in zip(dense, sharded, strict=True):
         # One position is as long as a shard of it, so shapes say nothing.
         if any(length == 1 for _, length in draw.sequences):
             continue
         whole, shape = one.drawn.shape, draw.drawn.shape
-        text = f"random numbers ({draw.drawn.name}) of shape {list(shape)}, drawn in {draw.where or 'the step'} (or behind it), "
-        if draw.own and sharers and _is_drawn_by_several(whole, shape, draw.sequences, sharers):
-            text += (
-                f"are more than a rank's part of {list(whole)} in the whole model: some of {sharers} ranks hold the same key "
-                "and value heads, and each would draw its own for the same head. Draw them for the query or the attention's "
-                "weights, or use no more ranks than key and value heads"
-            )
-            return [(draw.where, text)]
+        text = (
+            f"random numbers ({draw.drawn.name}) of shape {list(shape)}, drawn in {draw.where or 'the step'} (or behind it), "
+        )
         if (whole == shape) is not draw.own:
             continue
         if draw.own:
@@ -158,14 +148,14 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sha
                 "MLP (an adapter's dropout in front of the adapted linear), in a module whose class is called ...DropPath or "
                 "...StochasticDepth, or not at all"
             )
-            return [(draw.where, text)]
+            return draw.where, text
         text += (
             f"are a part of {list(whole)} in the whole model, so that each rank must draw its own, but between the "
             "blocks, in a DropPath, behind a row linear and from a generator of your own all ranks draw the same; draw them inside "
             "a block, from torch's own generator, or not at all"
         )
-        return [(draw.where, text)]
-    return []
+        return draw.where, text
+    return None
 
 
 def _is_own_code(model: nn.Module, name: str) -> bool:
@@ -178,35 +168,10 @@ def _is_own_code(model: nn.Module, name: str) -> bool:
     return True
 
 
-def _is_drawn_by_several(
-    whole: tuple[int, ...], shape: tuple[int, ...], sequences: Sequence[tuple[int, int]], ranks: int
-) -> bool:
-    """Whether a draw covers heads that several ranks hold: along a dim that is no sequence, more than ``1 / ranks`` of it."""
-    if len(whole) != len(shape):
-        return False
-
-    def is_sequence(at: int, size: int) -> bool:
-        flat = len(whole) == 2 and at == 0
-        return any((at == dim and size == length) or (flat and size % length == 0) for dim, length in sequences)
-
-    return any(
-        part != size and part * ranks > size and not is_sequence(at, size)
-        for at, (size, part) in enumerate(zip(whole, shape, strict=True))
-    )
-
-
 def _wrong_buffers(
     dense: ObservedRun, sharded: ObservedRun, record: ShardedModel, limit: float, groups: ParallelGroups
 ) -> list[str]:
     """Sentences on buffers that the sharded forward changes otherwise than the whole one (counts of tokens, running means)."""
-    whole = {match.name for match in record.matches if match.rule.enters_whole}
-    for name in sorted(dense.changed):
-        holder = name.rpartition(".")[0]
-        if record.on_shard(holder) and not any(inside(holder, one) for one in whole):
-            return [
-                f"the buffer {name} is changed by the forward, where each rank sees its part of the sequence, so that ranks would "
-                "come to differ"
-            ]
     wrong = []
     for name, buffer in dense.buffers.items():
         other = sharded.buffers.get(name)
@@ -216,25 +181,23 @@ def _wrong_buffers(
         wanted = buffer if layout is None or layout.shard is None else layout.shard.take(buffer, groups.rank("tp"))
         if not is_close(wanted, other, limit, least=1.0):
             wrong.append(name)
-    return [f"the buffer {name} is not what the whole model's forward makes of it" for name in wrong[:3]]
-
-
-class WrongValues(NamedTuple):
-    """What an evaluation of the sharded copy logged or returned otherwise than the whole one."""
-
-    # a sentence for each such value, by its place; -1 if there are no values, and the last output differs
-    texts: dict[int, str]
-    first: str | None  # a sentence on the first module that differs
+    return [
+        f"the buffer {name} is not what the whole model's forward makes of it: does a rank see a part of the sequence there?"
+        for name in wrong[:3]
+    ]
 
 
 def compare_evaluations(
     dense: ObservedEvaluation, sharded: ObservedEvaluation, record: ShardedModel, groups: ParallelGroups
-) -> WrongValues:
-    """Compare the evaluation of the whole copy with that of the sharded one; collective over tp."""
+) -> tuple[dict[int, str], str | None]:
+    """A sentence for each value of an evaluation that differs, by its place, and one on the first module that does.
+
+    The place is -1 if there are no values, and the last output differs. Collective over tp.
+    """
     limit = COPIES[dense.narrow].tensors
     first, last_differs = _first_difference(dense.outputs, sharded.outputs, record, groups, limit)
     if [what for what, _ in dense.values] != [what for what, _ in sharded.values]:
-        return WrongValues({-1: f"it gives {len(sharded.values)} values, and whole {len(dense.values)}"}, first)
+        return {-1: f"it gives {len(sharded.values)} values, and whole {len(dense.values)}"}, first
     texts = {}
     for at, ((what, a), (_, b)) in enumerate(zip(dense.values, sharded.values, strict=True)):
         if not is_close(a, b, limit) and not _is_of_heads(a, b):
@@ -242,20 +205,14 @@ def compare_evaluations(
             texts[at] = f"{what} differs: {how}" if a.numel() == 1 else f"{what} ({list(a.shape)}) {how}"
     if not dense.values and last_differs:
         texts[-1] = "modules return other numbers"
-    return WrongValues(texts, first)
+    return texts, first
 
 
-def without_unstable(wrong: WrongValues, dense: ObservedEvaluation, moved: ObservedEvaluation) -> WrongValues:
+def without_unstable(wrong: dict[int, str], dense: ObservedEvaluation, moved: ObservedEvaluation) -> dict[int, str]:
     """The wrong values without those that are others whole too, once weights moved by rounding: times, differences that cancel."""
     limit = COPIES[dense.narrow].tensors
     values = dict(enumerate(zip(dense.values, moved.values, strict=False)))
-    return wrong._replace(
-        texts={
-            at: text
-            for at, text in wrong.texts.items()
-            if at not in values or is_close(values[at][0][1], values[at][1][1], limit)
-        }
-    )
+    return {at: text for at, text in wrong.items() if at not in values or is_close(values[at][0][1], values[at][1][1], limit)}
 
 
 def _is_of_heads(a: Tensor, b: Tensor) -> bool:
@@ -271,38 +228,25 @@ def _first_difference(
     groups: ParallelGroups,
     limit: float,
 ) -> tuple[str | None, bool]:
-    """A sentence on the first module whose output differs on some rank, and whether the last differs.
-
-    An output is right if it is the whole one's or a shard of it. Collective over tp.
-    """
+    """A sentence on the first module whose output is no shard of the whole one's on some rank; whether the last is none."""
     group = groups["tp"]
-    at, size, differs = (
-        len(whole),
-        0.0,
-        False,
-    )  # of this rank's first wrong output: its place in the order, and its error
+    at, size, differs = len(whole), 0.0, False  # of this rank's first wrong output: its place, and its error
     for index, ((name, a), (other, b)) in enumerate(zip(whole, local, strict=False)):
         if name != other:
             break
-        gaps = [_gap(a, b, padded=False)] if a.shape == b.shape else []
-        shards = [split(a, region.dim, group) for region in record.regions if a.ndim > region.dim]
-        gaps += [_gap(part, b, padded=True) for part in shards if part.shape == b.shape]
+        gaps = [largest_number(a.double() - b.double())] if a.shape == b.shape else []
+        for part in (split(a, region.dim, group) for region in record.regions if a.ndim > region.dim):
+            if part.shape == b.shape:
+                # It may end in padding: zeros in the part that was split off, and anything in what the model made.
+                gaps.append(largest_number(part.double() - b.double().masked_fill(part == 0, 0.0)))
         if not gaps:
             continue
-        gaps = [gap / max(largest_number(a), 1e-12) for gap in gaps]
-        differs = not min(gaps) <= 100 * limit
+        gap = min(gaps) / max(largest_number(a), 1e-12)
+        differs = not gap <= 100 * limit
         if differs and not size:
-            at, size = index, min(gaps)
+            at, size = index, gap
     answers: list[Any] = [None] * groups.size("tp")
     dist.all_gather_object(answers, (at, size, differs), group=group)
-    first, gap, _ = min(answers)
-    text = f"the first wrong output is that of {whole[first][0]} (off by {gap:.1e} of its size)" if gap else None
+    first, size, _ = min(answers)
+    text = f"the first wrong output is that of {whole[first][0]} (off by {size:.1e} of its size)" if size else None
     return text, any(differs for *_, differs in answers)
-
-
-def _gap(part: Tensor, got: Tensor, *, padded: bool) -> float:
-    """The largest difference of two tensors; with ``padded``, places where ``part`` is zero are left out."""
-    if padded:
-        # A shard may end in padding: zeros in the part that was split off, and anything in what the model made.
-        got = torch.where(part == 0, torch.zeros_like(got), got)
-    return largest_number(part.double() - got.double())

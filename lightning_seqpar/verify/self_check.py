@@ -1,9 +1,11 @@
-"""The proof before training: a copy of the model, dense against sharded, forward and backward, on the real groups."""
+"""The proof before training: a copy of the model, whole against sharded or in stages, forward and backward, on the real groups."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -12,21 +14,33 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.context.axis import Method
 from lightning_seqpar.distributed.rng import kept_streams
+from lightning_seqpar.inference.block_kinds import spread_equal_blocks
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, nudge_weights, release
 from lightning_seqpar.inference.trainer_view import describe_failure
+from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.apply import has_context, parallelize
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.grad_checks import check_replicated
-from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError, Recompute
+from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError
 from lightning_seqpar.parallel.sharded_model import ShardedModel, whole_model
 from lightning_seqpar.parallel.unsharded import change_unsharded
+from lightning_seqpar.pipeline.cut import Cut
+from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.comparison import COPIES, compare_losses
 from lightning_seqpar.verify.observed_run import ObservedEvaluation, ObservedRun, observe_evaluation, observe_run
-from lightning_seqpar.verify.run_comparison import Verdict, compare_evaluations, compare_runs, without_unstable
+from lightning_seqpar.verify.parity import each_gradient
+from lightning_seqpar.verify.run_comparison import (
+    Verdict,
+    compare_evaluations,
+    compare_runs,
+    describe_wrong,
+    without_unstable,
+    wrong_gradients,
+)
 
 GRACE = timedelta(minutes=1)
 """How long a rank that failed waits for the others to fail or finish too, before it assumes that they wait for it."""
@@ -48,38 +62,26 @@ class CalledApartError(RuntimeError):
     """A step calls sharded modules on some ranks alone."""
 
 
-class Sharding(NamedTuple):
-    """How a copy is sharded: fields of the configuration."""
-
-    sp: bool = True
-    regather: bool = True
-    loss_chunk: int | None = None
-    recompute: Recompute = "none"
-    cp_method: Method = "auto"
-    tile_mlp: int | None = None
-
-    @classmethod
-    def of(cls, config: ParallelConfig) -> Sharding:
-        """That of a configuration."""
-        return cls(config.sp, config.regather, config.loss_chunk, config.recompute, config.cp_method, config.tile_mlp)
-
-    def shard(
-        self, copied: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, tiles: MLPTiles | None
-    ) -> ShardedModel:
-        """Shard a copy as the model will be, its MLPs in ``tiles``; raises ValueError if the plans can't be carried out on it."""
-        if groups.size("tp") == 1:
-            change_unsharded(copied, plans, groups, tiles=tiles, loss_chunk=self.loss_chunk)
-            context = has_context(groups)
-            record = split_context(copied, plans, groups, self.cp_method) if context else whole_model(copied, groups)
-        else:
-            options = {**self._asdict(), "tiles": tiles}
-            del options["tile_mlp"]
-            try:
-                record = parallelize(copied, plans, groups, **options)
-            except NoAttentionError:  # which training is refused for; no fault of the plan's
-                record = parallelize(copied, plans, groups, **{**options, "recompute": "none"})
-        record.is_copy = True
-        return record
+def _shard_copy(
+    copied: nn.Module,
+    plans: Sequence[ShardingPlan],
+    config: ParallelConfig,
+    groups: ParallelGroups,
+    tiles: MLPTiles | None,
+) -> ShardedModel:
+    """Shard a copy as the model will be, its MLPs in ``tiles``; raises ValueError if the plans can't be carried out on it."""
+    if groups.size("tp") == 1:
+        change_unsharded(copied, plans, groups, tiles=tiles, loss_chunk=config.loss_chunk)
+        context = has_context(groups)
+        record = split_context(copied, plans, groups, config.cp_method) if context else whole_model(copied, groups)
+    else:
+        options: dict[str, Any] = config.model_dump(include={"sp", "regather", "loss_chunk", "cp_method"})
+        try:
+            record = parallelize(copied, plans, groups, tiles=tiles, recompute=config.recompute, **options)
+        except NoAttentionError:  # which training is refused for; no fault of the plan's
+            record = parallelize(copied, plans, groups, tiles=tiles, **options)
+    record.is_copy = True
+    return record
 
 
 class _Again(NamedTuple):
@@ -98,7 +100,7 @@ class _Again(NamedTuple):
 def self_check(
     model: nn.Module,
     plans: Sequence[ShardingPlan],
-    how: Sharding,
+    config: ParallelConfig,
     groups: ParallelGroups,
     example: Example,
     evaluation: Example | None = None,
@@ -111,17 +113,13 @@ def self_check(
 
     Both run forward and backward as in training, forward once more if a module keeps a tensor of that, and forward as in
     evaluation. What does not run whole is not compared. Every rank must hold the same ``model`` and examples; the verdict is the
-    same on every rank of the replica.
-
-    Raises:
-        ValueError: if the plan can't be carried out on the model.
-        FailedAloneError: on a rank whose sharded copy raises while others wait for it.
-        CalledApartError: if a step calls sharded modules on some ranks alone.
+    same on every rank of the replica. Raises ValueError if the plan can't be carried out on the model.
     """
     example = example.to(device, dtype)
+    # Behind a training step: a later one, which reads what modules keep of the first, and evaluations.
     again = [_Again(example, training=True), _Again(example)]
     again += [] if evaluation is None else [_Again(evaluation.to(device, dtype))]
-    rules = rules_by_name(model, plans)
+    rules = _rules_by_name(model, plans)
 
     def run_whole(*, nudged: bool = False) -> tuple[ObservedRun, list[ObservedEvaluation | str], list[str]]:
         whole = detached_copy(model, device, dtype, example.reduction, rules, frozen=example.frozen)
@@ -145,16 +143,17 @@ def self_check(
     def compare_copies() -> Verdict:
         dense, evaluated, names = run_whole()
         called = {f"{example.method} with {example.source}": [name for name, _ in dense.outputs]}
-        ran = [(one, seen) for one, seen in zip(again, evaluated, strict=True) if isinstance(seen, ObservedEvaluation)]
-        _refuse_apart(called | {one.name: [name for name, _ in seen.outputs] for one, seen in ran}, groups)
-        if how.tile_mlp is None:
+        for one, seen in zip(again, evaluated, strict=True):
+            if isinstance(seen, ObservedEvaluation):
+                called[one.name] = [name for name, _ in seen.outputs]
+        _refuse_apart(called, groups)
+        if config.tile_mlp is None:
             return compare_with(dense, evaluated, names, None)
-        tiles = MLPTiles(how.tile_mlp, least=3)
-        if not dense.drawn:
-            return compare_with(dense, evaluated, names, tiles)
+        tiles = MLPTiles(config.tile_mlp, least=3)
         # In tiles numbers are drawn more often, and fewer at a time: another copy shows that their streams are right.
-        verdict = compare_with(dense, evaluated, names, None)
-        return verdict if verdict.wrong else compare_with(dense, evaluated, names, tiles)
+        if dense.drawn and (verdict := compare_with(dense, evaluated, names, None)).wrong:
+            return verdict
+        return compare_with(dense, evaluated, names, tiles)
 
     def compare_with(
         dense: ObservedRun, evaluated: list[ObservedEvaluation | str], names: list[str], tiles: MLPTiles | None
@@ -162,7 +161,7 @@ def self_check(
         copied = detached_copy(model, device, dtype, example.reduction, rules, frozen=example.frozen)
         prepare(copied)
         try:
-            record = how.shard(copied, plans, groups, tiles)
+            record = _shard_copy(copied, plans, config, groups, tiles)
         except ValueError as error:
             raise PlanError from error
         sharded = observe_run(copied, record, example, names, groups)
@@ -176,8 +175,7 @@ def self_check(
         flags = torch.tensor([bool(verdict.wrong), *map(bool, failures)], dtype=torch.int32, device=device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=groups[groups.replica_axes])
         training_wrong, *failed = flags.tolist()
-        for at, one in enumerate(again):
-            whole = evaluated[at]
+        for at, (one, whole) in enumerate(zip(again, evaluated, strict=True)):
             if training_wrong or failed[at] or isinstance(whole, str):
                 continue
             try:
@@ -185,25 +183,107 @@ def self_check(
             except Exception as error:
                 verdict.failure = f"{one.name}: {describe_failure(error)}"
                 break
-            wrong = compare_evaluations(whole, parts, record, groups)
-            if wrong.texts and isinstance(moved := run_whole(nudged=True)[1][at], ObservedEvaluation):
+            wrong, first = compare_evaluations(whole, parts, record, groups)
+            if wrong and isinstance(moved := run_whole(nudged=True)[1][at], ObservedEvaluation):
                 wrong = without_unstable(wrong, whole, moved)
-            if wrong.texts:
-                said = [*list(wrong.texts.values())[:2], *([wrong.first] if wrong.first else [])]
-                verdict.wrong.append(f"{one.name} {'; '.join(said)}. The first step of a training is right")
+            if wrong:
+                said = "; ".join([*list(wrong.values())[:2], *([first] if first else [])])
+                verdict.wrong.append(f"{one.name} {said}. The first step of a training is right")
         release(copied)
         return verdict
 
-    return compare_on_copies(compare_copies, groups, device, dtype)
+    return _compare_on_copies(compare_copies, groups, device, dtype)
 
 
-def compare_on_copies(
+_NO_NUMBERS = (
+    "it is made of an activation between blocks, or of a parameter, that another stage has (a hidden state in the loss, or "
+    "torch.utils.checkpoint around a block, in whose place recompute='full' can stand)"
+)
+
+
+def stage_check(
+    model: nn.Module,
+    plans: Sequence[ShardingPlan],
+    cut: Cut,
+    config: ParallelConfig,
+    groups: ParallelGroups,
+    example: Example,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = torch.float64,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+) -> Verdict:
+    """Run a copy of ``model`` whole and another one in stages, by plans that are proved; collective over the world.
+
+    A stage has no numbers of parameters that others hold, and blocks of other stages do not run on it.
+    """
+    example = example.to(device, dtype)
+    # Of a large model two blocks of each stage are computed, the first one's gradients alone are kept, in both copies.
+    firsts = {stack.blocks[0] for stack in cut.stacks}  # which make what the others are given
+    passed_by = [name for names in cut.blocks for name in names[2:] if name not in firsts]
+    passed_by = passed_by if example.reduction.skips_repeats else []
+    kept = [name for names in cut.blocks for name in names[:1]]
+
+    def copied() -> nn.Module:
+        made = detached_copy(model, device, dtype, example.reduction, {}, frozen=example.frozen)
+        prepare(made)
+        if example.reduction.skips_repeats:
+            spread_equal_blocks(made)
+            for name in passed_by:
+                made.get_submodule(name).forward = cut.stack_of(name).passing_by(name)
+            for name, parameter in made.named_parameters():
+                if any(inside(name, one) for names in cut.blocks for one in names if one not in kept):
+                    parameter.requires_grad_(False)
+        return made
+
+    def compare() -> Verdict:
+        whole = copied()
+        own = replace(example, reduction=replace(example.reduction, skips_repeats=False))
+        dense = observe_run(whole, None, own, [], groups)
+        release(whole)
+        parts = copied()
+        record = _shard_copy(parts, plans, config, groups, None)
+        record.layout.note_stages(cut.shared)
+        record.stage = Stage(parts, cut, groups, device, own_streams=False)
+        stages = observe_run(parts, record, own, [], groups)
+        verdict = Verdict()
+        loss = compare_losses("the loss", [dense.loss], [stages.loss], COPIES[dense.narrow])
+        if math.isnan(stages.loss):
+            verdict.wrong.append(f"the loss is no number instead of {dense.loss:.9g}: {_NO_NUMBERS}")
+        elif not loss.ok:
+            verdict.wrong.append(f"the loss differs: {loss.where}")
+        for one in wrong_gradients(dense, each_gradient(parts))[:1]:
+            if not math.isnan(one.ratio):
+                verdict.wrong.append(describe_wrong(one))
+            elif not math.isnan(stages.loss):
+                verdict.wrong.append(f"the gradient of {one.name} is no number: {_NO_NUMBERS}")
+        equal = {name for name, _ in record.equal_buffers()}
+        made, wanted, limit = stages.buffers, dense.buffers, COPIES[dense.narrow].tensors
+        stale = [
+            name
+            for name in sorted(dense.changed & equal)
+            if wanted[name].shape != made[name].shape or not torch.allclose(wanted[name], made[name], rtol=limit, atol=0)
+        ]
+        if stale:
+            verdict.wrong.append(
+                f"the step writes to the buffer {stale[0]} where one stage alone comes (a batch norm's statistics, a counter), and "
+                "the others would have an old one"
+            )
+        release(parts)
+        return verdict
+
+    return _compare_on_copies(compare, groups, device, dtype)
+
+
+def _compare_on_copies(
     compare: Callable[[], Verdict], groups: ParallelGroups, device: torch.device, dtype: torch.dtype | None
 ) -> Verdict:
-    """The verdict of a comparison that makes copies and lets go of them, shared by the replica; raises as :func:`self_check`."""
-    failure: str | None = None
-    verdict = Verdict()
-    with kept_streams(device), default_dtype(dtype):
+    """The verdict of a comparison that makes copies and lets go of them, shared by the replica.
+
+    Raises FailedAloneError on a rank whose copy raises while others wait for it; CalledApartError and ValueError on all alike.
+    """
+    failure, verdict = None, Verdict()
+    with kept_streams(), default_dtype(dtype):
         try:
             verdict = compare()
         except CalledApartError:
@@ -234,18 +314,17 @@ def _refuse_apart(called: Mapping[str, Sequence[str]], groups: ParallelGroups) -
                 )
 
 
-def has_room(model: nn.Module, example: Example, dtype: torch.dtype | None, free: int) -> bool:
-    """Whether copies of type ``dtype`` (None: the model's own) find room in ``free`` bytes of an accelerator."""
-    widths = {parameter.element_size() for parameter in model.parameters()} if dtype is None else {dtype.itemsize}
-    # Weights, their noise, gradients of both copies, one gathered gradient, and activations.
-    return _COPIES * example.reduction.numel(model) * max(widths, default=4) + _SLACK <= free
-
-
 _COPIES = 6
-"""As many times a copy's weights the check needs at most."""
+"""As many times a copy's weights the check needs at most: weights, noise, gradients of both copies, one that is gathered."""
 
 _SLACK = 512 * 1024**2
 """Bytes for activations, and for what an allocator can't give back."""
+
+
+def has_room(model: nn.Module, example: Example, dtype: torch.dtype | None, free: int) -> bool:
+    """Whether copies of type ``dtype`` (None: the model's own) find room in ``free`` bytes of an accelerator."""
+    widths = {parameter.element_size() for parameter in model.parameters()} if dtype is None else {dtype.itemsize}
+    return _COPIES * example.reduction.numel(model) * max(widths, default=4) + _SLACK <= free
 
 
 def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups) -> Verdict:
@@ -255,12 +334,8 @@ def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups
     _await_others(failure, world)
     dist.all_gather_object(answers, (verdict.wrong, failure, verdict.draws), group=world)
     verdict.draws = any(draws for *_, draws in answers)
-    for wrong, raised, _ in answers:
-        if raised is not None:
-            wrong = [f"it does not run: {raised}"]
-        if wrong:
-            verdict.wrong = wrong
-            break
+    told = ([f"it does not run: {raised}"] if raised is not None else wrong for wrong, raised, _ in answers)
+    verdict.wrong = next(filter(None, told), verdict.wrong)
     return verdict
 
 
@@ -289,11 +364,10 @@ def _await_others(failure: str | None, group: dist.ProcessGroup) -> None:
         ) from None
 
 
-def rules_by_name(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, str]:
+def _rules_by_name(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, str]:
     """What the plans say of each module and parameter: its rules without their patterns, as text."""
     found: dict[str, list[str]] = {}
     for match in (match for plan in plans for match in plan.match(model)):
-        found.setdefault(match.name, []).append(
-            repr(sorted(match.rule.model_dump(exclude={"pattern"}).items(), key=str))
-        )
+        rule = match.rule.model_dump(exclude={"pattern"})
+        found.setdefault(match.name, []).append(repr(sorted(rule.items(), key=str)))
     return {name: "; ".join(rules) for name, rules in found.items()}

@@ -42,8 +42,9 @@ class TracedStep:
         if example is None and batch is not None:
             example = batch
         if example is None:
-            if (step := _tokens_for(model, batch_size, length)) is not None:
-                return step
+            for path, part in model.named_modules():
+                if tokens := draw_tokens(part, batch_size, length, longest=2048):
+                    return cls("forward", (), tokens, _sizes(tokens), path)
             example = getattr(model, "example_input_array", None)
         if example is None:
             return cls(
@@ -100,9 +101,7 @@ class TracedStep:
 def why_not_without_numbers(error: Exception) -> str:
     """A sentence on what a run without numbers raised, with the line of the model's code."""
     own, torchs = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
-    frames = [
-        one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((own, torchs, "<"))
-    ]
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((own, torchs, "<"))]
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return f"the model's code reads numbers of a tensor{place}, and here tensors have none"
@@ -123,18 +122,8 @@ def _as_lightning_gives(step: Callable[..., Any], batch: Any, number: int) -> tu
 
 def _sizes(inputs: Any) -> tuple[int, int] | None:
     """Batch and length: the first two sizes of the first tensor that has two dims or more."""
-    for tensor in tensors_in(inputs):
-        if tensor.ndim >= 2:
-            return tensor.shape[0], tensor.shape[1]
-    return None
-
-
-def _tokens_for(model: nn.Module, batch_size: int, length: int | None) -> TracedStep | None:
-    """A step on tokens, if the model or one of its submodules is one of Hugging Face's; else None."""
-    for path, part in model.named_modules():
-        if kwargs := draw_tokens(part, batch_size, length, longest=2048):
-            return TracedStep("forward", (), kwargs, _sizes(kwargs), path)
-    return None
+    shapes = (tuple(tensor.shape) for tensor in tensors_in(inputs) if tensor.ndim >= 2)
+    return next(((batch, length) for batch, length, *_ in shapes), None)
 
 
 def draw_tokens(model: nn.Module, samples: int, length: int | None, longest: int) -> dict[str, Tensor]:

@@ -33,8 +33,7 @@ def build(tp: int) -> tuple[Any, ...]:
     groups = ParallelGroups(ProcessTopology(["dp", "tp"], [world // tp, tp]), dist.get_rank())
     model = Holder()
     layouts = {
-        name: ParamLayout(name, (SIZE,), None, frozenset({"tp"}), Reason.SEES_SHARDS)
-        for name, _ in model.named_parameters()
+        name: ParamLayout(name, (SIZE,), None, frozenset({"tp"}), Reason.SEES_SHARDS) for name, _ in model.named_parameters()
     }
     layout = ModelLayout(model, layouts)
     return model, layout, groups, GradSync(layout, groups)
@@ -177,6 +176,4 @@ def test_gradients_of_replicas_are_compared_and_no_numbers_are_no_difference():
     cases = [(1.0, 0.0), (float("inf"), 0.0), (float("nan"), 0.0), (0.0, 0.0), (1.0, 0.5)]
     for *told, last in run_distributed(told_of_replicas, 2, cases):
         assert told == ["alike"] * 4
-        assert last.startswith(
-            "the gradient of a that reaches the optimizer differs between the replicas, and b got none: "
-        )
+        assert last.startswith("the gradient of a that reaches the optimizer differs between the replicas, and b got none: ")

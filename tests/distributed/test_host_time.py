@@ -24,9 +24,7 @@ def measured() -> tuple[dict[str, dict[str, dict[str, Any]]], list[list[Counts]]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         host_time.main(["--json", "--rounds", "1", "--steps", "1"])
     size = host_time.Size(64, 16, 2)
-    depths = [
-        [host_time.count_block(kind, OURS, size, blocks) for blocks in (2, 3)] for kind in host_time.KINDS.values()
-    ]
+    depths = [[host_time.count_block(kind, OURS, size, blocks) for blocks in (2, 3)] for kind in host_time.KINDS.values()]
     return json.loads(printed.getvalue())["models"], depths
 
 
@@ -64,6 +62,4 @@ def test_what_a_block_makes(found, name):
     assert ours["collectives"] == rows[ONE_FUNCTION]["collectives"] == 10  # they gather again
     assert rows[DENSE]["collectives"] == 0
     assert ours["kept"] <= minimal["kept"]
-    assert all(
-        ours[key] <= pin for key, pin in zip(("forward_calls", "backward_calls", "operations"), PINS[name], strict=True)
-    )
+    assert all(ours[key] <= pin for key, pin in zip(("forward_calls", "backward_calls", "operations"), PINS[name], strict=True))

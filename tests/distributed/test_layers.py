@@ -114,9 +114,9 @@ def check_costs_and_refusals() -> None:
 
 @sees(
     "a gathered input that was changed taken for the gathered one",
-    "_made_for",
-    "made.whole is not x or x._version != made.version:",
-    "made.whole is not x:",
+    "take_made",
+    "is_other = x._version != version or",
+    "is_other =",
 )
 def test_costs_and_refusals():
     run_distributed(check_costs_and_refusals, 2)

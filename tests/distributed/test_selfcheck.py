@@ -24,8 +24,8 @@ from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.inference.reduction import Reduction
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify import self_check as selfcheck
-from lightning_seqpar.verify.comparison import COPIES, RUNS, compare_gradients, norm_of
-from lightning_seqpar.verify.self_check import CalledApartError, Sharding, self_check
+from lightning_seqpar.verify.comparison import COPIES, RUNS, compare_tensors, norm_of
+from lightning_seqpar.verify.self_check import CalledApartError, self_check
 from tests.helpers import models, zoo
 from tests.helpers.fit import fit, quiet_trainer
 from tests.mutants import sees
@@ -52,7 +52,7 @@ def verdicts(cases: list[tuple[str, Rules]]) -> list[str]:
     out = []
     for kind, rules in cases:
         plan = ShardingPlan.from_rules(rules)
-        out.append("; ".join(self_check(zoo.Zoo(kind), [plan], Sharding(), groups_of(2), example(), device=CPU).wrong))
+        out.append("; ".join(self_check(zoo.Zoo(kind), [plan], ParallelConfig(), groups_of(2), example(), device=CPU).wrong))
     return out
 
 
@@ -117,7 +117,7 @@ def wrong_gradient(kind: str) -> list[str]:
         if isinstance(module, torch.nn.LayerNorm | zoo.RMSNorm):
             module.register_forward_hook(multiply)
     plan = ShardingPlan.from_rules(rules_of(kind))
-    return self_check(model, [plan], Sharding(), groups_of(2), example(), device=CPU).wrong
+    return self_check(model, [plan], ParallelConfig(), groups_of(2), example(), device=CPU).wrong
 
 
 @sees(
@@ -170,7 +170,7 @@ def evaluated() -> dict[str, tuple[list[str], str]]:
         model, given = Evaluated(how), example()
         plan = ShardingPlan.from_rules(rules_of("gqa"))
         step = replace(given, method="validation_step", source="the other batch")
-        found = self_check(model, [plan], Sharding(), groups, given, step, device=CPU)
+        found = self_check(model, [plan], ParallelConfig(), groups, given, step, device=CPU)
         out[how] = found.wrong, found.not_evaluated
     return out
 
@@ -198,14 +198,10 @@ def test_what_blocks_do_in_evaluation_alone_is_seen():
     found, other = run_distributed(evaluated, 2)
     assert found == other
     (said, *_), why = found["mixes"]
-    assert re.search(
-        r"in evaluation \(training_step with the test's batch\).* wrong output is that of net\.h\.0 ", said
-    )
+    assert re.search(r"in evaluation \(training_step with the test's batch\).* wrong output is that of net\.h\.0 ", said)
     assert not why
     ((said,), _) = found["asked"]
-    assert re.search(
-        r"in evaluation \(validation_step with the other batch\).*'loss' differs.* is that of net\.h\.0 ", said
-    )
+    assert re.search(r"in evaluation \(validation_step with the other batch\).*'loss' differs.* is that of net\.h\.0 ", said)
     wrong, why = found["raises"]
     assert not wrong
     assert "RuntimeError: it knows no evaluation" in why
@@ -275,9 +271,7 @@ def fit_zoo(kind: str, plan: Any) -> list[float]:
 
 @sees("a plan that was wrong in all that was tried is called right", "Prover._is_right", "return False", "return True")
 def test_a_wrong_plan_is_refused_with_what_was_tried():
-    with pytest.raises(
-        RankFailedError, match=r"(?s)self_check: with the plan.* Tried: sp=False. None of that is right"
-    ):
+    with pytest.raises(RankFailedError, match=r"(?s)self_check: with the plan.* Tried: sp=False. None of that is right"):
         run("einsum", {"base": "none", "rules": without("set")(rules_of("einsum"))})
 
 
@@ -333,7 +327,7 @@ def test_a_start_says_why_what_is_whole_is_whole_and_where_the_rules_are(tmp_pat
 
 @sees(
     "small gradients may be twice too large",
-    "comparison:_compare",
+    "comparison:compare_tensors",
     "own > OWN_LIMIT and",
     "False and",
     case="True",
@@ -345,7 +339,7 @@ def test_a_small_gradient_that_is_counted_twice_is_seen(narrow):
 
     def wrong(whole: Any, sharded: Any) -> list[str]:
         for limits in (COPIES[narrow], RUNS[narrow]):
-            row, found = compare_gradients("gradients", whole, sharded.items(), norm_of(whole), limits)
+            row, found = compare_tensors("gradients", whole, sharded.items(), limits, norm_of(whole))
             assert row.ok is not bool(found)
         return [one.name for one in found]
 
@@ -381,12 +375,11 @@ def verdicts_of_kinds(narrowed: list[tuple[str, str]]) -> list[str]:
     before, stream = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     for style, blocks in narrowed:
         changed = [
-            {**rule, "pattern": rule["pattern"].replace("*", blocks)} if rule["style"] == style else rule
-            for rule in rules
+            {**rule, "pattern": rule["pattern"].replace("*", blocks)} if rule["style"] == style else rule for rule in rules
         ]
         assert changed != rules or blocks == "*"
         plan = ShardingPlan.from_rules(changed)
-        out.append("; ".join(self_check(model, [plan], Sharding(), groups, small, device=CPU).wrong))
+        out.append("; ".join(self_check(model, [plan], ParallelConfig(), groups, small, device=CPU).wrong))
     # The model and the random streams stay as they were.
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), stream)
@@ -487,7 +480,7 @@ def check_with_ranks_that_fail(failing: list[int], patience: float) -> list[str]
     model = zoo.Zoo("gqa")
     plan = infer_plan(model, example(), 2).plan
     model.get_submodule("net.h.1.attn").register_forward_pre_hook(fail_on_a_shard)
-    return self_check(model, [plan], Sharding(), groups_of(2), example(), device=CPU).wrong
+    return self_check(model, [plan], ParallelConfig(), groups_of(2), example(), device=CPU).wrong
 
 
 @sees(
@@ -499,9 +492,7 @@ def check_with_ranks_that_fail(failing: list[int], patience: float) -> list[str]
 def test_a_replica_that_fails_alone_does_not_meet_the_others_in_another_collective():
     with pytest.raises(RankFailedError) as caught:
         run_distributed(check_with_ranks_that_fail, 4, [0, 1], 2.0)
-    said = (
-        r"--- rank [01]: FailedAloneError: self_check: .* RuntimeError: of some ranks .* other ranks \(.*2, 3\) go on"
-    )
+    said = r"--- rank [01]: FailedAloneError: self_check: .* RuntimeError: of some ranks .* other ranks \(.*2, 3\) go on"
     assert re.search(said, str(caught.value))  # the first of them to give up ends the run
 
 
@@ -516,9 +507,7 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
         run_distributed(check_with_ranks_that_fail, 2, [1], 2.0)
     at = r"\(test_selfcheck\.py, line \d+: .*\)"
     said = rf"rank 1, which raised RuntimeError: of some ranks {at}, while other ranks \(0\) go on and wait for it"
-    assert re.search(
-        rf"--- rank 1: FailedAloneError: self_check: the sharded model does not run on {said}", str(caught.value)
-    )
+    assert re.search(rf"--- rank 1: FailedAloneError: self_check: the sharded model does not run on {said}", str(caught.value))
 
 
 def test_ranks_that_all_fail_say_so_together():

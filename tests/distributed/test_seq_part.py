@@ -176,14 +176,10 @@ ALONG: dict[str, Callable[[Any, Any, int], Any]] = {
     **{name: lambda f, x, d: f(x, d) if f.__name__ != "norm" else f(x, 2, d) for name in REDUCTIONS},
 }
 for _name, _call in ALONG.items():
-    for _func in {
-        getattr(home, _name) for home in (torch, Tensor, F, torch.special) if getattr(home, _name, None) in HANDLERS
-    }:
+    for _func in {getattr(home, _name) for home in (torch, Tensor, F, torch.special) if getattr(home, _name, None) in HANDLERS}:
         for _dim in (2, -1) if _name == "glu" else (0, 1, 2, -1):
             stays = _dim != 1 or _name in SUMS
-            (PARTS if stays else WHOLE).setdefault(_name, []).append(
-                lambda m, f=_func, c=_call, d=_dim: c(f, m.x(positive), d)
-            )
+            (PARTS if stays else WHOLE).setdefault(_name, []).append(lambda m, f=_func, c=_call, d=_dim: c(f, m.x(positive), d))
 for _name in REDUCTIONS:
     PARTS[_name].append(lambda m, n=_name: getattr(torch, n)(m.x(), dim=0, keepdim=True))
     if _name != "logsumexp":
@@ -307,9 +303,7 @@ WHOLE["getitem"] = [
 ]  # fmt: skip
 EITHER["mixed"] += [
     lambda m: m.x()[:, :-1] * m.x()[:, 1:],
-    lambda m: F.cross_entropy(
-        m.part(2, m.s, 5, dim=1)[:, :-1].transpose(1, 2), m.part(2, m.s, dim=1, draw=ints(5))[:, 1:]
-    ),
+    lambda m: F.cross_entropy(m.part(2, m.s, 5, dim=1)[:, :-1].transpose(1, 2), m.part(2, m.s, dim=1, draw=ints(5))[:, 1:]),
 ]
 
 # ---- changes in place ------------------------------------------------------------------------------------------
@@ -832,9 +826,7 @@ def test_each_rank_draws_for_itself_and_all_go_on_alike():
         parts, drawn, again = first[name][0], torch.tensor(first[name][1]), torch.tensor(first[name][2])
         assert parts, name
         pieces = drawn.unflatten(1, (3, 11)).unbind(1)
-        assert not any(torch.equal(pieces[a], pieces[b]) for a, b in ((0, 1), (0, 2), (1, 2))), (
-            f"{name}: ranks drew alike"
-        )
+        assert not any(torch.equal(pieces[a], pieces[b]) for a, b in ((0, 1), (0, 2), (1, 2))), f"{name}: ranks drew alike"
         assert not torch.equal(drawn, again), f"{name}: the same draw again"
     generator = torch.Generator().manual_seed(3)
     assert first["of a generator"] == torch.bernoulli(torch.full((2, 33, 3), 0.5), generator=generator).tolist()

@@ -50,8 +50,8 @@ def check(world: int, strategy: dict[str, Any], cases: dict[str, tuple[str, dict
 @sees(
     "the second half of a row's adapter summed where it is whole",
     "ResolvedPlan.layout_of",
-    "        if self._follows_row(module):\n",
-    "        if self._follows_row(module) and sp:\n",
+    "and not self._follows_row(module)",
+    "and not (self._follows_row(module) and sp)",
     case="tp2-no-sp",
 )
 @pytest.mark.parametrize(

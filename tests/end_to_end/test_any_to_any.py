@@ -259,8 +259,8 @@ SLICE = (
 @sees(
     "moments of a replicated parameter from the wrong rank",
     "_assemble",
-    '        return local if _is_writer(groups) else local.to("meta")\n',
-    '        return local.to("meta") if _is_writer(groups) else local\n',
+    '        return local if writes and is_first else local.to("meta")\n',
+    '        return local.to("meta") if writes and is_first else local\n',
     case="tp2-dp2-single-plain-several",
 )
 @sees(

@@ -96,7 +96,7 @@ TOPOLOGIES = {
 @sees(
     "between blocks: a module of a block is given parts there",
     "hooks:gather_arguments.hook",
-    "if region.sp and region.frames.current.length is None and any(map(lies_over_tp, (*args, *kwargs.values()))):",
+    "if is_outside and any(map(lies_over_tp, (*args, *kwargs.values()))):",
     "if False:",
     case="tp2",
 )
@@ -110,7 +110,7 @@ TOPOLOGIES = {
 @sees(
     "between blocks: a shorter sequence taken for the call's",
     "DataPath._shard_in",
-    "or not place.chunks.same(self._chunks(length))",
+    "or not place.chunks.same(own)",
     "",
     case="tp2",
 )

@@ -81,7 +81,7 @@ def worker_stream(broadcast: bool, workers: int = 0, world: int = 2, twins: bool
 @sees(
     "a broadcast batch without the reader's random streams",
     "BroadcastLoader.__iter__",
-    "                set_streams(streams, _CPU)\n",
+    "                streams.restore()\n",
     "                pass\n",
     case="1-True",
 )
@@ -180,8 +180,8 @@ def worker_bad_reader(dataset, batch_size):
 @sees(
     "a reader's failure kept to itself",
     "BroadcastLoader.__iter__",
-    '                    message = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]\n',
-    '                    told = [("end", None, get_streams(_CPU))]\n',
+    '                    message = [("failed", f"{type(error).__name__}: {error}", SavedStreams())]\n',
+    '                    told = [("end", None, SavedStreams())]\n',
     case="fails",
 )
 @pytest.mark.parametrize(

@@ -99,8 +99,6 @@ def load_foreign(path: str) -> None:
 
 def test_a_checkpoint_of_another_model_names_the_tensor(tmp_path):
     other = fit("GPT", {"dim": 32}, steps=1, precision="32-true")
-    torch.save(
-        {"state_dict": other.weights, "pytorch-lightning_version": "2.6.6", "loops": {}}, tmp_path / "other.ckpt"
-    )
+    torch.save({"state_dict": other.weights, "pytorch-lightning_version": "2.6.6", "loops": {}}, tmp_path / "other.ckpt")
     with pytest.raises(RankFailedError, match=r"model\..*: expected the whole shape .* it belongs to another model"):
         run_distributed(load_foreign, 2, str(tmp_path / "other.ckpt"))

@@ -82,24 +82,40 @@ def check(world: int, cases: dict[str, tuple[Case, dict[str, int]]]) -> None:
 
 
 @sees(
-    "compiled: a row without its reduce-scatter",
-    "LoweredRegion.reduce",
-    "        return traced.reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group, self.padding)",
-    "        return traced.scatter_to_sequence_parallel_region(x, self.dim, self.group, self.padding)",
+    "compiled: a sum in which each rank's addend counts for all",
+    "GraphTokens.start_sum",
+    "            return GraphAllReduce(addend, self.group)",
+    "            return addend",
 )
 @sees(
-    "compiled: the backward of f̄ sums once more",
-    "traced:reduce_from_tensor_parallel_region",
-    "return _Reduce.apply(x, group)",
-    'return functional.all_reduce(x, "sum", group)',
+    "compiled: padding not trimmed behind a gather",
+    "GraphTokens.whole_length",
+    "self.group.size() - self.padding",
+    "self.group.size()",
 )
-@sees("compiled: a copy whose gradient is not summed", "traced:_Copy.backward", "_sum(grad, ctx.group)", "grad")
-@sees("compiled: padding not trimmed behind a gather", "_trim", "x.shape[dim] - padding", "x.shape[dim]")
 @sees(
-    "compiled: the region's hooks in the graph",
-    "hook_entry",
-    "if application.is_lowered(name):",
-    "if False:",
+    "compiled: a norm over the width without its gather",
+    "functional:all_gather",
+    "return GraphGather(x, dim, group, length).wait()",
+    "return torch.cat([x] * group.size(), dim)",
+)
+@sees(
+    "compiled: a graph for each module with a hook that is always called",
+    "Application.hook_close",
+    "always_call=not self.compiles",
+    "always_call=True",
+)
+@sees(
+    "compiled: a hook whose closure has the module's name",
+    "make_shards",
+    "_with_first(out, region.path.resume, name, refusal)",
+    "_with_first(out, lambda x, _: region.path.resume(x, name), name, refusal)",
+)
+@sees(
+    "compiled: columns that multiply by themselves",
+    "column_inputs:_take_made_in_graph",
+    "    del column.__dict__[_MADE]\n    return out",
+    "    return out * 2",
 )
 @sees(
     "compiled: steps whose draws are watched run eagerly",
@@ -181,7 +197,7 @@ def test_evaluation_and_the_way_back():
     # Training, and evaluation without gradients; and each again for lengths that vary.
     assert compiled["traced"]["Block"] <= 6
     assert compiled["as written"]
-    assert "compile: 2 blocks, one graph for each kind. " in compiled["summary"]
+    assert "compile: 2 blocks, one graph for each kind" in compiled["summary"]
     assert compiled["val"] == pytest.approx(eager["val"], abs=1e-12)
     assert torch.equal(compiled["predicted"], eager["predicted"])
     torch.testing.assert_close(compiled["weights"], eager["weights"], rtol=0, atol=1e-9)
@@ -210,9 +226,7 @@ def test_without_tp_the_repeated_blocks_are_compiled():
     (trace, undone), _ = run_distributed(without_tp, 2, 2)
     compare(fit("GPT", {}, steps=2), trace).raise_if_failed()
     assert undone
-    with pytest.raises(
-        RankFailedError, match=r"ValueError: compile=True with tp=1: .* no list of repeated blocks was found"
-    ):
+    with pytest.raises(RankFailedError, match=r"ValueError: compile=True with tp=1: .* no list of repeated blocks was found"):
         run_distributed(without_blocks, 1)
 
 
@@ -235,13 +249,20 @@ class Breaking(nn.Module):
         return x * 2 if float(x.detach().sum()) > 1e9 else x
 
 
+class InPlace(nn.Module):
+    """Changes what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2.0)
+
+
 class Dropping(dropping.Dropping):
     """Drops out what is dealt out, and on request whole activations, or samples as stochastic depth does."""
 
-    def __init__(self, before: float = 0.0, path: bool = False, breaks: bool = False) -> None:
+    def __init__(self, before: float = 0.0, path: bool = False, breaks: bool = False, in_place: bool = False) -> None:
         super().__init__()
         for block in self.blocks:
-            block.attn.before = nn.Dropout(before)
+            block.attn.before = InPlace() if in_place else nn.Dropout(before)
             if not path:
                 block.path = Breaking() if breaks else nn.Identity()
         for module in self.modules():
@@ -315,6 +336,12 @@ REFUSALS = {
         {"sp": False},
         "dropout draws for this rank's features, but without sequence",
     ),
+    "a change in place": (
+        "Dropping",
+        {"in_place": True},
+        {"plan": PLAN, "self_check": False},
+        "This view is the output of a function that returns multiple views",
+    ),
     "a graph break": (
         "Dropping",
         {"breaks": True},
@@ -336,14 +363,14 @@ def refused() -> None:
 @sees(
     "compiled: draws from the wrong stream",
     "check_draws",
-    "        _Follower(lowered, first.fake_mode).follow(graph, given)\n",
+    "        _Follower(region, first.fake_mode).follow(graph, given)\n",
     "        pass\n",
 )
 @sees(
-    "compiled: a style without a lowered form let through",
-    "refuse_unlowered",
-    "        if (why := match.rule.unfit_to_lower(match.name, plan)) is not None:\n",
-    "        if (why := match.rule.unfit_to_lower(match.name, plan)) is not None and False:\n",
+    "compiled: a style that can't be traced let through",
+    "refuse_untraceable",
+    "        if (why := match.rule.unfit_to_trace(match.name, plan)) is not None:\n",
+    "        if (why := match.rule.unfit_to_trace(match.name, plan)) is not None and False:\n",
 )
-def test_what_has_no_lowered_form_is_refused():
+def test_what_has_no_compiled_form_is_refused():
     run_distributed(refused, 2)

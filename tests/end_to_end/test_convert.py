@@ -33,7 +33,7 @@ def saved(tmp_path_factory):
 @sees(
     "numbers of a folder left out of the file",
     "read_all",
-    "            source.fill(meta, found[name])\n",
+    "            found[name].copy_(source.read(meta))\n",
     "            pass\n",
 )
 def test_there_and_back_is_bitwise_the_same(tmp_path, saved):

@@ -219,10 +219,10 @@ def drift() -> list[list[int]]:
     "ranks of a replica shuffle each for itself",
     "ReplicaSampler.set_epoch",
     (
-        "            share_streams(self.groups[self.groups.replica_axes], source,"
-        ' torch.device("cpu"))\n            self._share_generator(source)\n'
+        "            share_streams(self.groups[self.groups.replica_axes], source)\n"
+        "            if (generator := self._generator()) is not None:\n                box"
     ),
-    "",
+    "            if generator := None:\n                box",
 )
 def test_a_draw_of_one_rank_alone_does_not_part_the_replica():
     first, second = run_distributed(drift, 2)

@@ -73,9 +73,7 @@ def test_estimates_are_what_a_run_measures(world, strategy):
     (batch,) = [next(iter(loader(BATCH, length=LENGTH, count=BATCH)))]
     for kind, measured in zip(kinds, run_distributed(measure, world, kinds, strategy)[0], strict=True):
         module = module_of(kind).float()
-        said = describe(
-            module, ParallelConfig(**strategy), world_size=world, batch=batch, optimizer=OPTIMIZER.get(kind, "sgd")
-        )
+        said = describe(module, ParallelConfig(**strategy), world_size=world, batch=batch, optimizer=OPTIMIZER.get(kind, "sgd"))
         split = strategy.get("data_parallel") == "fsdp"
         assert len(said.notes) == split, kind
         assert said.parameter_bytes == measured["parameters"], kind

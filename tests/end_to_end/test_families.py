@@ -34,9 +34,7 @@ def cases(families: list[str], topologies: list[str]) -> list[Case]:
 
 
 PICKED = ("phi3", "t5", "qwen3_moe")
-SLICE = [
-    case for case in cases(FAMILIES, ["tp2"]) if case[1] == "infer" or (case[3] == "float64" and case[4] in PICKED)
-]
+SLICE = [case for case in cases(FAMILIES, ["tp2"]) if case[1] == "infer" or (case[3] == "float64" and case[4] in PICKED)]
 SLICE += [case for case in cases(["llama"], ["dp2-tp2"]) if case[1] == "auto"]
 MATRIX = [case for case in cases(FAMILIES, list(TOPOLOGIES)) if case not in SLICE]
 

@@ -109,7 +109,7 @@ def test_tied_weights_are_written_once(tmp_path):
     opened = Opened(tmp_path / "padded and tied.ckpt")
     state = opened.tree["state_dict"]
     assert opened.key_of(state["model.head.weight"]) == opened.key_of(state["model.tokens.weight"])
-    index = opened.folder.index().state_dict_metadata
+    index = opened.index().state_dict_metadata
     assert sum("model.head" in key or "model.tokens" in key for key in index) == 1
 
 
@@ -184,7 +184,7 @@ DAMAGE = {
 
 @sees(
     "a truncated folder is read",
-    "Folder.__init__",
+    "Opened.__init__",
     "        self._check_files()\n",
     "        pass\n",
     case="a truncated part",
@@ -254,7 +254,7 @@ class Same(Dataset[Any]):
 @sees(
     "random streams begin anew",
     "Saver.load_optimizers",
-    "            unpack_streams(self.streams, self._env.device)\n        if not",
+    "            SavedStreams.unpack(self.streams).restore()\n        if not",
     "            pass\n        if not",
     case="epoch's end-sharded",
 )

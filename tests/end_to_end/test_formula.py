@@ -74,9 +74,7 @@ class Plain(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def run(
-    family: str, strategy: dict[str, Any]
-) -> tuple[int, dict[str, int], dict[str, int], tuple[dict[str, int], ...]]:
+def run(family: str, strategy: dict[str, Any]) -> tuple[int, dict[str, int], dict[str, int], tuple[dict[str, int], ...]]:
     """Bytes kept, calls and bytes of a step without run-time checks, and what gloo was given for it."""
     meter, _ = metered(Plain(family), SeqParallelStrategy(**strategy), models.loader(B, length=S, count=B * 40))
     return meter.saved_bytes, meter.calls, meter.bytes, (meter.backend_calls, meter.backend_bytes)
@@ -304,8 +302,6 @@ def test_the_papers_layer(tp, sp):
     again = {"all_gather": 6, "reduce_scatter": 6} if sp else {"all_reduce": 6}
     for (recompute, is_eager), (bytes_kept, calls) in found.items():
         assert {name: count for name, count in calls.items() if count} == (again if recompute == "full" else whole)
-        norms = (
-            0.0 if recompute == "full" else 2 * 2 * 2 / H / (tp if sp else 1)
-        )  # mean and deviation, in the input's type
+        norms = 0.0 if recompute == "full" else 2 * 2 * 2 / H / (tp if sp else 1)  # mean and deviation, in the input's type
         scores = (eager if is_eager else fused) if recompute in ("none", "activations") else 0.0
         assert bytes_kept == pytest.approx(kept[recompute][not sp] + norms + scores, rel=0.01), (recompute, is_eager)

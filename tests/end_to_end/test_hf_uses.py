@@ -113,8 +113,8 @@ def grouped(cases: list[tuple[str, str, str]], size: int, *marks: Any) -> list[A
 @sees(
     "segments of a column share one count of units",
     "_FeatureSupport.units",
-    "        return [self._units(column, start, stop) for start, stop, _ in segments]",
-    "        return [self._units(column, 0, None)] * len(segments)",
+    "counts += [self._units(column, start, stop) for start, stop, _ in segments]",
+    "counts += [self._units(column, 0, None)] * len(segments)",
     case="infer-phi3-attentions",
 )
 @sees(
@@ -157,9 +157,7 @@ class Generating(HuggingFace):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         (ids,) = batch
         mask = torch.ones_like(ids)
-        return self.model.generate(
-            ids, attention_mask=mask, max_new_tokens=6, do_sample=self.sampling, num_beams=self.beams
-        )
+        return self.model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=self.sampling, num_beams=self.beams)
 
 
 def generate(families: list[str], world: int = 1, plan: str = "auto") -> list[list[list[int]]]:

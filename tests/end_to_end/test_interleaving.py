@@ -122,9 +122,7 @@ def drop() -> tuple[dict[str, list[Tensor]], list[Tensor], Tensor]:
     options = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}  # in the middle of windows
     trainer = trainer_of({**TURNS, "self_check": False}, max_steps=2, precision="32-true", **options)
     trainer.fit(module, data, data)
-    masks = {
-        name: m.masks for name, m in module.named_modules() if isinstance(m, dropping.Recorder) and hasattr(m, "masks")
-    }
+    masks = {name: m.masks for name, m in module.named_modules() if isinstance(m, dropping.Recorder) and hasattr(m, "masks")}
     return masks, in_front, torch.get_rng_state()
 
 

@@ -204,8 +204,8 @@ def peak_of(folder: str, check: bool, sizes: dict[str, int], how: str) -> dict[s
 @sees(
     "pp: what other stages hold is filled from the meta device",
     "LateWeights.fill_parameters",
-    "            if any(getattr(place.holder, place.leaf).is_meta for place in places)\n",
-    "",
+    "                if parameter.is_meta:\n                    wanted[key] = places\n",
+    "                wanted[key] = places\n                if parameter.is_meta:\n",
     case="file-{'pp': 2}-ddp",
 )
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure a peak")

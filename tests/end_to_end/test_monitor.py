@@ -295,9 +295,7 @@ def test_validations_take_no_time(monkeypatch):
         return rows.seconds
 
     monkeypatch.setattr(time, "perf_counter", clock)
-    trainer = quiet_trainer(
-        devices=1, max_epochs=2, val_check_interval=1, logger=rows, callbacks=[SeqParallelMonitor(1)]
-    )
+    trainer = quiet_trainer(devices=1, max_epochs=2, val_check_interval=1, logger=rows, callbacks=[SeqParallelMonitor(1)])
     trainer.fit(Small(), DataLoader([IDS] * 2, batch_size=None), DataLoader([IDS], batch_size=None))
     assert rows.seconds > 4000
     assert len(rows.rows) == 4
@@ -306,9 +304,7 @@ def test_validations_take_no_time(monkeypatch):
 
 def test_the_trainers_steps_and_a_loggers_columns(tmp_path):
     logger = CSVLogger(tmp_path, name="", version="")
-    trainer = quiet_trainer(
-        devices=1, max_epochs=1, logger=logger, log_every_n_steps=3, callbacks=[SeqParallelMonitor()]
-    )
+    trainer = quiet_trainer(devices=1, max_epochs=1, logger=logger, log_every_n_steps=3, callbacks=[SeqParallelMonitor()])
     trainer.fit(Small(), DataLoader([IDS] * 7, batch_size=None))
     with (tmp_path / "metrics.csv").open() as file:
         written = list(csv.DictReader(file))
@@ -356,9 +352,7 @@ def disagree() -> None:
 def test_refusals():
     with pytest.raises(ValueError, match=r"SeqParallelMonitor\(every_n_steps=0\): give 1 or more, or None"):
         SeqParallelMonitor(0)
-    with pytest.raises(
-        ValueError, match=r"SeqParallelMonitor with Trainer\(logger=False\): there is nothing to log to"
-    ):
+    with pytest.raises(ValueError, match=r"SeqParallelMonitor with Trainer\(logger=False\): there is nothing to log to"):
         logged("auto", logger=False)
     with pytest.raises(RankFailedError, match="every_n_steps of SeqParallelMonitor is 1 on rank 0 and 2 on rank 1"):
         run_distributed(disagree, 2)

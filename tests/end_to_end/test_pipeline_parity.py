@@ -43,10 +43,10 @@ FAMILIES = [
     case="dp",
 )
 @sees(
-    "pp: gradients that several stages hold are summed in another order on each",
+    "pp: gradients that several stages hold are subtracted",
     "HeldParameters._sum_over",
-    "            before[0].add_(part)\n",
-    "            before[0].sub_(part)\n",
+    "functools.reduce(torch.add, behind, first)",
+    "functools.reduce(torch.sub, behind, first)",
     case="four",
 )
 @sees(

@@ -85,10 +85,7 @@ def test_no_precision_drifts_further_than_the_order_of_sums_makes_it(topology):
         assert ours <= 1.25 * max(beside) + 1e-12, (precision, ours, beside)
         apart = max(abs(a - b) for a, b in zip(found[precision].losses, exact.losses, strict=True))
         least = max(abs(a - b) for a, b in zip(alone.losses, exact.losses, strict=True))
-        assert (
-            apart
-            <= 2 * least + 1e-3 * (precision not in ("64-true", "32-true")) + 1e-6 * (precision == "32-true") + 1e-12
-        )
+        assert apart <= 2 * least + 1e-3 * (precision not in ("64-true", "32-true")) + 1e-6 * (precision == "32-true") + 1e-12
 
 
 # ---- 16-mixed ----------------------------------------------------------------------------------------------------

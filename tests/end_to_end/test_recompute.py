@@ -146,9 +146,7 @@ def test_a_recomputed_run_is_the_run(world, options, names):
         for recompute in HOW:
             trace = found[name, recompute]
             compare(expected, trace).raise_if_failed()
-            same = trace.losses == kept.losses and all(
-                torch.equal(trace.weights[n], kept.weights[n]) for n in kept.weights
-            )
+            same = trace.losses == kept.losses and all(torch.equal(trace.weights[n], kept.weights[n]) for n in kept.weights)
             assert same, (name, recompute)
 
 

@@ -74,7 +74,7 @@ def test_no_rank_but_the_writer_of_one_file_holds_more_than_its_part(tmp_path, f
 @sees(
     "the writing dealt to one replica",
     "_WriterChoice.part",
-    "        self._loads[row] += math.prod(layout.global_shape) * value.element_size() / self._loads.shape[1]\n",
+    "            loads[row] += math.prod(layout.global_shape) * value.element_size() / loads.shape[1]\n",
     "",
     case="sharded",
 )

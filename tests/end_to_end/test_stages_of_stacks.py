@@ -223,8 +223,8 @@ def drop(sizes: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
 @sees(
     "stacks: what lies between draws from each stage's own stream",
     "Stage._begin_between",
-    "                self._streams.begin_between(number)\n",
-    "                pass\n",
+    "            self._streams.begin_between(number)\n",
+    "            pass\n",
 )
 def test_all_decoder_stages_read_the_same_encoding_under_dropout():
     """The second stage ends the encoder and begins the decoder; what lies between is made on each stage that reads it."""

@@ -108,4 +108,4 @@ def test_calls_of_a_step_beside_its_blocks(calls):
 
 def test_calls_of_a_block(calls):
     two, four = calls["two"]
-    assert (four[STEADY].total() - two[STEADY].total()) / 2 <= 467
+    assert (four[STEADY].total() - two[STEADY].total()) / 2 <= 373

@@ -15,7 +15,8 @@ from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.layout.attribute_override import AttributeOverride
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead, VocabPart
+from lightning_seqpar.nn.logits_storage import VocabPart
+from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import compare
@@ -137,9 +138,7 @@ def test_shared_parts_are_summed_once_and_count_once(world, tp, kind):
     """Accumulation, clipping by a norm that must count a shared kv head once, several steps."""
     kwargs: dict[str, Any] = {"steps": 3, "clip": 0.05, "accumulate": 2}
     reference = fit("Zoo", {"kind": kind, "optimizer": "sgd"}, **kwargs)
-    got = run_distributed(
-        fit, world, "Zoo", {"kind": kind, "optimizer": "sgd"}, world=world, strategy={"tp": tp}, **kwargs
-    )
+    got = run_distributed(fit, world, "Zoo", {"kind": kind, "optimizer": "sgd"}, world=world, strategy={"tp": tp}, **kwargs)
     compare(reference, got[0]).raise_if_failed()
 
 

@@ -187,9 +187,7 @@ def reference(**case: Any) -> Any:
     "mean = means.mean(0)",
     case="dp2-tp2-fsdp",
 )
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.matrix) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.matrix) for name in CASES])
 def test_parity_with_one_process(name):
     case = CASES[name]
     want = reference(**{key: case[key] for key in ("within", "kind") if key in case})

@@ -79,9 +79,7 @@ def dropped(strategy: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
 
     def note(dropout: Any, args: Any, out: Any) -> None:
         again = in_backward()
-        if out.requires_grad and not (
-            again and dropout is module.blocks[0].mlp.behind
-        ):  # the last, which a recompute cuts off
+        if out.requires_grad and not (again and dropout is module.blocks[0].mlp.behind):  # the last, which a recompute cuts off
             masks[again].append(local_of(out).detach() == 0)
 
     class Noting(L.Callback):
@@ -203,19 +201,15 @@ def test_the_whole_model_has_no_tiles():
 @sees(
     "tile_mlp: the self-check's MLPs run whole",
     "self_check",
-    "tiles = MLPTiles(how.tile_mlp, least=3)",
+    "tiles = MLPTiles(config.tile_mlp, least=3)",
     "tiles = MLPTiles(how.tile_mlp)",
     case="1",
 )
 @pytest.mark.parametrize("tp", [1, 2])
 def test_an_mlp_that_looks_at_other_positions_is_refused(tp):
     options = {"tp": tp} if tp > 1 else {}
-    with pytest.raises(
-        RankFailedError, match=r"an MLP that looks at other positions can't run in tiles: leave tile_mlp out"
-    ):
-        run_distributed(
-            train, tp, 4096, True, **options
-        )  # more than the sequence has: the self-check cuts it nonetheless
+    with pytest.raises(RankFailedError, match=r"an MLP that looks at other positions can't run in tiles: leave tile_mlp out"):
+        run_distributed(train, tp, 4096, True, **options)  # more than the sequence has: the self-check cuts it nonetheless
 
 
 def test_without_an_mlp_the_message_says_what_one_is():

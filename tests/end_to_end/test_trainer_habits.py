@@ -16,9 +16,7 @@ from tests.mutants import sees
 from tests.write_trainer import DOC, start_of_line
 
 CASES = [
-    pytest.param(
-        one.name, topology, id=f"{topology}-{one.slug}", marks=[] if topology in one.suite else pytest.mark.matrix
-    )
+    pytest.param(one.name, topology, id=f"{topology}-{one.slug}", marks=[] if topology in one.suite else pytest.mark.matrix)
     for topology in TOPOLOGIES
     for one in HABITS
     if topology not in one.left_out
@@ -39,9 +37,7 @@ def folder(tmp_path_factory):
 def runs(request, folder):
     """Runs all chosen habits of a topology on its ranks, in one start, when the first of them is asked for."""
     chosen = [
-        item.callspec.params
-        for item in request.session.items
-        if item.module is request.module and hasattr(item, "callspec")
+        item.callspec.params for item in request.session.items if item.module is request.module and hasattr(item, "callspec")
     ]
 
     @functools.cache

@@ -217,9 +217,9 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
 )
 @sees(
     "habits: schedulers of the class, not of the instance",
-    "_Steps._configured",
-    "self._model.configure_optimizers()",
-    "type(self._model).configure_optimizers(self._model)",
+    "trainer_view:_configured",
+    "model.configure_optimizers()",
+    "type(model).configure_optimizers(model)",
 )
 @sees(
     "habits: updates before a rate is found pass for others",
@@ -364,9 +364,7 @@ def wrong_gradient_of_the_frozen(tp: int, folder: str) -> Any:
     """A rule of the user's that is wrong for a frozen parameter's gradient alone."""
     said: list[str] = []
     for at in (5, 1):  # the first stays frozen
-        trainer = trainer_of(
-            tp, max_steps=-1, max_epochs=2, fields={"plan": {"base": "none", "rules": WRONG}, "sp": False}
-        )
+        trainer = trainer_of(tp, max_steps=-1, max_epochs=2, fields={"plan": {"base": "none", "rules": WRONG}, "sp": False})
         module = Thawing("head_norm", "head", at)
         try:
             trainer.fit(module, loader(tp))
@@ -478,9 +476,7 @@ def test_the_rest_of_a_run(tmp_path):
         assert all(torch.allclose(weights[name], one, rtol=0, atol=1e-9) for name, one in alone["emptied"][1].items())
         said, copies_well = found["pickled"]
         assert len(said) == 4
-        assert all(
-            "would write shards" in one and "trainer.save_checkpoint" in one and "unshard" in one for one in said
-        )
+        assert all("would write shards" in one and "trainer.save_checkpoint" in one and "unshard" in one for one in said)
         assert copies_well
         metrics, predicted = found["evaluated"]
         assert metrics == [pytest.approx(one, rel=1e-9) for one in alone["evaluated"][0]]

@@ -94,8 +94,8 @@ def fit_habits(names: list[str], world: int, sp: bool) -> dict[str, Trace]:
 @sees(
     "shards tell their own shapes to configure_optimizers",
     "_WholeShapes.__torch_function__",
-    "        if asked is None or found is None or not found.is_sharded:",
-    "        if True:",
+    "if asked is not None and found is not None and found.is_sharded:",
+    "if False:",
     case="2-True",
 )
 @sees(
@@ -115,8 +115,8 @@ def fit_habits(names: list[str], world: int, sp: bool) -> dict[str, Trace]:
 @sees(
     "heads' norm unsynced without sp",
     "ResolvedPlan.layout_of",
-    "return self.make_layout(parameter, reason, partial=in_gather)",
-    "return self.make_layout(parameter)",
+    ", partial=in_gather",
+    "",
     case="2-False",
 )
 @pytest.mark.parametrize(("world", "sp"), [(2, True), (4, True), (2, False)])
@@ -268,9 +268,7 @@ def use_by_batch(alone: bool, fields: dict[str, Any]) -> list[Trace]:
     "        if not any(is_split(p.parameter) for p in self._partials):\n",
     case="ddp",
 )
-@pytest.mark.parametrize(
-    "fields", [{"ddp": {"find_unused_parameters": True}}, {"data_parallel": "fsdp"}], ids=["ddp", "fsdp"]
-)
+@pytest.mark.parametrize("fields", [{"ddp": {"find_unused_parameters": True}}, {"data_parallel": "fsdp"}], ids=["ddp", "fsdp"])
 def test_a_norm_that_one_replica_uses(fields):
     expected = use_by_batch(True, {})
     for found in run_distributed(use_by_batch, 4, False, fields):

@@ -135,7 +135,7 @@ def two_by_torch() -> ModelParallelStrategy:
 @sees(
     "verify: ranks are not compared with each other",
     "Sides._hint",
-    "if len(seen) == len(digests) and apart > _EXACT_RANKS * scale:",
+    "if len(seen) == len(digests) and _apart(seen) > _EXACT_RANKS * _largest(seen):",
     "if False:",
 )
 def test_a_plan_of_somebody_else_s_is_right_or_its_norms_are_not_summed():
@@ -394,9 +394,7 @@ def tokens() -> Any:
 @pytest.mark.usefixtures("_from_the_root")
 def test_a_hugging_face_folder_is_shrunk_and_proved(capsys, tmp_path):
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        num_attention_heads=8, num_key_value_heads=2, hidden_size=1024, intermediate_size=2048
-    )
+    config = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=2, hidden_size=1024, intermediate_size=2048)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     assert status_of(str(tmp_path), "tp=4", "--shrink") == 0

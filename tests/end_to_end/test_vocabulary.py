@@ -457,9 +457,7 @@ ALONE: dict[str, tuple[int, dict[str, Any]]] = {
     ],
 )
 def test_without_tp_heads_compute_in_chunks_too(model, topology):
-    name, args = {"tied": ("GPT", {"tied": True}), "llama": ("HuggingFace", {"family": "llama", "loss": "model"})}[
-        model
-    ]
+    name, args = {"tied": ("GPT", {"tied": True}), "llama": ("HuggingFace", {"family": "llama", "loss": "model"})}[model]
     world, strategy = ALONE[topology]
     got = run_distributed(fit, world, name, args, steps=3, world=world, strategy={**strategy, "loss_chunk": 5})
     compare(fit(name, args, steps=3), got[0]).raise_if_failed()
@@ -503,9 +501,7 @@ def save_while_training() -> str:
 
     module, save = models.GPT(), Save()
     strategy = SeqParallelStrategy(loss_chunk=5)
-    quiet_trainer(devices=1, strategy=strategy, max_steps=1, callbacks=[save]).fit(
-        module, models.loader(2, length=10, count=2)
-    )
+    quiet_trainer(devices=1, strategy=strategy, max_steps=1, callbacks=[save]).fit(module, models.loader(2, length=10, count=2))
     torch.save(module, io.BytesIO())  # it is the user's own again
     return save.told
 
@@ -520,7 +516,5 @@ def fit_headless() -> None:
 
 
 def test_without_a_head_there_is_nothing_to_chunk():
-    with pytest.raises(
-        RankFailedError, match=r"loss_chunk=5 with tp=1: no head over a vocabulary is found behind the blocks"
-    ):
+    with pytest.raises(RankFailedError, match=r"loss_chunk=5 with tp=1: no head over a vocabulary is found behind the blocks"):
         run_distributed(fit_headless, 1)

@@ -216,9 +216,7 @@ def dropped(sp: bool) -> dict[str, Tensor]:
     for name, module in model.named_modules():
         if name.endswith(("o.dropout", "fc2.dropout")):
             module.register_forward_hook(functools.partial(note, name=name))
-    quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, sp=sp), max_steps=1).fit(
-        model, loader(4, length=8, count=4)
-    )
+    quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, sp=sp), max_steps=1).fit(model, loader(4, length=8, count=4))
     return masks
 
 

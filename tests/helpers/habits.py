@@ -148,9 +148,7 @@ class ByHand(Learner):
 )
 def by_hand(place: Place) -> Yield:
     # DDP waits for the gradients of what the other optimizer trains, as without this strategy.
-    options = (
-        {"fields": {"ddp": {"find_unused_parameters": True}}} if place.topology in ("dp2xtp2", "cp2", "tp2xcp2") else {}
-    )
+    options = {"fields": {"ddp": {"find_unused_parameters": True}}} if place.topology in ("dp2xtp2", "cp2", "tp2xcp2") else {}
     return place.train(ByHand(), **options)
 
 
@@ -461,9 +459,7 @@ def logged_for_tensorboard(place: Place) -> Yield:
 
     class Draws(Logs):
         def on_train_epoch_end(self) -> None:
-            self.logger.experiment.add_scalar(
-                "by hand", float(self.trainer.callback_metrics["loss_epoch"]), self.current_epoch
-            )
+            self.logger.experiment.add_scalar("by hand", float(self.trainer.callback_metrics["loss_epoch"]), self.current_epoch)
 
     logger = TensorBoardLogger(place.folder, name="board")
     out = place.train(Draws(), logger=logger, log_every_n_steps=1, max_epochs=2, count=16, val=8)
@@ -471,9 +467,7 @@ def logged_for_tensorboard(place: Place) -> Yield:
     (path,) = Path(place.folder, "board").glob("version_*/events*")
     events = EventAccumulator(str(path))
     events.Reload()
-    logged = {
-        tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in sorted(events.Tags()["scalars"])
-    }
+    logged = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in sorted(events.Tags()["scalars"])}
     return {**out, "logged": logged}
 
 
@@ -865,12 +859,12 @@ class Optimized(Learner):
         return self.made(self)
 
 
-MIXES = r"is not known to update each element by itself, and shards would change its result; use one of torch\.optim's SGD, Adam"
+MIXES = (
+    r"is not known to update each element by itself, and shards would change its result; use one of torch\.optim's SGD, Adam"
+)
 
 
-def optimizer_habit(
-    name: str, written: str, made: Callable[[Any], torch.optim.Optimizer], remark: str, **more: Any
-) -> None:
+def optimizer_habit(name: str, written: str, made: Callable[[Any], torch.optim.Optimizer], remark: str, **more: Any) -> None:
     """A row for an optimizer that mixes the elements of a parameter, or several parameters."""
 
     def run(place: Place) -> Yield:

@@ -357,9 +357,7 @@ def rules(prefix: str = "model.", exit_at: str | None = "norm") -> list[dict[str
     return [*out, {"pattern": prefix + exit_at, "style": "exit"}] if exit_at else out
 
 
-def plan(
-    prefix: str = "model.", exit_at: str | None = "norm", extra: list[dict[str, Any]] | None = None
-) -> dict[str, Any]:
+def plan(prefix: str = "model.", exit_at: str | None = "norm", extra: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     return {"base": "none", "rules": [*rules(prefix, exit_at), *(extra or [])]}
 
 

@@ -19,9 +19,7 @@ _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR",
 
 def environment(**more: str) -> dict[str, str]:
     """This process's environment without what launchers set, and with ``more``."""
-    kept = {
-        k: v for k, v in os.environ.items() if k not in _OF_LAUNCHERS and not k.startswith(("SLURM_", "TORCHELASTIC"))
-    }
+    kept = {k: v for k, v in os.environ.items() if k not in _OF_LAUNCHERS and not k.startswith(("SLURM_", "TORCHELASTIC"))}
     return {**kept, "OMP_NUM_THREADS": "1", **more}
 
 

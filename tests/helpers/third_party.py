@@ -468,9 +468,7 @@ class ShiftedInside(nn.Module):
         b, h, w, c = x.shape
         y = torch.roll(x, (-self.shift, -self.shift), (1, 2))
         windows = y.view(b, h // 2, 2, w // 2, 2, c).transpose(2, 3).reshape(-1, 4, c)
-        q, k, v = (
-            F.linear(windows, self.qkv.weight, self.qkv.bias).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        )
+        q, k, v = F.linear(windows, self.qkv.weight, self.qkv.bias).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         out = self.proj(attend(q, k, v)).view(b, h // 2, w // 2, 2, 2, c).transpose(2, 3).reshape(b, h, w, c)
         return torch.roll(out, (self.shift, self.shift), (1, 2))
 

@@ -116,9 +116,7 @@ MASK = torch.tensor([[0.0, float("-inf")], [float("inf"), torch.finfo(torch.floa
     ids=lambda given: f"{given.dtype}, {list(given.shape)}",
 )
 def test_a_checksum_tells_apart_what_differs_in_one_number_or_in_its_place(given):
-    assert torch.equal(
-        checksum(MASK.to(torch.complex64).conj(), CPU), checksum(MASK.to(torch.complex64).conj().clone(), CPU)
-    )
+    assert torch.equal(checksum(MASK.to(torch.complex64).conj(), CPU), checksum(MASK.to(torch.complex64).conj().clone(), CPU))
 
     def told(*tensors: Tensor) -> list[int]:
         return checksum([MASK, *tensors], CPU).tolist()

@@ -56,26 +56,6 @@ def test_an_error_before_the_ranks_start_keeps_its_sentence(monkeypatch):
         trainer.fit(models.GPT(), models.loader(4))
 
 
-@sees(
-    "habits: batches before set-up are counted over the ranks",
-    "Environment.sampler_kwargs",
-    'topology.get_dim("dp")',
-    "topology.world_size",
-)
-@sees(
-    "batches are counted over one replica before set-up",
-    "Loaders.divide",
-    "return self._counted(dataloader)",
-    "return dataloader",
-    case="2-4",
-)
-@pytest.mark.parametrize(("tp", "batches"), [(4, 8), (2, 4), (1, 2)])
-def test_batches_are_counted_over_the_replicas(tp, batches):
-    trainer, _ = connected(tp=tp)
-    assert trainer.estimated_stepping_batches == 3 * batches
-    assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 4 // tp, "rank": 0}
-
-
 @pytest.mark.parametrize("form", ["single", "sharded"])
 def test_a_checkpoint_is_one_processes(tmp_path, form):
     trainer, module = connected(tp=2, checkpoint={"format": form})
@@ -126,17 +106,13 @@ def test_a_layout_of_its_own_is_refused_where_parameters_are_sharded():
     groups = ParallelGroups.fake(ProcessTopology(["dp", "tp"], [1, 2]), 0)
     layer = nn.Linear(2, 2)
     layout = ModelLayout(layer, {})
-    optimizer: Any = SimpleNamespace(
-        param_groups=[{"params": [layer.weight]}], state_dict=lambda: {"slow": [torch.ones(2)]}
-    )
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": [layer.weight]}], state_dict=lambda: {"slow": [torch.ones(2)]})
     for ask in (
         lambda: full_optimizer_state(optimizer, layout, groups, torch.device("cpu")),
         lambda: optimizer_parts(optimizer, layout, groups),
         lambda: load_full_optimizer_state(optimizer, {"slow": []}, layout, groups),
     ):
-        with pytest.raises(
-            ValueError, match=r"its state dict holds slow in a layout of its own.*use the optimizer with tp=1"
-        ):
+        with pytest.raises(ValueError, match=r"its state dict holds slow in a layout of its own.*use the optimizer with tp=1"):
             ask()
 
 

@@ -99,15 +99,11 @@ def test_settings_in_the_file_of_a_model_that_are_no_mappings(command, trainer, 
 @pytest.mark.parametrize("strategy", ["ddp", "{class_path: lightning.pytorch.strategies.DDPStrategy}"])
 def test_another_strategy_has_no_plan(strategy, tmp_path, capsys):
     text = f"trainer: {{strategy: {strategy}}}\nmodel: {{class_path: tests.helpers.models.GPT}}\n"
-    assert "is none of ours; name lightning_seqpar.SeqPar" in refusal(
-        capsys, "plan", write(tmp_path / "run.yaml", text)
-    )
+    assert "is none of ours; name lightning_seqpar.SeqPar" in refusal(capsys, "plan", write(tmp_path / "run.yaml", text))
 
 
 @BOTH
-@pytest.mark.parametrize(
-    "config", [{"hidden_size": 16, "num_attention_heads": 3}, {"hidden_size": "x"}, {"architectures": 5}]
-)
+@pytest.mark.parametrize("config", [{"hidden_size": 16, "num_attention_heads": 3}, {"hidden_size": "x"}, {"architectures": 5}])
 def test_configurations_that_make_no_model(command, config, tmp_path, capsys):
     file = write(tmp_path / "config.json", json.dumps({"model_type": "llama", **config}))
     assert refusal(capsys, command, str(tmp_path)).startswith(f"error: {file}: it is no configuration of a model (")

@@ -110,9 +110,9 @@ def test_a_saved_configuration_is_read_back():
     assert ParallelConfig(timeout="0:30:00") == ParallelConfig()
     assert ParallelConfig(timeout="1:00:00").timeout == timedelta(hours=1)
     assert ParallelConfig(timeout=str(timedelta(days=2, seconds=5.5))).timeout == timedelta(days=2, seconds=5.5)
-    assert ParallelConfig(
-        **ParallelConfig(tp=2, plan=[{"pattern": "a", "style": "row"}]).model_dump()
-    ) == ParallelConfig(tp=2, plan=[{"pattern": "a", "style": "row"}])
+    assert ParallelConfig(**ParallelConfig(tp=2, plan=[{"pattern": "a", "style": "row"}]).model_dump()) == ParallelConfig(
+        tp=2, plan=[{"pattern": "a", "style": "row"}]
+    )
 
 
 def test_hydras_containers_are_keywords_too():

@@ -142,9 +142,7 @@ def test_a_part_that_can_not_be_split_is_named_with_the_reason():
     found = coverage(zoo.Decoder("hard_coded"))
     assert str(found) == "8 of 12 tensors that could be are sharded (60 % of their parameters)"
     (line,) = found.reasons
-    assert line.startswith(
-        "whole: h.*.attn (4 tensors, 2,048 parameters): h.0.attn.out: with its columns cut for one rank"
-    )
+    assert line.startswith("whole: h.*.attn (4 tensors, 2,048 parameters): h.0.attn.out: with its columns cut for one rank")
     assert len(line) < 300
     assert line.endswith(" ...")
     assert found.warnings == []

@@ -15,9 +15,7 @@ def test_numbers_are_those_of_when_they_were_copied():
     assert late.read() == [[1.0, 2.0], [3.0, 4.0]]
 
 
-@sees(
-    "what a step leaves is read in the same step", "OneStepLate.take", "        if everything:\n", "        if True:\n"
-)
+@sees("what a step leaves is read in the same step", "OneStepLate.take", "        if everything:\n", "        if True:\n")
 def test_what_a_step_leaves_is_looked_at_in_the_next():
     left: OneStepLate[str] = OneStepLate()
     left.begin_step()

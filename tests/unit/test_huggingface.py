@@ -26,9 +26,7 @@ SIZE = "40KB"  # so that tiny models make several files
 
 def files(folder: Path) -> dict[str, Any]:
     """Every tensor with the name of its file."""
-    return {
-        name: (value, file.name) for file in folder.glob("*.safetensors") for name, value in load_file(file).items()
-    }
+    return {name: (value, file.name) for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 def written(family: str, place: Path, **settings: Any) -> Any:

@@ -14,11 +14,11 @@ from tests.mutants import Mutant, definitions, place_of, stale
 PACKAGE = Path(lightning_seqpar.__file__).parent
 ORDER = [
     "user_input", "config", "topology", "distributed", "layout", "context", "region", "nn", "styles", "plan",
-    "pipeline", "parallel", "data", "inference", "init", "checkpoint", "verify", "strategy", "trial", "public", "cli",
+    "pipeline", "parallel", "data", "inference", "init", "checkpoint", "verify", "strategy", "public", "cli",
     "__main__",
 ]  # fmt: skip
 """Packages (and modules that stand beside them): one imports from itself and from its left."""
-PUBLIC = {"collectives": "distributed", "measure": "distributed", "parity": "verify", "testing": "trial"}
+PUBLIC = {"collectives": "distributed", "measure": "distributed", "parity": "verify", "testing": "verify"}
 """Public paths, and the package that each of them shows names of."""
 
 
@@ -58,8 +58,7 @@ def test_a_package_imports_only_from_its_left(path):
 
 def test_modules_of_a_package_do_not_import_each_other_in_a_circle():
     edges = {
-        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): {module for module, _ in imports(path)}
-        for path in modules()
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): {module for module, _ in imports(path)} for path in modules()
     }
     done: set[str] = set()
     while ready := {name for name, needs in edges.items() if name not in done and needs & edges.keys() <= done}:
@@ -124,9 +123,7 @@ def test_no_module_level_state_and_no_group_fallback(path):
         if isinstance(node, ast.Assign | ast.AnnAssign) and not _names_a_function(node.value):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
-                target = (
-                    target.value if isinstance(target, ast.Subscript) else target
-                )  # a table that is filled where it stands
+                target = target.value if isinstance(target, ast.Subscript) else target  # a table that is filled where it stands
                 assert isinstance(target, ast.Name)
                 assert target.id == "__all__" or target.id.lstrip("_")[0].isupper(), f"{target.id} looks like state"
     for node in ast.walk(tree):
@@ -137,9 +134,7 @@ def test_no_module_level_state_and_no_group_fallback(path):
             signatures = path.name in ("strategy.py", "trainer_view.py")  # Lightning's own
             inherited = node.name in ("reduce", "all_gather") and signatures
             for argument, default in zip(arguments, defaults, strict=True):
-                assert not (argument.arg == "group" and default is not None) or inherited, (
-                    f"{node.name} has a group fallback"
-                )
+                assert not (argument.arg == "group" and default is not None) or inherited, f"{node.name} has a group fallback"
         if isinstance(node, ast.ExceptHandler):
             assert not (len(node.body) == 1 and isinstance(node.body[0], ast.Pass)), "a silent except"
 
@@ -214,9 +209,9 @@ def test_a_mutant_that_fits_no_more_says_why():
     for definition, old, says in (
         ("GradSync.rush", "x", "there is no definition GradSync.rush"),
         (
-            "gather_arguments",
+            "all_gather",
             "x",
-            "is several definitions; name one of hooks:gather_arguments, lowered:gather_arguments",
+            "is several definitions; name one of async_ops:all_gather, functional:all_gather",
         ),
         ("GradSync.flush", "no such text", "its text stands 0 times in GradSync.flush"),
     ):

@@ -22,16 +22,12 @@ def ends(stages: int, chunks: int, micro: int) -> tuple[float, int]:
             while at[stage] < len(order):
                 part = order[at[stage]]
                 number = part.chunk * stages + stage
-                needed = (
-                    (part.micro_batch, number + 1, True) if part.is_backward else (part.micro_batch, number - 1, False)
-                )
+                needed = (part.micro_batch, number + 1, True) if part.is_backward else (part.micro_batch, number - 1, False)
                 if part.is_backward and number == last:
                     needed = (part.micro_batch, number, False)
                 if needed[1] >= 0 and needed not in done:
                     break
-                clock[stage] = (
-                    max(clock[stage], done.get(needed, 0.0)) + (BACKWARD if part.is_backward else FORWARD) / chunks
-                )
+                clock[stage] = max(clock[stage], done.get(needed, 0.0)) + (BACKWARD if part.is_backward else FORWARD) / chunks
                 done[part.micro_batch, number, part.is_backward] = clock[stage]
                 at[stage] += 1
         assert sum(at) > before, f"{stages} stages with {chunks} chunks wait for each other: {micro} micro-batches"

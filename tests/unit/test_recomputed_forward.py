@@ -110,9 +110,7 @@ class Cache:
 def test_a_cache_is_not_filled_twice():
     cache = Cache(0)
     module = recomputed()
-    with pytest.warns(
-        UserWarning, match=r"blocks.0 is given a cache of keys and values while it trains \(use_cache=True\)"
-    ):
+    with pytest.warns(UserWarning, match=r"blocks.0 is given a cache of keys and values while it trains \(use_cache=True\)"):
         module(torch.randn(6, 4), cache=cache).sum().backward()
     assert cache.updates == 0
     with pytest.raises(

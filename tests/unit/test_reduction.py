@@ -187,7 +187,7 @@ UNLIKE: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
 @sees(
     "blocks that differ in a function, a tuple or a config pass for equal ones",
     "kind_of",
-    "(key, _setting(value))",
+    "(key, setting_key(value))",
     "(key, value if isinstance(value, bool | int | float | str) else None)",
     case="a function",
 )
@@ -200,7 +200,7 @@ UNLIKE: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
 )
 @sees(
     "blocks that decide by their index pass for equal ones",
-    "_names_decided_by",
+    "_attributes_that_decide",
     "method.args.args[0].arg and _decides(node, around)",
     "method.args.args[0].arg and False",
     case="its own index",
@@ -232,12 +232,10 @@ class Told(Tower):
 @sees(
     "calls that tell a block to do something else are skipped",
     "_Repeat.__call__",
-    "        form = _form((args, kwargs))\n",
+    "        form = setting_key((args, kwargs), 5)\n",
     "        form = None\n",
 )
-@sees(
-    "parts of a block that is computed are skipped", "Repeats._find", "if id(module) not in inner and len(", "if len("
-)
+@sees("parts of a block that is computed are skipped", "Repeats._find", "if id(module) not in inner and len(", "if len(")
 @sees(
     "what stands between blocks gets no gradient in the self-check",
     "_passed_through",

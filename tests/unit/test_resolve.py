@@ -87,9 +87,7 @@ def test_refusals_name_the_modules_of_the_model():
     assert "near names: 'model.blocks.*'" in refusal(models.GPT(), {"pattern": "model.block.*", "style": "blocks"})
     exits = [{"pattern": "first.*", "style": "blocks"}, {"pattern": "second.*", "style": "blocks"}]
     said = refusal(TwoStacks(), *exits, {"pattern": "third", "style": "exit"}, base=False)
-    assert said.endswith(
-        "{pattern: third, style: exit, blocks: first.*} or {pattern: third, style: exit, blocks: second.*}"
-    )
+    assert said.endswith("{pattern: third, style: exit, blocks: first.*} or {pattern: third, style: exit, blocks: second.*}")
     with pytest.raises(ValueError, match=r"if they are tied\): \{pattern: model.head, style: vocab\}"):
         ResolvedPlan(models.GPT(), resolve_plans("auto", models.GPT()), 2, True, loss_chunk=4)
 
@@ -209,9 +207,7 @@ def test_whole_undoes_what_earlier_rules_said_of_the_inside_and_later_rules_are_
     assert [m.rule.style for m in plan.matches if m.name.startswith("model.blocks.0.mlp")] == ["whole"]
     assert plan.layout_of("model.blocks.0.mlp.up.weight").reason is Reason.COMPUTED_WHOLE
     assert plan.layout_of("model.blocks.1.mlp.up.weight").reason is Reason.COLUMN
-    with pytest.raises(
-        ValueError, match=r"is computed whole on every rank, but model.blocks.0.mlp.up inside it is planned"
-    ):
+    with pytest.raises(ValueError, match=r"is computed whole on every rank, but model.blocks.0.mlp.up inside it is planned"):
         resolved(models.GPT(), whole, {"pattern": "model.blocks.0.mlp.up", "style": "column"})
 
 
@@ -295,9 +291,7 @@ def test_counts_that_are_read_off_tensors_are_those_of_the_whole_model():
         {"pattern": "layers.*.attn.{slopes,kv_slopes}", "style": "local_heads"},
         {"pattern": "layers.*.attn", "style": "set", "ratio": {"groups": ["n_head", "n_kv"]}},
     ]
-    with pytest.raises(
-        ValueError, match=r"layers.0.attn.kv_slopes: 2 heads or features at dim 0 do not divide by tp=4"
-    ):
+    with pytest.raises(ValueError, match=r"layers.0.attn.kv_slopes: 2 heads or features at dim 0 do not divide by tp=4"):
         parallelize(model, [ShardingPlan.from_rules(rules)], silent(4))
     parallelize(model, [ShardingPlan.from_rules(rules)], silent(2))
     attn = model["layers"][1]["attn"]

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 import lightning_seqpar
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan, describe
 from lightning_seqpar.checkpoint.convert import open_source
-from lightning_seqpar.checkpoint.folder import FORMAT, MARKER, Folder
+from lightning_seqpar.checkpoint.folder import FORMAT, MARKER, Opened
 from lightning_seqpar.checkpoint.whole_file import WholeFileIO
 from lightning_seqpar.init.model_source import model_from_folder
 from lightning_seqpar.plan.choice import check_plan
@@ -33,9 +33,9 @@ from tests.helpers import models
 PACKAGE = Path(lightning_seqpar.__file__).parent
 UNPICKLES = {
     ("data/broadcast.py", "__iter__"): "a batch of another rank of this run, by a collective that unpickles by itself",
-    ("trial/training.py", "read_trial"): "what the process that started this one wrote into its arguments",
-    ("trial/ranks.py", "_collect"): "what a child that this process started wrote into a pipe",
-    ("checkpoint/folder_index.py", "_Index"): "makes the classes of an index alone",
+    ("verify/training.py", "read_trial"): "what the process that started this one wrote into its arguments",
+    ("verify/ranks.py", "_collect"): "what a child that this process started wrote into a pipe",
+    ("checkpoint/folder.py", "_Index"): "makes the classes of an index alone",
 }
 """Functions and classes that unpickle without ``weights_only``, and why they may."""
 IMPORTS_BY_NAME = {
@@ -88,18 +88,14 @@ def test_every_load_of_a_file_keeps_to_weights_or_is_told_to_trust():
             continue  # of torch.distributed.checkpoint: tensors, whose names are looked up in the index
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
         says = given.get("weights_only")
-        opted = (says == "not trust" and "trust" in parameters) or (
-            says == "weights_only" and "weights_only" in parameters
-        )
+        opted = (says == "not trust" and "trust" in parameters) or (says == "weights_only" and "weights_only" in parameters)
         assert says == "True" or opted, f"{place}: {ast.unparse(node)}"
 
 
 def test_what_is_unpickled_is_from_this_run():
     found = {place for _, place, _ in calls("pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.loads")}
     readers = [one for source in SOURCES for one in source.classes]
-    found |= {
-        (path, one.name) for one, path in readers if any(ast.unparse(base).endswith("Unpickler") for base in one.bases)
-    }
+    found |= {(path, one.name) for one, path in readers if any(ast.unparse(base).endswith("Unpickler") for base in one.bases)}
     assert found == UNPICKLES.keys()
 
 
@@ -261,7 +257,7 @@ def test_the_index_of_a_checkpoint_empties_no_file(kind, tmp_path):
     (tmp_path / MARKER).write_text(json.dumps({"format": FORMAT}))
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Made(getattr(torch.serialization, kind), *given)))
     with pytest.raises(ValueError, match=f"torch.serialization.{kind} has no place in the index of a checkpoint"):
-        Folder(tmp_path)
+        Opened(tmp_path)
     assert kept.read_text() == "precious"
 
 
@@ -271,7 +267,7 @@ def test_the_index_of_a_checkpoint_names_files_of_its_folder(name, tmp_path):
     (tmp_path / MARKER).write_text(json.dumps({"format": FORMAT}))
     (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(ValueError, match="which is no file in it; the checkpoint is damaged"):
-        Folder(tmp_path)
+        Opened(tmp_path)
 
 
 class Quiet(SimpleHTTPRequestHandler):

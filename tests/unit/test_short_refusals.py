@@ -149,9 +149,7 @@ def raised_by(text: str, error: str) -> RuntimeError:
     raise AssertionError("it raises")
 
 
-@sees(
-    "a user's own words are those of a lost rank", "is_lost_peer", "    if not is_at_raise(stack):\n", "    if True:\n"
-)
+@sees("a user's own words are those of a lost rank", "is_lost_peer", "    if not is_at_raise(stack):\n", "    if True:\n")
 def test_an_error_of_the_users_own_says_nothing_of_another_rank():
     assert not is_lost_peer(raised_by("raise error", "request to the data base timed out"))
     assert not is_lost_peer(raised_by("raise error", "no rank is meant"))

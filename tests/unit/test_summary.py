@@ -58,9 +58,7 @@ def test_sequence_parallelism_that_is_off_in_every_block_is_off():
     windows = Whole(("stages.*.*",), "its activation [b, h, w, c] has positions in 2 dims", False)
     told = summary(2, 2, Coverage(4, 4, 8, 8, no_sp=(windows,), sp=False), tp=2).splitlines()
     assert told[-2] == "  on      tp (linears split)"
-    assert told[-1] == (
-        "  off     sp (stages.*.*: its activation [b, h, w, c] has positions in 2 dims), ddp (one replica)"
-    )
+    assert told[-1] == ("  off     sp (stages.*.*: its activation [b, h, w, c] has positions in 2 dims), ddp (one replica)")
 
 
 @sees(

@@ -61,9 +61,9 @@ def brute_force(order: tuple[str, ...], sizes: dict[str, int]) -> dict[tuple[int
 )
 @sees(
     "embedding group without its split rank",
-    "ProcessTopology.embedding_ranks",
-    "stages = {0, self.pipeline_size - 1} | ({split_rank} if split_rank is not None else set())",
-    "stages = {0, self.pipeline_size - 1}",
+    "ProcessTopology._at_stages",
+    "stages if split_rank is None else {*stages, split_rank}",
+    "stages",
     case="pp-dp-cp-tp",
 )
 @sees(

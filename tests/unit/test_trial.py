@@ -9,13 +9,25 @@ import torch
 from torch import nn
 
 from lightning_seqpar.init.shrink import shrink
-from lightning_seqpar.trial.batches import make_batch, reverse_samples, shorten, split_samples
-from lightning_seqpar.trial.determinism import KeepFloat64, switch_off_dropout
-from lightning_seqpar.trial.hints import Wrong, describe_difference, describe_late, describe_ranks, group_first_wrong
-from lightning_seqpar.trial.training import Digest
-from lightning_seqpar.trial.verify import verify_parity
 from lightning_seqpar.verify.comparison import largest_gap
 from lightning_seqpar.verify.parity import Trace, compare
+from lightning_seqpar.verify.training import Digest
+from lightning_seqpar.verify.trial import verify_parity
+from lightning_seqpar.verify.trial_comparison import (
+    Wrong,
+    describe_difference,
+    describe_late,
+    describe_ranks,
+    group_first_wrong,
+)
+from lightning_seqpar.verify.trial_inputs import (
+    KeepFloat64,
+    make_batch,
+    reverse_samples,
+    shorten,
+    split_samples,
+    switch_off_dropout,
+)
 from tests.mutants import sees
 
 SIZES = {"tp": 2, "dp": 4}
@@ -146,9 +158,7 @@ def test_casts_of_float64_to_narrower_types_are_turned_down():
     assert mode.casts == 2
 
 
-@sees(
-    "verify: small heads are not small", "_shrink_width", "scale = min(1.0, HEAD_DIM / max(1, per_head))", "scale = 1.0"
-)
+@sees("verify: small heads are not small", "_shrink_width", "scale = min(1.0, HEAD_DIM / max(1, per_head))", "scale = 1.0")
 def test_a_configuration_is_made_small_with_its_heads_kept():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(num_key_value_heads=8)
@@ -158,9 +168,7 @@ def test_a_configuration_is_made_small_with_its_heads_kept():
     kinds = transformers.Gemma3TextConfig()
     shrink(kinds)
     assert len(kinds.layer_types) == kinds.num_hidden_layers == 6, "its sixth block is the first of its kind"
-    small = transformers.LlamaConfig(
-        hidden_size=16, num_attention_heads=4, head_dim=4, intermediate_size=32, vocab_size=64
-    )
+    small = transformers.LlamaConfig(hidden_size=16, num_attention_heads=4, head_dim=4, intermediate_size=32, vocab_size=64)
     small.num_hidden_layers = 1
     assert shrink(small) == [], "what is small does not grow"
 

@@ -71,9 +71,7 @@ def test_an_option_shows_refusals_with_all_frames(capsys, monkeypatch):
 def test_classes_are_found_in_the_current_folder_by_a_config_in_another_one(capsys, monkeypatch, tmp_path):
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "run.yaml").write_text("model: {class_path: a_model_of_this_folder.Mine}\n")
-    (tmp_path / "a_model_of_this_folder.py").write_text(
-        "import lightning as L\n\nclass Mine(L.LightningModule): pass\n"
-    )
+    (tmp_path / "a_model_of_this_folder.py").write_text("import lightning as L\n\nclass Mine(L.LightningModule): pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as an installed command has it
     with pytest.raises(SystemExit) as ended:

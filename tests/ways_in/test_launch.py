@@ -94,7 +94,7 @@ SUITE = {"rank 1 killed", "all leave", "main ends last", "rank 1 hangs", "rank 0
 @sees(
     "a rank that leaves is a failure",
     "ChildWatch._at_exit",
-    "or isinstance(self._expected, SystemExit)",
+    "or isinstance(self.expected, SystemExit)",
     "",
     case="all leave",
 )
@@ -338,9 +338,7 @@ def test_torchrun_tells_a_refusal_once(script, refused, says):
 def test_a_rank_that_nobody_meets(script):
     ((code, told),) = run_all(slurm(*MODULE, SEQPAR_TAG=script.tag, TIMEOUT="4")[:1])
     assert code != 0
-    assert re.search(r"RuntimeError: rank 0 of 2 did not meet the others at 127.0.0.1:\d+ within timeout=4 s", told), (
-        told
-    )
+    assert re.search(r"RuntimeError: rank 0 of 2 did not meet the others at 127.0.0.1:\d+ within timeout=4 s", told), told
     assert "with the same MASTER_ADDR and MASTER_PORT, devices and num_nodes" in told
 
 

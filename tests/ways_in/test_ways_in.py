@@ -218,7 +218,9 @@ NO_FILE = "ValueError: devices=2 in a notebook, at an interactive prompt or in p
 
 
 def test_code_without_a_file_is_refused():
-    code = "import lightning_seqpar; from tests.helpers.fit import quiet_trainer; quiet_trainer(devices=2, strategy='seqpar_tp2')"
+    code = (
+        "import lightning_seqpar; from tests.helpers.fit import quiet_trainer; quiet_trainer(devices=2, strategy='seqpar_tp2')"
+    )
     for command in ((PYTHON, "-c", code), ("sh", "-c", f'echo "{code}" | {PYTHON} -')):
         ended, told = run(*command)
         assert ended == 1

@@ -29,9 +29,7 @@ def checksum(batch: Any, device: torch.device) -> Tensor:
         plain = leaf.detach().resolve_conj().resolve_neg()
         plain = torch.view_as_real(plain) if plain.is_complex() else plain
         # The bits as they are stored: in a sum of floats, infinities or huge values (masks) would hide the rest.
-        bits = (
-            plain.contiguous().flatten().view(_AS_INTEGERS[plain.element_size()]).to(device=device, dtype=torch.int64)
-        )
+        bits = plain.contiguous().flatten().view(_AS_INTEGERS[plain.element_size()]).to(device=device, dtype=torch.int64)
         # Each is multiplied by a hash of its position, so that another order gives another sum. All is modulo 2**64.
         position = torch.arange(1, len(bits) + 1, device=device) + (at << 40)
         position = (position ^ (position >> 15)) * 0x2C1B3C6D297A2D39

@@ -13,12 +13,7 @@ from lightning_seqpar.region import products
 
 
 def check_readers(loss: Tensor, record: ShardedModel) -> None:
-    """Refuse a loss that reads a sharded parameter, or one with a partial gradient, outside of what may (an L2 term).
-
-    Raises:
-        RuntimeError: naming the parameter and the operation that reads it.
-        PartialSumError: naming a module whose partial sum reaches the loss before it is reduced.
-    """
+    """Refuse a loss that reads a sharded parameter or one with a partial gradient past its layer (an L2 term), or a partial sum."""
     for region in record.regions:
         region.observers.loss_leaks.check(loss)
     compiled = record.graphs.node_types if record.graphs is not None else set()  # of our own blocks, each a node

@@ -83,9 +83,7 @@ def check_parameters_of_stages(record: ShardedModel, groups: ParallelGroups, dev
     nothing = torch.zeros((), dtype=torch.float64, device=device)  # what is not here has no memory, and is to get none
     with torch.no_grad():
         here = {name: local_rows(layout.parameter(name)) for name in shared if stage.holds(name)}
-        sums = torch.stack(
-            [here[name].sum(dtype=torch.float64).to(device) if name in here else nothing for name in shared]
-        )
+        sums = torch.stack([here[name].sum(dtype=torch.float64).to(device) if name in here else nothing for name in shared])
     held = torch.tensor([stage.holds(name) for name in shared], device=device)
     sums = sums.nan_to_num(1e300, 1e301, -1e301)  # numbers that differ from those of another stage
     if name := _first_apart(shared, torch.stack([sums, -sums]).masked_fill(~held, float("-inf")), groups["pp"]):

@@ -88,12 +88,8 @@ def _is_named(kind: type, path: str) -> bool:
     return _path(kind) == path or getattr(sys.modules.get(module), name, None) is kind
 
 
-_NO_UPDATE = {
-    *("__init__", "__repr__", "__getstate__", "__setstate__", "__reduce__", "__doc__", "__module__", "__qualname__"),
-    *("__annotations__", "__dict__", "__weakref__", "__parameters__", "__orig_bases__", "__firstlineno__"),
-    *("__static_attributes__", "elementwise", "zero_grad", "add_param_group", "state_dict", "load_state_dict"),
-}
-"""What a subclass of an optimizer may define and still update as that does."""
+_UPDATES = ("step", "_init_group", "_group_tensors_by_device_and_dtype")
+"""The methods by which torch's optimizers update."""
 
 
 def _leaves_alone(optimizer: Optimizer, known: Sequence[type]) -> bool:
@@ -102,16 +98,10 @@ def _leaves_alone(optimizer: Optimizer, known: Sequence[type]) -> bool:
     base = next((kind for kind in kinds if kind in (*known, _MockOptimizer)), None)
     if base is None:
         return False
-    updates = {name for kind in base.__mro__[:-1] for name in vars(kind)} - _NO_UPDATE
-
-    def own(kind: type, name: str) -> Any:
-        return inspect.unwrap(getattr(kind, name)) if callable(getattr(kind, name)) else getattr(kind, name)
-
     # torch gives each class a step of its own that wraps the inherited one.
-    return all(own(kind, name) is own(base, name) for kind in kinds[: kinds.index(base)] for name in updates)
+    made = ((getattr(kinds[0], name), getattr(base, name)) for name in _UPDATES if hasattr(base, name))
+    return all(inspect.unwrap(one) is inspect.unwrap(other) for one, other in made)
 
-
-# ---- the trial ---------------------------------------------------------------------------------------------------------
 
 _SHAPES = ((8,), (8, 6), (4, 6, 2), (4, 2, 6, 2))
 """Of the small tensors, by their number of dims; the first two dims are cut."""
@@ -121,27 +111,23 @@ _SCALES = (1.0, 100.0, 1e-3, 1.0, 10.0)
 
 def _check_elementwise(optimizer: Optimizer) -> None:
     """Step copies of an optimizer on small tensors, whole and in halves, by its own hyperparameters."""
-    name, why = _path(type(optimizer)), "it updates nothing"
-    for copied in (_copied, _made_anew):
-        try:
-            with torch.random.fork_rng(devices=[]):
-                alike = [_is_alike(optimizer, copied, dim) for dim in (0, 1)]
-        except Exception as error:  # of the optimizer's own code
-            why = f"{type(error).__name__}: {error}"
-            continue
-        if not all(alike):
-            raise ValueError(
-                f"{name} is not elementwise, though it is vouched for: a few steps on a small tensor and on its halves differ. "
-                f"Shards would change its result; use one of torch.optim's {_listed(ELEMENTWISE_OPTIMIZERS)}"
-            )
-        return
-    raise ValueError(
-        f"{name} is vouched for as elementwise, and can't be tried on small tensors ({why}); one that is elementwise needs "
-        f"nothing but parameters and gradients. Use one of torch.optim's {_listed(ELEMENTWISE_OPTIMIZERS)}"
-    )
+    name, use = _path(type(optimizer)), f"use one of torch.optim's {_listed(ELEMENTWISE_OPTIMIZERS)}"
+    try:
+        with torch.random.fork_rng(devices=[]):
+            alike = [_is_alike(optimizer, dim) for dim in (0, 1)]
+    except Exception as error:  # of the optimizer's own code
+        raise ValueError(
+            f"{name} is vouched for as elementwise, and can't be tried on small tensors ({type(error).__name__}: {error}); one "
+            f"that is elementwise needs nothing but parameters and gradients, and makes its state in its steps. Or {use}"
+        ) from None
+    if not all(alike):
+        raise ValueError(
+            f"{name} is not elementwise, though it is vouched for: a few steps on a small tensor and on its halves differ. "
+            f"Shards would change its result; {use}"
+        )
 
 
-def _is_alike(optimizer: Optimizer, copied: Callable[..., Optimizer], dim: int) -> bool:
+def _is_alike(optimizer: Optimizer, dim: int) -> bool:
     """Whether steps on halves along ``dim`` (of tensors that have it) give what steps on the whole do."""
     source = torch.Generator().manual_seed(3)
 
@@ -160,9 +146,10 @@ def _is_alike(optimizer: Optimizer, copied: Callable[..., Optimizer], dim: int) 
     trials = []
     for half in (None, 0, 1):
         held = [[nn.Parameter(cut(start, half).clone()) for start in group] for group in groups]
-        trials.append((half, [p for group in held for p in group], copied(optimizer, held)))
-        if callable(train := getattr(trials[-1][2], "train", None)):  # schedule-free ones step in that mode alone
+        copied = _copied(optimizer, held)
+        if callable(train := getattr(copied, "train", None)):  # schedule-free ones step in that mode alone
             train()
+        trials.append((half, [p for group in held for p in group], copied))
     limit = 1e-6 if all(start.dtype == torch.float64 for start in starts) else 1e-2
     moved = 0.0
     for scale in _SCALES:
@@ -207,22 +194,8 @@ def _copied(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) 
     memo: dict[int, Any] = {id(one.state): defaultdict(dict) for one in held}
     for one in held:
         memo |= {id(value): OrderedDict() for key, value in vars(one).items() if key.endswith("_hooks")}
-    groups = [
-        {**_rates(group), "params": [*own]} for group, own in zip(optimizer.param_groups, parameters, strict=True)
-    ]
+    groups = [{**_rates(group), "params": [*own]} for group, own in zip(optimizer.param_groups, parameters, strict=True)]
     memo |= {id(one.param_groups): groups for one in held}
     made: Optimizer = object.__new__(type(optimizer))
     vars(made).update({key: copy.deepcopy(value, memo) for key, value in vars(optimizer).items() if key != "step"})
-    return made
-
-
-def _made_anew(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
-    """An optimizer of the same class, called with the hyperparameters that its constructor takes."""
-    takes = inspect.signature(type(optimizer).__init__).parameters
-    given = {key: value for key, value in optimizer.defaults.items() if key in takes}
-    groups = [
-        {**{key: value for key, value in _rates(group).items() if key in takes}, "params": [*own]}
-        for group, own in zip(optimizer.param_groups, parameters, strict=True)
-    ]
-    made: Optimizer = type(optimizer)(groups, **given)
     return made

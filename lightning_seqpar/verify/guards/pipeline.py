@@ -84,9 +84,7 @@ def describe_bubble(micro_batches: int, pp: int, virtual_pp: int = 1) -> str:
         return f"{(pp - 1) / (virtual_pp * count + pp - 1):.0%}"
 
     told = f"pp={pp}" + f", virtual_pp={virtual_pp}" * (virtual_pp > 1)
-    told += (
-        f" with accumulate_grad_batches={micro_batches}: each stage waits {share(micro_batches)} of the time for others"
-    )
+    told += f" with accumulate_grad_batches={micro_batches}: each stage waits {share(micro_batches)} of the time for others"
     if micro_batches < pp:
         told += ", since there are fewer micro-batches than stages"
     if micro_batches < 4 * pp:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing as mp
 import os
 import pickle
@@ -12,7 +13,6 @@ import threading
 import traceback
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -69,27 +69,6 @@ class RankFailedError(AssertionError):
         return type(self), (self.failures, len(self.failures))
 
 
-def _tell(sender: Connection, good: bool, value: Any) -> None:
-    # By value: multiprocessing would share a tensor's memory with a process that is about to end.
-    sender.send_bytes(pickle.dumps((good, value)))
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call that processes make at once; each is handed this object."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    timeout: float
-    env: dict[str, str]
-    world_size: int = 1
-    store: str | None = None  # the file at which they meet as ranks; None where they are ranks of nothing
-
-    def __call__(self) -> Any:
-        return self.fn(*self.args, **self.kwargs)
-
-
 def _end_with_parent() -> None:
     """End this process and what it has started when its parent is gone, which a signal may have ended."""
     parent = mp.parent_process()
@@ -102,37 +81,44 @@ def _end_with_parent() -> None:
     threading.Thread(target=follow, name="follow-parent", daemon=True).start()
 
 
-def _rank_main(sender: Connection, rank: int, call: _Call) -> None:
-    """What a process of a call does: join the others if they are ranks, make the call, and tell the parent what came of it."""
+def _rank_main(
+    sender: Connection,
+    rank: int,
+    call: Callable[[], Any],
+    seconds: float,
+    world_size: int,
+    store: str | None,
+    env: dict[str, str],
+) -> None:
+    """Join the other ranks at ``store``, if there is one, make the call, and tell the parent what came of it."""
     os.setsid()  # so that what this rank starts (data workers) ends with it
     _end_with_parent()
-    os.environ.update(call.env)
+    os.environ.update(env)
     torch.set_num_threads(1)
     try:
-        if call.store is None:
-            _tell(sender, True, call())
-            return
-        world_size, timeout = call.world_size, timedelta(seconds=call.timeout)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), NODE_RANK="0")
-        meeting = FileStore(call.store, world_size)
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=timeout)
-        # A rank that fails at once would end while others still connect to it, and they would tell of that alone.
-        meeting.set(f"connected/{rank}", "")
-        meeting.wait([f"connected/{each}" for each in range(world_size)], timeout)
-        result = call()
-        dist.barrier()
-        _tell(sender, True, result)
-        dist.destroy_process_group()
+        if store is not None:
+            timeout = timedelta(seconds=seconds)
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), NODE_RANK="0")
+            meeting = FileStore(store, world_size)
+            dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=timeout)
+            # A rank that fails at once would end while others still connect to it, and they would tell of that alone.
+            meeting.set(f"connected/{rank}", "")
+            meeting.wait([f"connected/{each}" for each in range(world_size)], timeout)
+        # By value: multiprocessing would share a tensor's memory with a process that is about to end.
+        told = pickle.dumps((True, call()))
+        if store is not None:
+            dist.barrier()
     except BaseException as error:  # told to the parent, which raises
-        text = f"{type(error).__name__}: {error}"
-        _tell(sender, False, RankFailure(text, traceback.format_exc(), isinstance(error, ValueError)))
-    finally:
-        sender.close()
+        failure = RankFailure(f"{type(error).__name__}: {error}", traceback.format_exc(), isinstance(error, ValueError))
+        sender.send_bytes(pickle.dumps((False, failure)))
+    else:
+        sender.send_bytes(told)
+        if store is not None:
+            dist.destroy_process_group()
+    sender.close()
 
 
-def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any
-) -> list[Any]:
+def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on ``world_size`` gloo ranks and return what each returned, in rank order.
 
     The processes meet through a file (no ports to lose a race for), use one thread each, and see the environment
@@ -149,34 +135,33 @@ def run_distributed(
     with tempfile.TemporaryDirectory() as folder:
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port()), "OMP_NUM_THREADS": "1"}
         env |= loopback_only()
-        return _run(_Call(fn, args, kwargs, timeout, env, world_size, str(Path(folder, "store"))))
+        call = functools.partial(fn, *args, **kwargs)
+        return _run(call, timeout, env, world_size, str(Path(folder, "store")))
 
 
 def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> Any:
     """Call ``fn`` as :func:`run_distributed` does, in one process that is no rank of anything, and return what it returned."""
-    return _run(_Call(fn, args, kwargs, timeout, {"OMP_NUM_THREADS": "1"}))[0]
+    return _run(functools.partial(fn, *args, **kwargs), timeout, {"OMP_NUM_THREADS": "1"})[0]
 
 
-def _run(call: _Call) -> list[Any]:
-    """Let as many processes as a call asks for make it, and return their results, in rank order."""
+def _run(
+    call: Callable[[], Any], timeout: float, env: dict[str, str], world_size: int = 1, store: str | None = None
+) -> list[Any]:
+    """Let ``world_size`` processes make a call, and return their results, in rank order."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_seqpar.strategy"])
     procs, receivers = [], []
-    for rank in range(call.world_size):
+    for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
-        proc = context.Process(target=_rank_main, args=(sender, rank, call))
+        proc = context.Process(target=_rank_main, args=(sender, rank, call, timeout, world_size, store, env))
         proc.start()
         sender.close()
         procs.append(proc)
         receivers.append(receiver)
     patience = 0.0  # if this process is interrupted
     try:
-        results = _collect(receivers, procs, call.timeout)
+        results, failures = _collect(receivers, procs, timeout)
         patience = 5.0
-        return results
-    except RankFailedError:
-        patience = 5.0
-        raise
     finally:
         for proc in procs:
             proc.join(timeout=patience)
@@ -185,16 +170,15 @@ def _run(call: _Call) -> list[Any]:
                 with contextlib.suppress(ProcessLookupError):  # it had not got a session of its own yet
                     os.killpg(typing.cast("int", proc.pid), signal.SIGKILL)
                 proc.join()
+    if failures:
+        raise RankFailedError(failures, world_size)
+    return [results[rank] for rank in range(world_size)]
 
 
-def _how_it_died(status: int | None) -> str:
-    """What the exit status of a process says that ended without a word."""
-    if status is None or status >= 0:
-        return f"the process ended with {status}; what it said stands above"
-    return f"the process died: {signal.Signals(-status).name}"
-
-
-def _collect(receivers: list[Connection], procs: Sequence[BaseProcess], timeout: float) -> list[Any]:
+def _collect(
+    receivers: list[Connection], procs: Sequence[BaseProcess], timeout: float
+) -> tuple[dict[int, Any], dict[int, RankFailure]]:
+    """What each process returned, or how it failed, by rank."""
     results: dict[int, Any] = {}
     failures: dict[int, RankFailure] = {}
     open_ends = {receiver: rank for rank, receiver in enumerate(receivers)}
@@ -202,9 +186,7 @@ def _collect(receivers: list[Connection], procs: Sequence[BaseProcess], timeout:
         # Once a rank has failed the others only wait for it.
         ready = wait(list(open_ends), timeout=5.0 if failures else timeout)
         if not ready:
-            for rank in open_ends.values():
-                text = "did not end in time" if not failures else _WAITED
-                failures.setdefault(rank, RankFailure(text))
+            failures |= dict.fromkeys(open_ends.values(), RankFailure(_WAITED if failures else "did not end in time"))
             break
         for receiver in ready:
             assert isinstance(receiver, Connection)
@@ -213,11 +195,10 @@ def _collect(receivers: list[Connection], procs: Sequence[BaseProcess], timeout:
                 good, value = pickle.loads(receiver.recv_bytes())
             except EOFError:
                 procs[rank].join(timeout=5)
-                good, value = False, RankFailure(_how_it_died(procs[rank].exitcode))
-            if good:
-                results[rank] = value
-            else:
-                failures[rank] = value
-    if failures:
-        raise RankFailedError(failures, len(receivers))
-    return [results[rank] for rank in range(len(receivers))]
+                status = procs[rank].exitcode
+                text = f"the process ended with {status}; what it said stands above"
+                if status is not None and status < 0:
+                    text = f"the process died: {signal.Signals(-status).name}"
+                good, value = False, RankFailure(text)
+            (results if good else failures)[rank] = value
+    return results, failures

@@ -23,15 +23,13 @@ from lightning.pytorch.strategies import (
 from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.strategy.strategy import SeqParallelStrategy
 from lightning_seqpar.topology.grid import ProcessTopology
-from lightning_seqpar.trial.batches import TrialError
-from lightning_seqpar.trial.comparison import Sides
-from lightning_seqpar.trial.hints import Group, Wrong, group_first_wrong
-from lightning_seqpar.trial.ranks import RankFailedError, RankFailure, run_alone, run_distributed
-from lightning_seqpar.trial.training import AT_ONCE, Outcome, Trial, train_alone, train_on_ranks
 from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.comparison import ParityReport, Row
+from lightning_seqpar.verify.ranks import RankFailedError, RankFailure, run_alone, run_distributed
+from lightning_seqpar.verify.training import AT_ONCE, Outcome, Trial, train_alone, train_on_ranks
+from lightning_seqpar.verify.trial_comparison import Group, Sides, Wrong, group_first_wrong
+from lightning_seqpar.verify.trial_inputs import TrialError
 
 DType = Literal["float64", "float32"]
 
@@ -68,10 +66,8 @@ class Verification:
     @property
     def verdict(self) -> str:
         """One line."""
-        if self.status == "refused":
-            return f"REFUSED: {self.setting}: {self.message}"
-        if self.status == "failed":
-            return f"FAILED: {self.setting}: {self.message}"
+        if self.status in ("refused", "failed"):
+            return f"{self.status.upper()}: {self.setting}: {self.message}"
         if self.status == "right":
             worst = ParityReport(tuple(self.rows)).worst
             return (
@@ -158,6 +154,12 @@ def verify_parity(
     Raises:
         TrialError: for arguments that make no trial, or a module that one process can't train.
     """
+    for name, given in (
+        ("module_or_factory", module_or_factory),
+        ("reference", nn.Module if reference is None else reference),
+    ):
+        if not callable(given):  # a module is, too
+            raise TrialError(f"{name}={given!r} is neither a module nor a function that makes one; give one of them")
     strategy, alone, parallel = _strategies(config)
     if world_size is None:
         dp = parallel.dp if parallel is not None and isinstance(parallel.dp, int) else 1
@@ -170,10 +172,10 @@ def verify_parity(
         micro_batches = micro_batches or parallel.pp
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(
-            make=_maker(module_or_factory, "module_or_factory"),
-            reference=None if reference is None else _maker(reference, "reference"),
-            batch=_giver(batch),
-            second=_giver(second_batch),
+            make=_maker(module_or_factory),
+            reference=_maker(reference),
+            batch=_maker(batch),
+            second=_maker(second_batch),
             samples=samples,
             length=length,
             strategy=strategy,
@@ -185,35 +187,37 @@ def verify_parity(
             dtype=torch.float64 if dtype == "float64" else torch.float32,
             folder=folder,
         )
-        given = _pickled(trial)
+        sent = _pickled(trial)
         setting = _in_words(parallel, config, world_size)
-        whole, same_length, notes = _train_alone(given, replicas, timeout)
+        whole, same_length, notes = _train_alone(sent, replicas, timeout)
         try:
-            ranks = run_distributed(train_on_ranks, world_size, given, same_length, whole.casts > 0, timeout=timeout)
+            ranks = run_distributed(train_on_ranks, world_size, sent, same_length, whole.casts > 0, timeout=timeout)
         except RankFailedError as error:
             return _not_trained(error, setting, notes)
         first = ranks[0][0]
         if first.replicas != replicas:
-            whole, same_length, notes = _train_alone(given, first.replicas, timeout)
+            whole, same_length, notes = _train_alone(sent, first.replicas, timeout)
         sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp} if parallel is not None else {}
-        sizes |= {"dp": first.replicas}
         if parallel is None:
-            sizes = {"model-parallel": world_size // first.replicas, **sizes}
-        found, wrong = Sides(trial, whole, ranks, sizes).compare()
+            sizes["model-parallel"] = world_size // first.replicas
+        sizes["dp"] = first.replicas
+        sides = Sides(trial, whole, ranks, sizes)
+        found = sides.compare()
         if not found.ok and first.replicas > 1 and whole.parts > 1:
             # Losses that ranks make from what they gather, or divide by numbers of the whole batch, are those of the whole batch.
             with contextlib.suppress(RankFailedError):  # it takes no batch of that size
-                together = run_alone(train_alone, given, first.replicas, same_length, AT_ONCE, timeout=timeout)
+                together = run_alone(train_alone, sent, first.replicas, same_length, AT_ONCE, timeout=timeout)
                 if together.is_complete and not together.failed_length:
-                    other, others = Sides(trial, together, ranks, sizes, AT_ONCE).compare()
-                    found, wrong = (other, others) if other.ok else (found, wrong)
+                    others = Sides(trial, together, ranks, sizes, AT_ONCE)
+                    if (other := others.compare()).ok:
+                        found, sides = other, others
             if found.ok:
                 notes.append(
                     "replicas train as one process does that reads their parts together; it would do otherwise if it read them "
                     "as micro-batches (a loss that the ranks make from what they gather, or divide by a number of the whole batch)"
                 )
         status: Literal["right", "wrong"] = "right" if found.ok else "wrong"
-        return Verification(status, setting, list(found.rows), wrong, group_first_wrong(wrong), notes=notes)
+        return Verification(status, setting, list(found.rows), sides.wrong, group_first_wrong(sides.wrong), notes=notes)
 
 
 def assert_parity(
@@ -235,49 +239,46 @@ def assert_parity(
 
 def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], ParallelConfig | None]:
     """What makes the strategy of the ranks and that of one process, and the configuration if the strategy is ours."""
-    if isinstance(config, SeqParallelStrategy):
+    plain = functools.partial(copy.copy, "auto")
+    ours: Any = StrategyRegistry["seqpar"]["strategy"]  # whose module imports this package
+    if isinstance(config, ours):
         config = config.config
     if isinstance(config, str):
         known = StrategyRegistry.available_strategies()
         if config not in known:
-            raise TrialError(
-                f"config={config!r} is no strategy that Lightning knows; did you mean {nearest(config, known)}?"
-            )
+            raise TrialError(f"config={config!r} is no strategy that Lightning knows; did you mean {nearest(config, known)}?")
         entry = StrategyRegistry[config]
-        if entry["strategy"] is SeqParallelStrategy:
-            config = dict(entry["init_params"])
-        else:
+        if entry["strategy"] is not ours:
             _refuse_elsewhere(entry["strategy"], config)
             if entry["init_params"].get("start_method", "popen") != "popen":
                 raise TrialError(
                     f"config={config!r} starts the ranks itself, which a trial does; give 'ddp', which computes the same"
                 )
-            return functools.partial(_itself, config), functools.partial(_itself, "auto"), None
+            return functools.partial(copy.copy, config), plain, None
+        config = entry["init_params"]
     if config is None or isinstance(config, Mapping):
         config = ParallelConfig(**(config or {}))
     if isinstance(config, ParallelConfig):
-        return functools.partial(SeqParallelStrategy, config=config), functools.partial(_itself, "auto"), config
-    if isinstance(config, Strategy):
-        _refuse_elsewhere(type(config), config)
-        make: Callable[[], Any] = functools.partial(copy.deepcopy, config)
-        sharded = isinstance(config, ModelParallelStrategy)
-    elif callable(config):
+        return functools.partial(ours, config=config), plain, config
+    made, make = config, functools.partial(copy.deepcopy, config)
+    if not isinstance(config, Strategy):
+        if not callable(config):
+            raise TrialError(
+                f"config={config!r} is no strategy; give fields of ParallelConfig, a strategy of Lightning's, its registered name, "
+                "or a function that makes one"
+            )
+        make = config
         try:
             made = config()
         except Exception as error:  # of the user's code
             raise TrialError(f"config: the function raised {type(error).__name__}: {error}") from error
         if not isinstance(made, Strategy):
             raise TrialError(f"config: the function made {made!r}; it must make a strategy of Lightning's")
-        _refuse_elsewhere(type(made), made)
-        make, sharded = config, isinstance(made, ModelParallelStrategy)
-    else:
-        raise TrialError(
-            f"config={config!r} is no strategy; give fields of ParallelConfig, a strategy of Lightning's, its registered name, or "
-            "a function that makes one"
-        )
-    # A module that shards itself in configure_model asks for a mesh: in one process for one of one rank.
-    alone = functools.partial(ModelParallelStrategy, data_parallel_size=1, tensor_parallel_size=1)
-    return make, alone if sharded else functools.partial(_itself, "auto"), None
+    _refuse_elsewhere(type(made), made)
+    if isinstance(made, ModelParallelStrategy):
+        # A module that shards itself in configure_model asks for a mesh: in one process for one of one rank.
+        return make, functools.partial(ModelParallelStrategy, data_parallel_size=1, tensor_parallel_size=1), None
+    return make, plain, None
 
 
 def _refuse_elsewhere(kind: type, strategy: Any) -> None:
@@ -290,27 +291,10 @@ def _refuse_elsewhere(kind: type, strategy: Any) -> None:
         )
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _maker(module_or_factory: Any, name: str) -> Callable[[], nn.Module]:
-    """What makes the module anew, as often as it is called."""
-    if isinstance(module_or_factory, nn.Module):
-        return functools.partial(copy.deepcopy, module_or_factory)
-    if not callable(module_or_factory):
-        raise TrialError(
-            f"{name}={module_or_factory!r} is neither a module nor a function that makes one; give one of them"
-        )
-    made: Callable[[], nn.Module] = module_or_factory
-    return made
-
-
-def _giver(batch: Any) -> Callable[[], Any] | None:
-    """What gives a batch: a function as it is."""
-    if batch is None:
-        return None
-    return batch if callable(batch) and not isinstance(batch, Mapping | Sequence) else functools.partial(_itself, batch)
+def _maker(given: Any) -> Any:
+    """What makes a module or a batch anew: a function as it is, else a copy; None of nothing."""
+    is_function = callable(given) and not isinstance(given, nn.Module | Mapping | Sequence)
+    return given if given is None or is_function else functools.partial(copy.deepcopy, given)
 
 
 def _pickled(trial: Trial) -> bytes:
@@ -327,21 +311,17 @@ def _pickled(trial: Trial) -> bytes:
 def _train_alone(given: bytes, replicas: int, timeout: float) -> tuple[Outcome, bool, list[str]]:
     """Train in one process: what it did, whether the second batch is as long as the first, and notes."""
     notes: list[str] = []
-    same_length = False
     try:
         whole = run_alone(train_alone, given, replicas, False, timeout=timeout)
-        if whole.failed_length:
-            same_length = True
+        if same_length := bool(whole.failed_length):
             notes.append(
                 f"the second batch has the length of the first: the model itself takes no shorter one ({whole.failed_length})"
             )
             whole = run_alone(train_alone, given, replicas, True, timeout=timeout)
     except RankFailedError as error:
         failure = error.failures[0]
-        if failure.text.startswith(TrialError.__name__):
+        if failure.text.startswith(TrialError.__name__) or not failure.trace:  # without a trace it did not come to train
             raise TrialError(failure.message) from None
-        if not failure.trace:  # it did not come to train
-            raise TrialError(failure.text) from None
         raise TrialError(f"one process can't train this: {failure.text}") from error
     if len(set(whole.lengths)) == 1 and not notes:
         notes.append("the second batch has the length of the first: no sequence was found in it that could be cut")
@@ -365,8 +345,7 @@ def _refuse_empty(whole: Outcome) -> None:
             f"one process {what} in the first two batches, so there is nothing to compare; see that the module trains (a loss with "
             "a gradient, an optimizer with parameters)"
         )
-    finite = {"loss": whole.losses, "norm of the gradients": whole.norms}
-    for what, values in finite.items():
+    for what, values in (("loss", whole.losses), ("norm of the gradients", whole.norms)):
         for step, value in enumerate(values, start=1):
             if not math.isfinite(value):
                 raise TrialError(
@@ -399,17 +378,7 @@ def _in_words(parallel: ParallelConfig | None, config: Any, world_size: int) -> 
         return f"{made if isinstance(made, str) else type(made).__name__} on {world_size} ranks"
     topology = ProcessTopology.from_config(parallel, world_size)
     axes = [f"{axis} {size}" for axis in ("tp", "cp", "pp", "dp") if (size := topology.get_dim(axis)) > 1]
-    told = {
-        "tp",
-        "cp",
-        "pp",
-        "dp",
-        "order",
-        "self_check",
-        "check_every",
-        "timeout",
-        *(["sp"] if parallel.tp == 1 else []),
-    }
+    told = {"tp", "cp", "pp", "dp", "order", "self_check", "check_every", "timeout"} | ({"sp"} if parallel.tp == 1 else set())
     others = parallel.model_dump(exclude_defaults=True, exclude=told).items()
     fields = [f"{name}={value if isinstance(value, str | int | float) else '...'}" for name, value in others]
     return f"{', '.join([' × '.join(axes) or 'one rank', *fields])} on {world_size} ranks"

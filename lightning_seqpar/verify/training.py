@@ -22,7 +22,6 @@ import lightning as L
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -32,8 +31,11 @@ from lightning_seqpar.inference.examples import peek_batch, project
 from lightning_seqpar.inference.model_copy import default_dtype, move_weights
 from lightning_seqpar.parallel.grad_norm import global_grad_norm
 from lightning_seqpar.parallel.sharded_model import record_of
-from lightning_seqpar.trial.batches import (
+from lightning_seqpar.verify.comparison import norm_of
+from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight
+from lightning_seqpar.verify.trial_inputs import (
     Feed,
+    KeepFloat64,
     TrialError,
     length_of,
     make_batch,
@@ -41,10 +43,8 @@ from lightning_seqpar.trial.batches import (
     reverse_samples,
     shorten,
     split_samples,
+    switch_off_dropout,
 )
-from lightning_seqpar.trial.determinism import KeepFloat64, switch_off_dropout
-from lightning_seqpar.verify.comparison import norm_of
-from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight
 
 SEED = 20_260_101
 
@@ -83,8 +83,7 @@ class Trial:
 
     make: Callable[[], nn.Module]  # makes the module, without arguments
     reference: Callable[[], nn.Module] | None  # makes the one that a single process trains; None for the same
-    # makes the first batch, for all replicas together; None to make one up or to read the module's own
-    batch: Callable[[], Any] | None
+    batch: Callable[[], Any] | None  # makes the first one, of all replicas; None makes one up, or reads the module's
     second: Callable[[], Any] | None  # makes the second one; None for a shorter one of other samples
     samples: int  # samples of a micro-batch that is made up
     length: int | None  # positions of a sample that is made up
@@ -121,10 +120,8 @@ class Outcome:
     """What one process of a trial did; tensors are in files of the trial's folder, written by the first rank."""
 
     losses: list[float] = field(default_factory=list)  # of each step, averaged over replicas and micro-batches
-    # the global gradient norm of each step, as the strategy computes it
-    norms: list[float] = field(default_factory=list)
-    # of each step, the digest of every whole gradient on this rank
-    digests: list[dict[str, Digest]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)  # of each step, the global norm as the strategy computes it
+    digests: list[dict[str, Digest]] = field(default_factory=list)  # of each step, of every whole gradient on this rank
     weight_digests: dict[str, Digest] = field(default_factory=dict)  # of the weights after two steps
     replicas: int = 1  # how many replicas read batches of their own
     replica: int = 0  # the one of this rank
@@ -147,15 +144,41 @@ class TrialRecorder(ParityRecorder):
         self._grads: dict[str, Tensor | None] = {}
         self._written = 0
 
+    def fit(
+        self,
+        module: L.LightningModule,
+        strategy: Any,
+        devices: int,
+        batches: Callable[[int], Any],
+        ckpt: Path | None = None,
+    ) -> L.Trainer:
+        """Train a module on batches, from a checkpoint on if there is one."""
+        # ModelParallelStrategy refuses float64, which module and batches have without it too.
+        narrow = isinstance(strategy, ModelParallelStrategy) or self._trial.dtype is torch.float32
+        options = {
+            "accelerator": "cpu",
+            "devices": devices,
+            "strategy": strategy,
+            "precision": "32-true" if narrow else "64-true",
+            "max_epochs": 2,
+            "reload_dataloaders_every_n_epochs": 1,
+            "accumulate_grad_batches": self._parts,
+            "callbacks": [self],
+            "use_distributed_sampler": False,
+            "limit_val_batches": 0,
+            "num_sanity_val_steps": 0,
+        }
+        silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        trainer = L.Trainer(**{**options, **dict.fromkeys(silent, False), **self._trial.trainer})
+        trainer.fit(module, Feed(batches, self._parts), ckpt_path=None if ckpt is None else str(ckpt))
+        return trainer
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note the replicas."""
-        # What configure_model made has its dropout still.
-        switch_off_dropout(pl_module)
+        switch_off_dropout(pl_module)  # what configure_model made has its dropout still
         self.outcome.replicas, self.outcome.replica = replica_of(trainer.strategy)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         """Seed what the step draws by the number of its part, which is the same on both sides."""
         step, part = divmod(batch_idx, self._parts)
         seed = SEED + 1000 * (step + 2 * trainer.current_epoch) + self.outcome.replica * self._parts + part
@@ -170,33 +193,31 @@ class TrialRecorder(ParityRecorder):
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         number = self._of[id(optimizer)] = self._of.get(id(optimizer), 0) + 1
-        record = record_of(pl_module)
+        record, out = record_of(pl_module), self.outcome
         norm = None if record is None else float(global_grad_norm(parameters, record.layout, record.groups))
-        if len(self.outcome.digests) < number:
+        if len(out.digests) < number:
             self._write_gradients(trainer)
-            self.outcome.digests.append({})
-            self.outcome.norms.append(0.0)
+            out.digests.append({})
+            out.norms.append(0.0)
         keep: dict[str, Tensor | None] = {}
-        digests = self.outcome.digests[-1]
         for name, grad in each_gradient(pl_module, {id(parameter) for parameter in parameters}):
             if grad is not None:
-                digests[name] = Digest.of(name, grad)
+                out.digests[-1][name] = Digest.of(name, grad)
             if trainer.is_global_zero:
                 keep[name] = grad
-        self._grads.update(keep)
-        norm, before = norm_of(keep) if norm is None else norm, self.outcome.norms[-1]
+        self._grads |= keep
+        norm, before = norm_of(keep) if norm is None else norm, out.norms[-1]
         # Of several optimizers the largest; max() would forget one that is no number.
-        self.outcome.norms[-1] = before if math.isnan(before) or norm <= before else norm
+        out.norms[-1] = before if math.isnan(before) or norm <= before else norm
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep losses, and whether the step drew random numbers."""
         self.outcome.draws |= not torch.equal(self._drawn, torch.get_rng_state())
-        loss = outputs if isinstance(outputs, Tensor) else (outputs or {}).get("loss")
-        if loss is None:  # of a step that optimizes by itself, or skips
-            return
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        # There is none of a step that optimizes by itself, or skips.
+        if isinstance(outputs, Tensor) or (outputs or {}).get("loss") is not None:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave the weights."""
@@ -263,32 +284,6 @@ def quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _trainer(trial: Trial, strategy: Any, devices: int, recorder: Callback, accumulate: int) -> L.Trainer:
-    return L.Trainer(
-        **{
-            "accelerator": "cpu",
-            "devices": devices,
-            "strategy": strategy,
-            # It refuses float64, which module and batches have without it too.
-            "precision": "32-true"
-            if isinstance(strategy, ModelParallelStrategy) or trial.dtype is torch.float32
-            else "64-true",
-            "max_epochs": 2,
-            "reload_dataloaders_every_n_epochs": 1,
-            "accumulate_grad_batches": accumulate,
-            "callbacks": [recorder],
-            "use_distributed_sampler": False,
-            "limit_val_batches": 0,
-            "num_sanity_val_steps": 0,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            **trial.trainer,
-        }
-    )
-
-
 def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALONE) -> Outcome:
     """Train the module in this process, which reads the parts of all replicas; the outcome tells of a shorter batch that fails."""
     trial = read_trial(given)
@@ -304,13 +299,12 @@ def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALON
         for batch in batches:
             split_samples(batch, parts)  # what can't be dealt out is told before anything runs
         recorder = TrialRecorder(trial, side, parts)
-        trainer = _trainer(trial, trial.alone(), 1, recorder, parts)
         mode = KeepFloat64() if trial.dtype is torch.float64 else contextlib.nullcontext()
         outcome = recorder.outcome
         outcome.parts = parts
         try:
             with mode:
-                trainer.fit(module, Feed(lambda count: batches, parts))
+                recorder.fit(module, trial.alone(), 1, lambda count: batches)
         except Exception as error:
             if not outcome.digests or same_length or trial.second is not None:
                 raise
@@ -323,19 +317,16 @@ def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALON
 def train_on_ranks(given: bytes, same_length: bool, wide: bool) -> tuple[Outcome, Outcome]:
     """What the module does in two steps on this rank, and a fresh one that resumes from a checkpoint, in a third."""
     trial = read_trial(given)
-    checkpoint = Path(trial.folder, "trial.ckpt")
-    outcomes = []
+    checkpoint, outcomes = Path(trial.folder, "trial.ckpt"), []
     with quiet(), default_dtype(trial.dtype), KeepFloat64() if wide else contextlib.nullcontext():
         for resumed in (False, True):
             module = build(trial.make, trial.dtype)
             # The second time with other weights, so that only the checkpoint can bring the right ones.
             _load(module, trial.path("initial", "weights"), factor=1.5 if resumed else 1.0)
-            micro_batches = trial.micro_batches if module.automatic_optimization else 1
-            recorder = TrialRecorder(trial, "resumed" if resumed else "ranks", micro_batches, stops=not resumed)
-            trainer = _trainer(trial, trial.strategy(), dist.get_world_size(), recorder, micro_batches)
+            parts = trial.micro_batches if module.automatic_optimization else 1
+            recorder = TrialRecorder(trial, "resumed" if resumed else "ranks", parts, stops=not resumed)
             batches = functools.partial(make_batches, trial, module, same_length=same_length)
-            feed = Feed(batches, micro_batches)
-            trainer.fit(module, feed, ckpt_path=str(checkpoint) if resumed else None)
+            trainer = recorder.fit(module, trial.strategy(), dist.get_world_size(), batches, checkpoint if resumed else None)
             if not resumed:
                 trainer.save_checkpoint(checkpoint)
             outcomes.append(recorder.outcome)
@@ -357,12 +348,10 @@ def make_batches(trial: Trial, module: L.LightningModule, replicas: int, *, same
         )
     first = map_tensors(lambda one: one.to(trial.dtype) if one.is_floating_point() else one, first)
     turned = reverse_samples(first)
-    second = turned
     if trial.second is not None:
-        second = trial.second()
-    elif not same_length and (shorter := shorten(turned, trial.unit)) is not None:
-        second = shorter
-    return [first, second, turned]
+        return [first, trial.second(), turned]
+    shorter = None if same_length else shorten(turned, trial.unit)
+    return [first, turned if shorter is None else shorter, turned]
 
 
 def _load(module: nn.Module, file: Path, factor: float = 1.0) -> None:

@@ -1,15 +1,17 @@
-"""The batches of a trial run: three of them, dealt out over replicas and micro-batches as one process reads them in turn."""
+"""What both sides of a trial are given: batches dealt out over replicas and micro-batches, and models without chance."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
@@ -90,12 +92,9 @@ def make_batch(model: nn.Module, samples: int, length: int | None) -> Any:
     size = getattr(config, "image_size", None)
     if "pixel_values" in takes and size is not None:
         height, width = (size, size) if isinstance(size, int) else size
-        channels = getattr(config, "num_channels", 3)
-        return {
-            "pixel_values": torch.randn(samples, channels, height, width, generator=torch.Generator().manual_seed(1234))
-        }
-    example = getattr(model, "example_input_array", None)
-    if example is None:
+        shape = samples, getattr(config, "num_channels", 3), height, width
+        return {"pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(1234))}
+    if (example := getattr(model, "example_input_array", None)) is None:
         raise TrialError(
             "batch: nothing says what the model takes; give a batch (--batch package.module:function that returns one, or a YAML "
             "file with data), or set example_input_array on the module"
@@ -125,3 +124,44 @@ def replica_of(strategy: Any) -> tuple[int, int]:
     """How many replicas read batches of their own under a strategy, and which of them this rank is in."""
     told = getattr(strategy, "distributed_sampler_kwargs", None)
     return (told["num_replicas"], told["rank"]) if told else (1, 0)
+
+
+class KeepFloat64(TorchDispatchMode):
+    """A mode in which float64 activations stay so where the model's code casts them: norms and softmaxes of Hugging Face's."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.casts = 0  # how many were turned down
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if (
+            func is torch.ops.aten._to_copy.default
+            and kwargs.get("dtype") in (torch.float32, torch.bfloat16, torch.float16)
+            and isinstance(args[0], Tensor)
+            and args[0].dtype is torch.float64
+        ):
+            self.casts += 1
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Set numbers of modules, and of configurations that they hold, whose names speak of dropping, to zero."""
+    for holder in {id(one): one for one in _holders(model)}.values():
+        for name, value in list(vars(holder).items()):
+            drops = "drop" in name or (name == "p" and isinstance(holder, _DropoutNd))
+            if drops and isinstance(value, float) and 0 < value < 1:
+                setattr(holder, name, 0.0)
+
+
+def _holders(model: nn.Module) -> Iterator[Any]:
+    """The modules of a model, and the configurations that they hold: objects named ``config`` or ``hparams`` with attributes."""
+    for module in model.modules():
+        yield module
+        for name, value in vars(module).items():
+            if "config" in name.lower() and hasattr(value, "__dict__") and not isinstance(value, type):
+                yield value
+                yield from (one for one in vars(value).values() if type(one).__name__.endswith("Config"))
