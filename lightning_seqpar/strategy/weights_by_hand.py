@@ -1,18 +1,18 @@
 """Code of the user's that works on weights and gradients by hand: refused where it takes this rank's part for the whole.
 
 A sharded parameter and its gradient are plain tensors, of which each rank holds a part. In hooks, callbacks and steps what treats
-each element by itself (a product with a number, a clamp, an average with an older value) is right on parts. A norm, a maximum, an
-index or a row's mean is that of a part, and another one on each rank. A dispatch mode around the user's hooks follows which tensors
-are parts, and which are made of one part alone; the latter may be logged, and must change no weight and decide nothing.
+each element by itself (a product with a number, a clamp, an average with an older value) is right on parts. A norm, a maximum or a
+row's mean is that of a part, and another one on each rank. A dispatch mode around the user's hooks follows which tensors are parts,
+and which are made of one part alone; the latter may be logged, and must change no weight and decide nothing.
 """
 
 from __future__ import annotations
 
 import dis
+import math
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -30,7 +30,13 @@ from lightning_seqpar.layout.replica_rows import is_split, local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.strategy.refusals import NOT_THE_USERS
 
-_OTHER_HOOKS = ("batch_transfer", "batch_to_device", "_dataloader", "configure_optimizers", "configure_callbacks")
+_OTHER_HOOKS = (
+    "batch_transfer",
+    "transfer_batch_to_device",
+    "_dataloader",
+    "configure_optimizers",
+    "configure_callbacks",
+)
 """Ends of the names of hooks that see data, or the model as it is made."""
 _READ_NO_WEIGHTS = ("lightning_seqpar.", "lightning.")
 """Beginnings of the modules whose hooks change weights and gradients as they are on one process, or are refused elsewhere."""
@@ -40,6 +46,8 @@ _COPIES = {
 }
 """Operations that treat each element by itself, and that torch does not call pointwise."""
 _JOINS = {"cat", "stack"}
+_ACROSS = {"renorm", "renorm_"}
+"""Operations whose ``dim`` is the one along which they do not reduce."""
 _BY_ONE = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 _REMEDY = (
     "Do it where weights and gradients are whole, on all ranks: with lightning_seqpar.summoned(self): ... (the norm of the whole "
@@ -51,7 +59,21 @@ class _Part(NamedTuple):
     """A storage holds elements of parts."""
 
     name: str  # of the parameter
-    numel: int  # of one part; a view with fewer elements has an index, which is another one on other ranks; 0 for joined parts
+    stride: int  # distance in memory of neighbours along the sharded dim; 0 if elements lie in no known order
+    length: int  # how many indices of the sharded dim this rank has
+
+    def dims(self, x: Tensor) -> set[int] | None:
+        """The dims of a view of the storage that run along the sharded dim; None if the view has some of its indices alone."""
+        if not self.stride:
+            return {*range(x.ndim)}
+        if self.length == 1:
+            return {dim for dim in range(x.ndim) if x.shape[dim] == 1}
+        found, covered, span = set(), 1.0, self.stride * self.length
+        for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+            if stride % span and stride * (size - 1) >= self.stride:
+                found.add(dim)
+                covered *= size * min(stride, self.stride) / self.stride
+        return found if covered >= self.length else None
 
 
 class _Local(NamedTuple):
@@ -74,20 +96,27 @@ def _has_code(action: str, trainer: Trainer) -> bool:
     base: type = LightningModule if kind == "[LightningModule" else Callback
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     owners = [trainer.lightning_module] if base is LightningModule else [c for c in callbacks if c.state_key == owner]
-
-    def is_written(one: Any) -> bool:
-        own = getattr(type(one), hook, None)
-        # A subclass of the user's may be called by a hook of Lightning's.
-        known = own is getattr(base, hook, None) or all(
-            str(each.__module__).startswith(_READ_NO_WEIGHTS) for each in (own, type(one))
+    default = getattr(base, hook, None)
+    return not owners or any(
+        hook in vars(one)
+        or (
+            (own := getattr(type(one), hook, None)) is not default
+            # A subclass of the user's may be called by a hook of Lightning's.
+            and not all(str(each.__module__).startswith(_READ_NO_WEIGHTS) for each in (own, type(one)))
         )
-        return hook in vars(one) or not known
-
-    return not owners or any(is_written(one) for one in owners)
+        for one in owners
+    )
 
 
 class WeightWatch:
-    """Watches what the user's hooks and steps do with the parts of a sharded model."""
+    """Watches what the user's hooks and steps do with the parts of a sharded model.
+
+    Args:
+        record: of the model.
+
+    Attributes:
+        mode: the watch over the code of the user's that runs now; None for none.
+    """
 
     def __init__(self, record: ShardedModel) -> None:
         self.record = record
@@ -97,9 +126,13 @@ class WeightWatch:
         self._has_warned = False
         self._profiler: Profiler | None = None
 
+    # ---- where it watches --------------------------------------------------------------------------------------
+
     def begin(self, trainer: Trainer) -> None:
-        """Watch each hook that has code in it, around which Lightning calls its profiler, until :meth:`end`."""
-        # In every step: what changes weights in each hundredth might never do so where checks are due.
+        """Watch each hook that has code in it, around which Lightning calls its profiler, until :meth:`end`.
+
+        In every step: one that changes weights in each hundredth might never do so where checks are due, and nothing else sees it.
+        """
         profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
         usual = None if type(profiler) is PassThroughProfiler else profiler.profile
         self._profiler, vars(profiler)["profile"] = profiler, _Profile(self, trainer, usual).__getitem__
@@ -112,7 +145,15 @@ class WeightWatch:
 
     @contextmanager
     def watched(self, *, decides: bool, is_step: bool = False) -> Generator[None, None, None]:
-        """A context for code of the user's, which must not take a part for the whole (nor a number, if it ``decides``)."""
+        """A context manager for code of the user's.
+
+        Args:
+            decides: whether a number that the code reads is taken to decide something.
+            is_step: whether the code is a step, with a forward, where autograd knows what a loss reads.
+
+        Raises:
+            ValueError: for what takes a part for the whole; behind the code for what it has put in a parameter's place.
+        """
         if self.mode is not None:
             yield
             return
@@ -146,17 +187,16 @@ class WeightWatch:
             mode._known = None  # there may be other gradients than before
             self.mode = mode
 
-    def parameters(self) -> dict[str, Tensor]:
-        """The parameters that are not summoned."""
-        layout, summoned = self.record.layout, self.record.summoned
-        return {name: layout.parameter(name) for name in layout if name not in summoned}
+    # ---- what it knows -----------------------------------------------------------------------------------------
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """The parts over tp of the model's parameters, and of their gradients, by the parameter's name."""
-        for name, parameter in self.parameters().items():
-            # Within a step replicas that split it may have gathered it.
-            now = parameter if self.record.replicas is None else self.record.model.get_parameter(name)
-            yield from ((name, x) for x in (parameter, parameter.grad, now) if x is not None)
+        for name in self.record.layout:
+            if name not in self.record.summoned:
+                parameter = self.record.layout.parameter(name)
+                yield name, parameter
+                if parameter.grad is not None:
+                    yield name, parameter.grad
 
     def mark(self, x: Tensor, mark: _Mark) -> None:
         """Note what a tensor's storage holds."""
@@ -201,20 +241,23 @@ def _refusal(found: _Local, how: str) -> str:
 
 
 class _Profile(dict[str, AbstractContextManager[Any]]):
-    """The contexts of the actions that Lightning profiles, around those of the user's profiler (None for Lightning's default).
+    """The contexts of the actions that Lightning profiles; those in which nothing is to be done are kept.
 
-    Those in which nothing is to be done are kept.
+    Args:
+        usual: the user's profiler; None for Lightning's default, which enters a generator around each hook and does nothing in it.
     """
 
     def __init__(
         self, watch: WeightWatch, trainer: Trainer, usual: Callable[[str], AbstractContextManager[Any]] | None
     ) -> None:
         super().__init__()
-        self._watch, self._usual = watch, usual
-        self._has_code = cache(partial(_has_code, trainer=trainer))
+        self._watch, self._trainer, self._usual = watch, trainer, usual
+        self._has_code: dict[str, bool] = {}
 
     def __missing__(self, action: str) -> AbstractContextManager[Any]:
-        if self._has_code(action):
+        if (has_code := self._has_code.get(action)) is None:
+            has_code = self._has_code[action] = _has_code(action, self._trainer)
+        if has_code:
             watched = self._watch.watched(decides=action.endswith(".optimizer_step"))
             return watched if self._usual is None else self._both(self._usual(action), watched)
         if self._usual is None:
@@ -229,7 +272,11 @@ class _Profile(dict[str, AbstractContextManager[Any]]):
 
 
 class _Watched(TorchDispatchMode):
-    """One call of the user's code, watched, as :meth:`WeightWatch.watched` says."""
+    """One call of the user's code, watched, as :meth:`WeightWatch.watched` says.
+
+    Attributes:
+        found: what was made of one part first; None for nothing.
+    """
 
     def __init__(self, watch: WeightWatch, *, decides: bool, is_step: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -241,7 +288,7 @@ class _Watched(TorchDispatchMode):
         self._rows: dict[str, int] = {}  # of parameters that replicas split, the storages that they show
         self._numbers: list[tuple[Tensor, _Local]] = []
         self._read: _Local | None = None  # of which a number was read
-        self.found: _Local | None = None  # what was made of one part first
+        self.found: _Local | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -276,11 +323,12 @@ class _Watched(TorchDispatchMode):
             self._watch.forget(x for x in (whole, whole.grad) if x is not None)
         # A gradient may be replaced: a weak reference keeps another storage from getting the same number.
         self._homes, self._kept = {}, []
-        self._rows = {name: storage_id(x) for name, x in self._watch.parameters().items() if is_split(x)}
+        parameters = {name: layout.parameter(name) for name in layout if name not in record.summoned}
+        self._rows = {name: storage_id(x) for name, x in parameters.items() if is_split(x)}
         for name, x in self._watch.held():
-            rows = local_rows(x)
+            rows, shard = local_rows(x), layout[name].shard
             end = int((rows.storage_offset() + rows.numel()) * rows.element_size())
-            part = None if layout[name].shard is None else _Part(name, x.numel())
+            part = None if shard is None else _Part(name, x.stride(shard.dim), x.shape[shard.dim])
             self._kept.append(StorageWeakRef(rows.untyped_storage()))
             self._homes.setdefault(storage_id(rows), []).append((end, name, part))
         for homes in self._homes.values():
@@ -308,6 +356,8 @@ class _Watched(TorchDispatchMode):
             return known[1]
         return None if home is None else home[1]
 
+    # ---- one operation ---------------------------------------------------------------------------------------------
+
     def _follow(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Run an operation on something known, and note what it makes of it."""
         name = func._schema.name.partition("::")[2]
@@ -315,7 +365,6 @@ class _Watched(TorchDispatchMode):
             self._check_read(args[0])
             return func(*args, **given)
         out = func(*args, **given)
-        writes = func._schema.is_mutable
         is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
         if is_view and all(self._mark_of(x) is not None for x in _tensors([out])):
             return out  # rows of replicas may be gathered for it; then it has a storage of its own
@@ -328,21 +377,21 @@ class _Watched(TorchDispatchMode):
             count = len(lists[0])
             for at in range(count):
                 sources = [*(each[at] for each in lists if len(each) == count), *alone]
-                made = [sources[0]] if writes else [*_tensors(out[at : at + 1])]
-                self._note(func, name, args, sources, made)
+                self._note(func, name, args, given, sources, [*_tensors((out or ())[at : at + 1])])
         else:
-            made = _written(func, args, given) if writes else [*_tensors([out])]
-            self._note(func, name, args, [*_tensors((*args, *given.values()))], made)
-        if writes and self._read is not None:
+            self._note(func, name, args, given, [*_tensors((*args, *given.values()))], [*_tensors([out])])
+        if func._schema.is_mutable and self._read is not None:
             self._check_write(_written(func, args, given), None)
         return out
 
-    def _note(self, func: Any, name: str, args: Any, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Mark the tensors that an operation on ``sources`` made, or wrote to."""
-        result = self._result(func, name, args, sources, targets)
+    def _note(self, func: Any, name: str, args: Any, given: Any, sources: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Mark what an operation on ``sources`` made: ``made``, or what it wrote to."""
+        in_place = func._schema.is_mutable
+        targets = made if not in_place else [sources[0]] if name.startswith("_foreach_") else _written(func, args, given)
+        result = self._result(func, name, args, given, sources, targets)
         if result is None:
             return
-        if func._schema.is_mutable and isinstance(result, _Local):
+        if in_place and isinstance(result, _Local):
             if name in _BY_ONE and len(sources) == 2 and _value(sources[1]) == 1:
                 return
             self._check_write(targets, result)
@@ -352,60 +401,70 @@ class _Watched(TorchDispatchMode):
                 if target.numel() == 1:
                     self._numbers.append((target, result))
             elif self._mark_of(target) is None:
-                self._watch.mark(target, result)
+                rows = local_rows(target)
+                owns = rows.numel() * rows.element_size() == rows.untyped_storage().nbytes()
+                self._watch.mark(target, _laid_out(result, target) if owns else _Part(result[0], 0, 2))
 
-    def _result(self, func: Any, name: str, args: Any, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> _Mark | None:
-        """What an operation on ``sources`` makes of parts; None for nothing."""
-        parts = []
-        for x in sources:
-            mark = self._mark_of(x)
+    def _result(self, func: Any, name: str, args: Any, given: Any, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
+        """A :class:`_Local`, or a parameter's name and the dims of the result that run along its sharded dim; None for neither."""
+        marks = [(x, mark) for x in sources if (mark := self._mark_of(x)) is not None]
+        for _, mark in marks:
             if isinstance(mark, _Local):
                 return mark
-            if mark is not None:
-                parts.append((x, mark))
+        parts = [(x, mark, mark.dims(x)) for x, mark in marks if isinstance(mark, _Part)]
         if not parts or not targets:
             return None
         part = parts[0][1].name
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if is_random or any(x.numel() < mark.numel for x, mark in parts):
+        if is_random or any(dims is None for _, _, dims in parts):
             return self._made_local(part, name if is_random else "index", targets)
-        by_element = torch.Tag.pointwise in func.tags or name in _COPIES | _JOINS or _is_masked(name, args)
-        if name.startswith("_foreach_"):
-            by_element = name.rstrip("_") not in ("_foreach_norm", "_foreach_max")
-        if not by_element:
-            return self._made_local(part, name, targets)
-        rows = local_rows(targets[0])
-        is_whole = name not in _JOINS and rows.numel() * rows.element_size() == rows.untyped_storage().nbytes()
-        return _Part(part, targets[0].numel() if is_whole else 0)
+        ndim = targets[0].ndim
+        if torch.Tag.pointwise in func.tags or name in _COPIES or _is_masked(name, args):
+            found = [frozenset(ndim - x.ndim + dim for dim in dims or ()) for x, _, dims in parts]
+            return part, found[0] if len({*found}) == 1 else None
+        if name.startswith("_foreach_") and name.rstrip("_") not in ("_foreach_norm", "_foreach_max"):
+            return part, frozenset(parts[0][2] or ())
+        if name in _JOINS:
+            return part, None
+        x, _, dims = parts[0]
+        along = _dims_of(func, args, given, x)
+        if len(parts) == 1 and x is sources[0] and along is not None and dims is not None:
+            if name in _ACROSS:
+                along = {*range(x.ndim)} - along
+            if not along & dims:
+                gone = sorted(along) if ndim < x.ndim else []
+                return part, frozenset(dim - sum(one < dim for one in gone) for dim in dims)
+        return self._made_local(part, name, targets)
 
     def _made_local(self, part: str, name: str, targets: Sequence[Tensor]) -> _Local | None:
         """What code of the user's made of one part; None for code of others, which knows of parts."""
-        frame = _users_frame(sys._getframe(1))
+        frame = _users_frame(sys._getframe(1), self._watch.record.model)
         if frame is None:
             return None
         if name in ("any", "all") and _value(targets[0]) == (name == "all"):
             return None  # so it is for the whole, unless another rank finds another answer, and says so
-        names = [one.f_code.co_name for one, module in _frames(sys._getframe(1)) if module == _CLIPPING]
+        names = [one.f_code.co_name for one in _frames(sys._getframe(1)) if _module(one) == _CLIPPING]
         helper = [one for one in names if not one.startswith("_")][-1:]
         found = _Local(part, helper[0] if helper else f"'{name.removeprefix('linalg_').strip('_')}'", _shown(frame))
         self.found = self.found or found
         return found
 
+    # ---- what is refused -------------------------------------------------------------------------------------------
+
     def _check_write(self, targets: Iterable[Tensor], found: _Local | None) -> None:
         """Refuse what the user's code writes into a parameter or a gradient, if it is made of one part, or decided by one."""
         home = next((home[0] for home in map(self._home_of, targets) if home is not None), None)
-        if home is None or (frame := _users_frame(sys._getframe(1))) is None:
+        if home is None or (frame := _users_frame(sys._getframe(1), self._watch.record.model)) is None:
             return
         if found is not None:
             raise ValueError(_refusal(found, f"and {_shown(frame)} writes what it makes of it into {home}"))
         if self._read is not None:
-            how = f"reads it as a number, and {_shown(frame)} changes {home} behind that"
-            raise ValueError(_refusal(self._read, how))
+            raise ValueError(_refusal(self._read, f"reads it as a number, and {_shown(frame)} changes {home} behind that"))
 
     def _check_read(self, x: Tensor) -> None:
         """Look at a number that is read: it decides, or may do so."""
         mark = self._mark_of(x)
-        frame = _users_frame(sys._getframe(1), libraries=False)
+        frame = _users_frame(sys._getframe(1), self._watch.record.model, libraries=False)
         if mark is None or frame is None:
             return
         found = mark if isinstance(mark, _Local) else _Local(mark.name, "one element", _shown(frame))
@@ -438,6 +497,17 @@ def _value(x: Tensor, dtype: torch.dtype | None = None) -> float | None:
         return float(local_rows(x).to(x.dtype if dtype is None else dtype))
 
 
+def _laid_out(result: tuple[str, frozenset[int] | None], x: Tensor) -> _Part:
+    """How a tensor that owns its storage holds elements of parts."""
+    name, dims = result
+    if dims is None:
+        return _Part(name, 0, 2)
+    along = [dim for dim in dims if x.shape[dim] > 1]
+    if not along:
+        return _Part(name, 1, 1)
+    return _Part(name, min(x.stride(dim) for dim in along), math.prod(x.shape[dim] for dim in along))
+
+
 def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among arguments, which may be lists of them."""
     for arg in args:
@@ -455,6 +525,19 @@ def _written(func: Any, args: Any, given: Any) -> list[Tensor]:
     return [*_tensors(bound[name] for name in names if name in bound)]
 
 
+def _dims_of(func: Any, args: Any, given: Any, x: Tensor) -> set[int] | None:
+    """The dims along which an operation works; None if it does not name them."""
+    if func._schema.name.partition("::")[2] in ("index", "index_put", "index_put_"):
+        is_plain = all(one is None or (one.ndim == 1 and one.dtype != torch.bool) for one in args[1])
+        return {dim for dim, one in enumerate(args[1]) if one is not None} if is_plain else None
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dim", "dims"):
+            told = given.get(argument.name, args[at] if at < len(args) else argument.default_value)
+            told = [told] if isinstance(told, int) else told
+            return {dim % max(x.ndim, 1) for dim in told} if told else {*range(x.ndim)}
+    return None
+
+
 def _is_masked(name: str, args: Any) -> bool:
     """Whether elements are exchanged where a mask of the tensor's own shape says so."""
     if name not in ("index_put", "index_put_") or len(args[1]) != 1 or args[1][0] is None:
@@ -463,23 +546,29 @@ def _is_masked(name: str, args: Any) -> bool:
     return bool(mask.dtype == torch.bool and mask.shape == args[0].shape and args[2].numel() == 1)
 
 
+# ---- frames ------------------------------------------------------------------------------------------------------------
+
 _CLIPPING = "torch.nn.utils.clip_grad"
 _RUNS = ("lightning.pytorch.loops", "lightning.pytorch.trainer", "lightning.pytorch.strategies")
 """Modules of Lightning that call the user's code."""
 _TRANSPARENT = {*sys.stdlib_module_names, *NOT_THE_USERS} - {"lightning_seqpar"}
 
 
-def _frames(frame: FrameType | None) -> Iterator[tuple[FrameType, str]]:
-    """The frames from one outwards, each with the name of its module."""
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        yield frame, str(frame.f_globals.get("__name__") or "")
+        yield frame
         frame = frame.f_back
 
 
-def _users_frame(start: FrameType, *, libraries: bool = True) -> FrameType | None:
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__") or "")
+
+
+def _users_frame(start: FrameType, model: nn.Module, *, libraries: bool = True) -> FrameType | None:
     """The user's innermost frame, if that works on weights by hand; None in a module's forward, a backward or an optimizer."""
     user = None
-    for frame, module in _frames(start):
+    for frame in _frames(start):
+        module = _module(frame)
         package = module.partition(".")[0]
         if module == __name__:
             continue
