@@ -91,7 +91,7 @@ class ColumnGroup:
             made.append(one)
         for column in self._all:
             del column.__dict__[_MADE]
-        return whole, [*self._all], made, functools.partial(gather_again, *again)
+        return whole, [*self._all], made, functools.partial(gather_again, *again, again[1][0]._version)
 
     def close(self, name: str, *, aborted: bool) -> None:
         """The module ``name`` returned, or raised: what no column has taken is let go of.

@@ -157,9 +157,14 @@ def kept_of(x: Tensor, *, traced: bool = False) -> Kept:
     return call.x, call
 
 
-def gather_again(tokens: Tokens, kept: Kept) -> Tensor:
-    """What was gathered, made again."""
+def gather_again(tokens: Tokens, kept: Kept, version: int) -> Tensor:
+    """What was gathered, made again of what had that version."""
     tensor, norm = kept
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: what column linears "
+            "were given, or the norm in front of them (x += ...); write the change as a new tensor"
+        )
     return tokens.start_gather(tensor if norm is None else norm.run(tensor), async_op=False).wait()
 
 
