@@ -27,13 +27,13 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 
 class Function(torch.autograd.Function):
-    """torch's own, whose ``apply`` goes straight to the engine: torch's walks over the arguments for functorch, at each call."""
+    """torch's own, with another ``apply`` that goes straight to the engine: torch's walks over all arguments for functorch."""
 
     @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """The outputs of ``forward``."""
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)  # type: ignore[no-untyped-call]
+    def applied(cls, *args: Any, traced: bool = False) -> Any:
+        """The outputs of ``forward``; in a graph (``traced``) as torch applies it, which is what dynamo knows."""
+        if traced or torch._C._are_functorch_transforms_active():
+            return cls.apply(*args)  # type: ignore[no-untyped-call]
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 

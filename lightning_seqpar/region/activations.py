@@ -78,7 +78,7 @@ def _is_repeatable(module: nn.Module, forward: Callable[[Tensor], Any], x: Tenso
     noted = vars(module).keys() != before.keys() or any(vars(module)[name] is not value for name, value in before.items())
     vars(module).clear()
     vars(module).update(before)
-    if type(first) is not Tensor or drew or noted or not torch.equal(first.nan_to_num(), second.nan_to_num()):
+    if type(first) is not Tensor or drew or noted or not torch.equal(*[one.detach().nan_to_num() for one in (first, second)]):
         return False
     own = {id(one) for one in (given, *module._parameters.values())}
     leaves = [leaf_of(node) for node in reach(first.grad_fn)]
@@ -189,7 +189,7 @@ def hold(x: Tensor, frame: Frame) -> tuple[Tensor, Any]:
     if frame.span is None or not x.requires_grad:
         return x, None
     (behind_row, count), frame.span = frame.span, None
-    x = Hold.apply(x)
+    x = Hold.applied(x)
 
     def keep(tensor: Tensor) -> tuple[Tensor, int]:
         if count is not None:

@@ -65,7 +65,7 @@ class ColumnGroup:
                 parameters += weight, own["bias"]
         whole: Tensor
         kept = kept_of(x, traced=tokens.traced) if regather else None
-        whole, *made = Products.apply((tokens, kept, transposed, dtype), x, *parameters)
+        whole, *made = Products.applied((tokens, kept, transposed, dtype), x, *parameters, traced=tokens.traced)
         if joined:
             hand_out(joined, whole, made, hooks, dtype)
         if not tokens.traced:

@@ -249,11 +249,11 @@ class Products(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        how: tuple[Tokens | None, Kept | None, Sequence[bool], torch.dtype | None],
-        x: Tensor,
-        *parameters: Tensor | None,
+        ctx: Any, how: tuple[Tokens | None, Kept | None, Sequence[bool], torch.dtype | None], *tensors: Tensor | None
     ) -> Any:
+        # In one tuple, x in front: of a function with as many names as arguments dynamo thinks that it takes no ctx.
+        x, *parameters = tensors
+        assert x is not None
         tokens, kept, transposed, dtype = how
         ctx.set_materialize_grads(False)
         whole = x
@@ -296,7 +296,7 @@ class Products(Function):
         if kept is not None and ctx.gathers_again:
             again = kept if ctx.norm is None else ctx.norm.run(kept)
             if tokens.traced and tokens.sp:
-                again = behind(again, outer[read[0]])
+                again = behind(again, outer[read[0]])  # type: ignore[arg-type]
             again = tokens.start_gather(again)
         pending: Any = None
         own = False  # the gradient of other readers is not changed in place

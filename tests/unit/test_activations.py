@@ -79,7 +79,7 @@ class Reading(RMSNorm):
 @sees(
     "a norm that draws or counts runs again",
     "_is_repeatable",
-    "if type(first) is not Tensor or drew or noted or not torch.equal(first.nan_to_num(), second.nan_to_num()):",
+    "if type(first) is not Tensor or drew or noted or not torch.equal(*[one.detach().nan_to_num() for one in (first, second)]):",
     "if type(first) is not Tensor:",
 )
 @sees(
