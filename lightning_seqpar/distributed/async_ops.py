@@ -108,7 +108,7 @@ class PendingGather:
                 self._work.wait()
             out = self._out
             if self._stacked is not None:
-                out = out.view(self._stacked).movedim(0, dim).flatten(dim, dim + 1)
+                out = out.view(self._stacked).movedim(0, dim).flatten(dim, dim + 1).contiguous()
         if self._length is not None and self._length != out.shape[dim]:
             out = out.narrow(dim, 0, self._length).contiguous()
         return out.flatten(0, 1) if self._flat else out

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
@@ -26,13 +27,13 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 
 class Function(torch.autograd.Function):
-    """torch's own, whose ``apply`` goes straight to the engine: torch's walks over the arguments for functorch, at each call."""
+    """torch's own, with another ``apply`` that goes straight to the engine: torch's walks over all arguments for functorch."""
 
     @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """The outputs of ``forward``."""
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)  # type: ignore[no-untyped-call]
+    def applied(cls, *args: Any, traced: bool = False) -> Any:
+        """The outputs of ``forward``; in a graph (``traced``) as torch applies it, which is what dynamo knows."""
+        if traced or torch._C._are_functorch_transforms_active():
+            return cls.apply(*args)  # type: ignore[no-untyped-call]
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
@@ -234,6 +235,7 @@ class GivenAway:
     """A tensor that was given away as a copy where torch gives a view: a change of it in place must not be lost."""
 
     def __init__(self, copy: Tensor) -> None:
+        self._memory = StorageWeakRef(copy.untyped_storage())
         self._counter: Tensor | None = None
         if not copy.is_inference():  # which counts no changes
             self._counter = copy.detach()  # shares the count of changes in place ...
@@ -244,6 +246,11 @@ class GivenAway:
     def is_changed(self) -> bool:
         """Whether the copy was changed in place since."""
         return self._counter is not None and self._counter._version != self._version
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody has the copy, or a view of it."""
+        return not self._memory.expired()
 
 
 def selective_checkpoint_caches() -> list[Tensor]:

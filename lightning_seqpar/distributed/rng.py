@@ -151,7 +151,7 @@ def _advance(generator: torch.Generator) -> None:
         generator.set_offset(generator.get_offset() + 4)  # as a draw would, without a kernel
         return
     with unseen():  # not a draw of the model, so no check may see it
-        torch.rand(1, dtype=torch.float32, generator=generator)
+        torch.rand(1, dtype=torch.float32, generator=generator, device=generator.device)
 
 
 def torch_states() -> list[Tensor]:

@@ -31,7 +31,7 @@ class _Projections(ColumnGroup):
         kept = kept_of(x, traced=tokens.traced) if regather else None
         how = tokens, kept, (False,) * len(self._pairs), autocast_dtype(x)
         parameters = [one for pair in self._pairs for one in pair]
-        whole, *self._made = Products.apply(how, x, *parameters)
+        whole, *self._made = Products.applied(how, x, *parameters, traced=tokens.traced)
         return whole
 
     def of(self, whole: Tensor) -> list[Tensor]:

@@ -154,7 +154,8 @@ class ColumnParallelLinear(_ParallelLinear):
                 region.inner_streams.begin()
 
     def _multiplied(self, x: Tensor) -> Tensor:
-        out: Tensor = Products.apply((None, None, (self.transposed,), autocast_dtype(x)), x, self.weight, self.bias)
+        how = None, None, (self.transposed,), autocast_dtype(x)
+        out: Tensor = Products.applied(how, x, self.weight, self.bias, traced=self.region.frames.traced)
         return out
 
 
@@ -195,13 +196,15 @@ class RowParallelLinear(_ParallelLinear):
         region = self.region
         try:
             if self.leaves_partial:
-                partial: Tensor = Products.apply((None, None, (self.transposed,), autocast_dtype(x)), x, self.weight, None)
+                alone = None, None, (self.transposed,), autocast_dtype(x)
+                partial: Tensor = Products.applied(alone, x, self.weight, None, traced=region.frames.traced)
             else:
                 tokens = region.path.row_tokens((*x.shape[:-1], self.out_features), self.full_name)
                 weight, frame, held = self._parameters.get("weight"), region.frames.current, None
                 if frame.span is not None:
                     x, held = hold(x, frame)
-                out: Tensor = Row.apply((tokens, self.transposed, held), x, self.weight if weight is None else weight)
+                how = tokens, self.transposed, held
+                out: Tensor = Row.applied(how, x, self.weight if weight is None else weight, traced=tokens.traced)
         except BaseException:  # also what stops an activation checkpoint's recomputation, once it has all tensors
             if not region.sp:
                 region.inner_streams.end()

@@ -113,6 +113,11 @@ class ShardedLogits(Tensor):
     def _write(self, change: Callable[[Tensor], Any]) -> Any:
         """Change the whole logits in place (collective over tp), and return what the operation does."""
         whole = self.whole()
+        if any(one.is_held for one in self._memory.copies):
+            raise RuntimeError(
+                "logits that are sharded by vocabulary are changed in place while a view of them is held, which is a copy and "
+                "would not change with them. Write logits = logits.whole() first (on all ranks)"
+            )
         if self._changed is None:
             self._memory.changed = weakref.ref(self)
             whole = self._changed = whole.clone()

@@ -26,7 +26,6 @@ from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
-from lightning_seqpar.parallel.context import average_gradients
 from lightning_seqpar.parallel.fsdp_units import units_of
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.sharded_model import ShardedModel
@@ -356,13 +355,17 @@ class FullySharded:
         Those without one here, or anywhere, get zeros, until :meth:`drop_unused` takes away what nobody has used.
         """
         asked = None if parameters is None else {id(parameter) for parameter in parameters}
+        group = self._record.groups[self._record.groups.mean_axes]
         for name, parameter in self.whole.items():
             if parameter.requires_grad and (asked is None or id(parameter) in asked):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 else:
                     self._used.add(name)
-                average_gradients([parameter], self._record.groups[self._record.groups.mean_axes])
+                with torch.no_grad():
+                    total = parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32))
+                    dist.all_reduce(total, group=group)
+                    parameter.grad.copy_(total / group.size())
 
     # ---- the way back ----------------------------------------------------------------------------------------
 

@@ -111,12 +111,13 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
 
     def comparison() -> None:
         gaps = {}
-        for what, low, high, dtype in zip(names, *spread.read(), dtypes, strict=True):
+        for index, (low, high, dtype) in enumerate(zip(*spread.read(), dtypes, strict=True)):
             if high > 0:
                 gap = (high - low) / high
-                gaps[what] = gap if gap > tolerance(dtype) else 0.0
-        name, reason = worst = max(gaps, key=gaps.__getitem__, default=("", ""))
+                gaps[index] = gap if gap > tolerance(dtype) else 0.0
+        worst = max(gaps, key=gaps.__getitem__, default=0)
         if gaps and gaps[worst] > 0:
+            name, reason = names[worst]
             raise RuntimeError(
                 f"{name}: every rank holds it whole, but the gradients that reach the optimizer differ across tp by "
                 f"{gaps[worst]:.1e} (laid out as: {reason}). {_why_apart_over_tp([*gaps.values()])}"

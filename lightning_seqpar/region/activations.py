@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_seqpar.context.seq_part import Place, SeqPart, local_of
 from lightning_seqpar.distributed.autograd import (
     NO_BACKWARD,
-    Function,
     current_backward,
     in_backward,
-    once_differentiable,
+    leaf_of,
+    reach,
     saved_tensor_hooks,
     saved_tensor_hooks_allowed,
     set_grad_enabled,
@@ -66,18 +66,23 @@ def _may_run_again() -> bool:
 
 
 def _is_repeatable(module: nn.Module, forward: Callable[[Tensor], Any], x: Tensor) -> bool:
-    """Whether a norm gives the same for the same input: torch's own, or one that is tried, and draws and notes nothing."""
+    """Whether a norm gives the same for the same input: torch's own, or one that is tried, and draws, notes and reads nothing."""
     if type(module).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward) or isinstance(x, FakeTensor) or x.is_meta:
         return True
-    before = dict(vars(module))
-    with kept_streams(), torch.no_grad():
+    before, given = dict(vars(module)), x.detach().requires_grad_()
+    uncounted = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with kept_streams(), torch.enable_grad(), uncounted:
         states = torch_states()
-        first, second = forward(x), forward(x)
+        first, second = forward(given), forward(given)
         drew = drawn_since(states)
     noted = vars(module).keys() != before.keys() or any(vars(module)[name] is not value for name, value in before.items())
     vars(module).clear()
     vars(module).update(before)
-    return type(first) is Tensor and not (drew or noted) and torch.equal(first.nan_to_num(), second.nan_to_num())
+    if type(first) is not Tensor or drew or noted or not torch.equal(*[one.detach().nan_to_num() for one in (first, second)]):
+        return False
+    own = {id(one) for one in (given, *module._parameters.values())}
+    leaves = [leaf_of(node) for node in reach(first.grad_fn)]
+    return all(leaf is None or id(leaf) in own for leaf in leaves)  # of another one the gradient would be lost
 
 
 class RecomputedNorm:
@@ -102,45 +107,78 @@ class RecomputedNorm:
         if type(self.module).forward is nn.LayerNorm.forward:
             out = forward(x)
         else:
-            parameters = [p for p in self.module._parameters.values() if p is not None]
-            out = _NormAgain.apply((call, self.module), x, *parameters)
+            again, count = _NormAgain(call, x.requires_grad), saved_counter()
+            if count is not None:  # somebody counts what is kept
+                count(x)
+            with torch.autograd.graph.saved_tensors_hooks(again.keep, again.take):
+                out = forward(x)
         if type(out) is Tensor and out is not x:
             call.note(out)
         return out
 
 
-class _NormAgain(Function):
-    """A norm that keeps its input alone: ``[..., h]`` → ``[..., h]``. Its backward runs it once more, with a graph."""
+class _Enough(BaseException):
+    """All that a call kept was made again."""
 
-    @staticmethod
-    def forward(ctx: Any, how: tuple[NormCall, nn.Module], x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.module = how
-        ctx.save_for_backward(x, *parameters)
-        return how[0].run(x)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad
-        found: list[Tensor | None] = [None] * len(needs)
-        if grad is None:
-            return tuple(found)
-        # Leaves of its own: hooks of the parameters fire where their gradients arrive, and not here, too.
-        inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needs[1:], strict=True)]
-        held = ctx.module._parameters
-        own = dict(held)
-        held.update(zip([name for name, p in own.items() if p is not None], inputs[1:], strict=True))
-        try:
-            out = ctx.call.run(inputs[0], graph=True)
-        finally:
-            held.update(own)
-        if out.requires_grad:
-            wanted = [at for at, need in enumerate(needs) if need]
-            grads = torch.autograd.grad(out, [inputs[at - 1] for at in wanted], grad, allow_unused=True)
-            for at, one in zip(wanted, grads, strict=True):
-                found[at] = one
-        return tuple(found)
+class _Again:
+    """What a call keeps for its backward: where that asks for it, the call runs again until it has kept as much."""
+
+    def __init__(self) -> None:
+        self._shapes: list[torch.Size] = []  # of what was kept, in order
+        self._remade: dict[int, Tensor] = {}
+        self._task = NO_BACKWARD
+
+    def keep(self, tensor: Tensor) -> int:
+        """The hook that is given what is kept."""
+        self._shapes.append(tensor.shape)
+        return len(self._shapes) - 1
+
+    def take(self, at: int) -> Tensor:
+        """The hook that is asked for it."""
+        task = current_backward()
+        if self._task != task or at not in self._remade:
+            self._task, self._remade = task, {}
+            enabled = torch.is_grad_enabled()
+            set_grad_enabled(True)
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(self._keep_again, _refuse):
+                    self.run_again()
+            except _Enough:
+                return self._remade.pop(at)
+            finally:
+                set_grad_enabled(enabled)
+            raise RuntimeError(_DIFFERS.format("fewer tensors", len(self._shapes)))
+        return self._remade.pop(at)
+
+    def _keep_again(self, tensor: Tensor) -> None:
+        at = len(self._remade)
+        if tensor.shape != self._shapes[at]:
+            raise RuntimeError(_DIFFERS.format(list(tensor.shape), list(self._shapes[at])))
+        self._remade[at] = tensor.detach()
+        if at + 1 == len(self._shapes):
+            raise _Enough
+
+    def run_again(self) -> None:
+        """Run the call once more, on tensors without history."""
+        raise NotImplementedError
+
+
+class _NormAgain(_Again):
+    """A call of a norm, ``[..., h]`` → ``[..., h]``, of which the input alone is kept."""
+
+    def __init__(self, call: NormCall, requires_grad: bool) -> None:
+        super().__init__()
+        self._call, self._requires_grad = call, requires_grad
+
+    def run_again(self) -> None:
+        """From the input."""
+        if self._call.x._version != self._call.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the input of a "
+                "norm, which its backward reads; write the change as a new tensor"
+            )
+        self._call.run(self._call.x.detach().requires_grad_(self._requires_grad), graph=True)
 
 
 def hold(x: Tensor, frame: Frame) -> tuple[Tensor, Any]:
@@ -151,7 +189,7 @@ def hold(x: Tensor, frame: Frame) -> tuple[Tensor, Any]:
     if frame.span is None or not x.requires_grad:
         return x, None
     (behind_row, count), frame.span = frame.span, None
-    x = Hold.apply(x)
+    x = Hold.applied(x)
 
     def keep(tensor: Tensor) -> tuple[Tensor, int]:
         if count is not None:
@@ -222,11 +260,7 @@ class RecomputedSpan:
         return self.own if self.own is not None else types.MethodType(type(self.module).forward, self.module)
 
 
-class _Enough(BaseException):
-    """All that a call kept was made again."""
-
-
-class _SpanCall:
+class _SpanCall(_Again):
     """One call of such a module. Where the backward asks for what it kept in front of the row, it runs again up to there.
 
     Args:
@@ -240,27 +274,26 @@ class _SpanCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
+        super().__init__()
         self._span, self._args, self._kwargs = span, args, kwargs
         self._whole: Tensor | None
         self._whole, self._columns, self._made, self._again = found
+        self._whole_id = id(self._whole)
         self._dtype = autocast_dtype(self._whole)
         self._lengths = span.region.frames.lengths()
         assert span.attributes is not None
         self._attributes, self._values = span.attributes, span.attributes.read()
         self._count = saved_counter()  # of somebody who counts what is kept
-        self._shapes: list[torch.Size] = []  # of what was kept, in order
-        self._remade: dict[int, Tensor] = {}
-        self._task = NO_BACKWARD
 
     def first(self, *, copies: bool) -> tuple[Any, bool]:
         """Run the module, on ``copies`` of what the columns made; returns its output, and whether it changed one of them."""
         whole, made, self._copies = self._whole, self._made, copies
         assert whole is not None
-        self._versions = [one._version for one in made]
+        self._versions = self._read()
         if copies:
             made = [one.clone() for one in made]
         before = SavedStreams()
-        with torch.autograd.graph.saved_tensors_hooks(self._keep, self._take):
+        with torch.autograd.graph.saved_tensors_hooks(self.keep, self.take):
             out = self._run(whole, made, self._args, self._kwargs)
         self._before = before if before.have_moved() else None
         # What was gathered is let go of; the other arguments are kept, as what the columns made is.
@@ -273,6 +306,12 @@ class _SpanCall:
                 if isinstance(one, Tensor):
                     self._count(local_of(one))
         return out, copies and any(one._version for one in made)
+
+    def _read(self) -> list[int]:
+        """The versions of the tensors that it reads, but for what was gathered."""
+        others = (*self._args, *self._kwargs.values(), *self._values.values())
+        read = [local_of(one) for one in (*self._made, *others) if isinstance(one, Tensor)]
+        return [one._version for one in read if id(one) != self._whole_id]
 
     def _run(self, whole: Tensor, made: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the module, up to its row if what is kept was counted."""
@@ -291,34 +330,14 @@ class _SpanCall:
             return value
         return _Whole(value.place if isinstance(value, SeqPart) else None)
 
-    def _keep(self, tensor: Tensor) -> int:
-        """The hook that is given what is kept."""
-        self._shapes.append(tensor.shape)
-        return len(self._shapes) - 1
-
-    def _take(self, at: int) -> Tensor:
-        """The hook that is asked for it."""
-        task = current_backward()
-        if self._task != task or at not in self._remade:
-            self._task, self._remade = task, {}
-            self._run_again()
-        return self._remade.pop(at)
-
-    def _run_again(self) -> None:
-        if self._versions != [one._version for one in self._made]:
+    def run_again(self) -> None:
+        """From what the columns made, up to the row."""
+        if self._versions != self._read():
             raise RuntimeError(
-                f"{self._span.region.name}: an output of a column linear was modified by an inplace operation behind the MLP that "
-                "made it, and its backward needs it as it was; write the change as a new tensor, or use recompute='none'"
+                f"{self._span.region.name}: an output of a column linear, or another tensor that an MLP reads, was modified by an "
+                "inplace operation since, and its backward needs it as it was; write the change as a new tensor, or use "
+                "recompute='none'"
             )
-        wanted, remade = self._shapes, self._remade
-
-        def keep(tensor: Tensor) -> None:
-            if tensor.shape != wanted[len(remade)]:
-                raise RuntimeError(_DIFFERS.format(list(tensor.shape), list(wanted[len(remade)])))
-            remade[len(remade)] = tensor.detach()
-            if len(remade) == len(wanted):
-                raise _Enough
-
         whole = later(self._like, self._shape, self._again, requires_grad=self._requires_grad)
 
         def given(value: Any) -> Any:
@@ -330,27 +349,21 @@ class _SpanCall:
         now = SavedStreams() if self._before is not None or streams.draws else None
         values = attributes.read()
         outer = frames.begin_repeat(self._lengths)
-        enabled = torch.is_grad_enabled()
         try:
             if self._before is not None:
                 self._before.restore()
             attributes.set(self._values)
-            set_grad_enabled(True)
-            with as_autocast(whole.device.type, self._dtype), torch.autograd.graph.saved_tensors_hooks(keep, _refuse):
+            with as_autocast(self._like.device.type, self._dtype):
                 made = [_without_history(one) for one in self._made]
                 if self._copies:
                     made = [one.clone() for one in made]
                 args = tuple(map(given, self._args))
                 self._run(whole, made, args, {key: given(one) for key, one in self._kwargs.items()})
-        except _Enough:
-            return
         finally:
-            set_grad_enabled(enabled)
             attributes.set(values)
             frames.end_repeat(outer)
             if now is not None:
                 now.restore()
-        raise RuntimeError(_DIFFERS.format("fewer tensors", len(wanted)))
 
 
 class _Whole(NamedTuple):

@@ -65,7 +65,7 @@ class ColumnGroup:
                 parameters += weight, own["bias"]
         whole: Tensor
         kept = kept_of(x, traced=tokens.traced) if regather else None
-        whole, *made = Products.apply((tokens, kept, transposed, dtype), x, *parameters)
+        whole, *made = Products.applied((tokens, kept, transposed, dtype), x, *parameters, traced=tokens.traced)
         if joined:
             hand_out(joined, whole, made, hooks, dtype)
         if not tokens.traced:
@@ -91,7 +91,7 @@ class ColumnGroup:
             made.append(one)
         for column in self._all:
             del column.__dict__[_MADE]
-        return whole, [*self._all], made, functools.partial(gather_again, *again)
+        return whole, [*self._all], made, functools.partial(gather_again, *again, again[1][0]._version)
 
     def close(self, name: str, *, aborted: bool) -> None:
         """The module ``name`` returned, or raised: what no column has taken is let go of.

@@ -157,9 +157,14 @@ def kept_of(x: Tensor, *, traced: bool = False) -> Kept:
     return call.x, call
 
 
-def gather_again(tokens: Tokens, kept: Kept) -> Tensor:
-    """What was gathered, made again."""
+def gather_again(tokens: Tokens, kept: Kept, version: int) -> Tensor:
+    """What was gathered, made again of what had that version."""
     tensor, norm = kept
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: what column linears "
+            "were given, or the norm in front of them (x += ...); write the change as a new tensor"
+        )
     return tokens.start_gather(tensor if norm is None else norm.run(tensor), async_op=False).wait()
 
 
@@ -244,11 +249,11 @@ class Products(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        how: tuple[Tokens | None, Kept | None, Sequence[bool], torch.dtype | None],
-        x: Tensor,
-        *parameters: Tensor | None,
+        ctx: Any, how: tuple[Tokens | None, Kept | None, Sequence[bool], torch.dtype | None], *tensors: Tensor | None
     ) -> Any:
+        # In one tuple, x in front: of a function with as many names as arguments dynamo thinks that it takes no ctx.
+        x, *parameters = tensors
+        assert x is not None
         tokens, kept, transposed, dtype = how
         ctx.set_materialize_grads(False)
         whole = x
@@ -291,7 +296,7 @@ class Products(Function):
         if kept is not None and ctx.gathers_again:
             again = kept if ctx.norm is None else ctx.norm.run(kept)
             if tokens.traced and tokens.sp:
-                again = behind(again, outer[read[0]])
+                again = behind(again, outer[read[0]])  # type: ignore[arg-type]
             again = tokens.start_gather(again)
         pending: Any = None
         own = False  # the gradient of other readers is not changed in place

@@ -478,7 +478,7 @@ def test_they_are_where_the_whole_is_kept(sp):
 def test_the_gradient_of_other_readers_stays_as_it_is():
     groups = ParallelGroups.silent(ProcessTopology(["dp", "tp"], [1, 2]))
     x, weight = torch.randn(2, 3, 4, requires_grad=True), nn.Parameter(torch.randn(5, 4))
-    whole, out = Products.apply((Tokens(groups["tp"], 1, sp=False), None, (False,), None), x, weight, None)
+    whole, out = Products.applied((Tokens(groups["tp"], 1, sp=False), None, (False,), None), x, weight, None)
     given = torch.ones_like(whole)
     torch.autograd.backward([whole, out], [given, torch.ones_like(out)])
     assert torch.equal(given, torch.ones_like(given))

@@ -379,6 +379,10 @@ def changed_in_part() -> None:
             with pytest.raises(RuntimeError, match="shares their memory was changed in place"):
                 use(read)
     logits, _ = sharded(whole)
+    held = logits[..., 3:6]
+    with pytest.raises(RuntimeError, match="changed in place while a view of them is held"):
+        logits.mul_(held.sum())
+    logits, _ = sharded(whole)
     logits.mul_(2.0)
     with pytest.raises(RuntimeError, match="were changed in place, and an autograd"):
         _Square.apply(logits).sum().backward()
