@@ -69,7 +69,9 @@ def compare_runs(
 
     wrong = wrong_gradients(dense, own(), part)
     verdict.wrong += _unproved_modules(dense, record)
-    if draws and (wrong_draw := _wrong_draw(dense.drawn, sharded.drawn)):
+    shared = any(layout.shard is not None and layout.shard.has_shared for layout in record.layout.values())
+    sharers = groups.size("tp") if shared else 0
+    if draws and (wrong_draw := _wrong_draw(dense.drawn, sharded.drawn, sharers)):
         verdict.wrong.append(wrong_draw[1])
         verdict.draws = _is_own_code(record.model, wrong_draw[0])
     verdict.wrong += _wrong_buffers(dense, sharded, record, limits.tensors, groups)
@@ -116,10 +118,11 @@ def _unproved_modules(dense: ObservedRun, record: ShardedModel) -> list[str]:
     ]
 
 
-def _wrong_draw(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw]) -> tuple[str, str] | None:
+def _wrong_draw(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sharers: int) -> tuple[str, str] | None:
     """The first random draw that comes from the wrong stream: the module behind which it is drawn, and a sentence.
 
     Numbers for a whole activation must come from the stream that the ranks share, numbers for a part of one from the rank's own.
+    ``sharers`` is tp where some ranks hold the same key and value heads, else 0.
     """
     names = [[one.drawn.name for one in draws] for draws in (dense, sharded)]
     if names[0] != names[1]:
@@ -139,6 +142,13 @@ def _wrong_draw(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw]) -> t
         text = (
             f"random numbers ({draw.drawn.name}) of shape {list(shape)}, drawn in {draw.where or 'the step'} (or behind it), "
         )
+        if draw.own and sharers and _is_drawn_by_several(whole, shape, draw.sequences, sharers):
+            text += (
+                f"are more than a rank's part of {list(whole)} in the whole model: some of {sharers} ranks hold the same key "
+                "and value heads, and each would draw its own for the same head. Draw them for the query or the attention's "
+                "weights, or use no more ranks than key and value heads"
+            )
+            return draw.where, text
         if (whole == shape) is not draw.own:
             continue
         if draw.own:
@@ -156,6 +166,23 @@ def _wrong_draw(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw]) -> t
         )
         return draw.where, text
     return None
+
+
+def _is_drawn_by_several(
+    whole: tuple[int, ...], shape: tuple[int, ...], sequences: Sequence[tuple[int, int]], ranks: int
+) -> bool:
+    """Whether a draw covers heads that several ranks hold: along a dim that is no sequence, more than ``1 / ranks`` of it."""
+    if len(whole) != len(shape):
+        return False
+
+    def is_sequence(at: int, size: int) -> bool:
+        flat = len(whole) == 2 and at == 0
+        return any((at == dim and size == length) or (flat and size % length == 0) for dim, length in sequences)
+
+    return any(
+        part != size and part * ranks > size and not is_sequence(at, size)
+        for at, (size, part) in enumerate(zip(whole, shape, strict=True))
+    )
 
 
 def _is_own_code(model: nn.Module, name: str) -> bool:

@@ -226,6 +226,8 @@ class StrayBlock(Block):
     def __init__(self, where: str) -> None:
         super().__init__()
         self.attn, self.where = StrayAttention(where), where
+        if where == "values":
+            self.attn = FewHeads()
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -264,6 +266,23 @@ class StrayAttention(DropAttention):
             ones = torch.ones(len(q) if self.where == "shared" else 1, 1, *[q.shape[-2]] * 2)
             out = (q @ k.transpose(-1, -2)).softmax(-1) * F.dropout(ones, 0.1) @ v
         return out
+
+
+class FewHeads(nn.Module):
+    """Two key and value heads for four of the query; drops out the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.groups = 4, 2
+        self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.o, self.drop = nn.Linear(16, 16), nn.Dropout(P)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q = self.q(x).view(b, s, self.heads, 4).transpose(1, 2)
+        k, v = (y.view(b, s, self.groups, 4).transpose(1, 2) for y in (self.k(x), self.drop(self.v(x))))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(y.transpose(1, 2).reshape(b, s, -1))
 
 
 class MultiheadBlock(nn.Module):
@@ -369,3 +388,23 @@ def test_the_self_check_refuses_a_generator_of_ones_own_for_features(sp):
         assert "are a part of [8, 16, 16] in the whole model" in told
         assert "from a generator of your own all ranks draw the same" in told
         assert step == 0
+
+
+@sees(
+    "ranks that hold the same value heads drop them apart",
+    "_is_drawn_by_several",
+    "part != size and part * ranks > size and not is_sequence(at, size)",
+    "part != size and part * ranks < size and not is_sequence(at, size)",
+    case="True",
+)
+@pytest.mark.parametrize("sp", [True, rest(False)])
+@pytest.mark.more
+def test_ranks_that_share_value_heads_may_not_drop_them_apart(sp):
+    for told, step, _ in run_distributed(fit_stray, 4, "values", sp, length=8, tp=4):
+        assert (
+            "of shape [8, 8, 4], drawn in blocks.0.attn.drop (or behind it), are more than a rank's part of [8, 8, 8]" in told
+        )
+        assert "some of 4 ranks hold the same key and value heads" in told
+        assert step == 0
+    told, _, masks = run_distributed(fit_stray, 2, "values", sp, length=8)[0]
+    assert (told, masks["sp"]) == ("trained", [sp])  # there each has its own
