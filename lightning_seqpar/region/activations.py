@@ -102,7 +102,7 @@ class RecomputedNorm:
             self._is_repeatable = _is_repeatable(self.module, forward, x)
         if not self._is_repeatable:
             return forward(x)
-        call = NormCall(forward, x)
+        call = NormCall(forward, x, self.module)
         # Torch's own keeps its input, and two numbers of each position.
         if type(self.module).forward is nn.LayerNorm.forward:
             out = forward(x)

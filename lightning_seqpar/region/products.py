@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.async_ops import PendingAllReduce, PendingGather, PendingReduceScatter
@@ -119,11 +119,12 @@ _NORM = "_seqpar_norm"
 
 
 class NormCall:
-    """A call of a norm, which is run again to make its output from its input, under the autocast state that it had."""
+    """A call of a norm, which is run again to make its output from its input, with the attributes and the autocast that it had."""
 
-    def __init__(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    def __init__(self, forward: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module) -> None:
         self.forward, self.x, self.version = forward, x.detach(), x._version
-        self._casts = autocast_dtype(x)
+        self._casts, self._held = autocast_dtype(x), vars(module)
+        self._attributes = dict(self._held)
 
     def note(self, out: Tensor) -> None:
         """Let ``out``, which it made, tell of it."""
@@ -131,15 +132,22 @@ class NormCall:
 
     def run(self, x: Tensor, *, graph: bool = False) -> Tensor:
         """The output for its input, without a graph or with one."""
-        enabled = torch.is_grad_enabled()
+        enabled, held, now = torch.is_grad_enabled(), self._held, None
         set_grad_enabled(graph)
         try:
+            if held != self._attributes:  # an eps, a gain, the mode were set since
+                now = dict(held)
+                held.clear()
+                held.update(self._attributes)
             if self._casts is None and autocast_dtype(x) is None:
                 return self.forward(x)
             with as_autocast(x.device.type, self._casts):
                 return self.forward(x)
         finally:
             set_grad_enabled(enabled)
+            if now is not None:
+                held.clear()
+                held.update(now)
 
 
 Kept: TypeAlias = tuple[Tensor, NormCall | None]

@@ -170,6 +170,32 @@ def test_under_somebodys_hooks_on_saved_tensors_it_runs_as_it_is():
     assert kept_of(norm(x))[1] is not None
 
 
+class Scaled(RMSNorm):
+    gain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+@sees(
+    "a norm runs again with attributes that were set since",
+    "NormCall.run",
+    "if held != self._attributes:",
+    "if False:",
+)
+def test_it_runs_again_with_the_attributes_that_it_had():
+    plain, x, grads = Scaled(16), torch.randn(2, 8, 16), []
+    for module in (plain, again(plain)):
+        module.gain, leaf = 2.0, x.clone().requires_grad_()
+        out = module(leaf)
+        module.gain = 3.0
+        grads.append(torch.autograd.grad(out.square().sum(), (leaf, module.weight)))
+        assert module.gain == 3.0
+    assert all(map(torch.equal, *grads))
+    tensor, norm = kept_of(out)
+    assert torch.equal(norm.run(tensor), out)
+
+
 def test_a_hook_of_its_parameter_fires_once_and_other_parameters_count():
     norm, seen, x = again(RMSNorm(16)), [], torch.randn(2, 8, 16)
     norm.weight.register_hook(lambda grad: seen.append(grad) or grad * 2)
