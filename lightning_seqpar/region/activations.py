@@ -186,9 +186,9 @@ def hold(x: Tensor, frame: Frame) -> tuple[Tensor, Any]:
 
     What is saved behind it is kept as ever.
     """
-    if frame.span is None or not x.requires_grad:
-        return x, None
-    (behind_row, count), frame.span = frame.span, None
+    if frame.span is None or not x.requires_grad or frame.span[2] != saved_tensor_hooks():
+        return x, None  # a checkpoint of the user's around the row keeps what the row reads, and has it made again by the span
+    (behind_row, count, _), frame.span = frame.span, None
     x = Hold.applied(x)
 
     def keep(tensor: Tensor) -> tuple[Tensor, int]:
@@ -318,7 +318,7 @@ class _SpanCall(_Again):
         hand_out(self._columns, whole, made, saved_tensor_hooks(), self._dtype)
         frame = self._span.region.frames.current
         with ExitStack() as behind_row:
-            outer, frame.span = frame.span, (behind_row, self._count)
+            outer, frame.span = frame.span, (behind_row, self._count, saved_tensor_hooks())
             try:
                 return self._span.forward(*args, **kwargs)
             finally:

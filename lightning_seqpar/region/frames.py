@@ -64,8 +64,8 @@ class Frame:
             is given; None if it is given whole activations.
         partial_nodes: graph nodes of the partial sums that rows left for such a module to reduce.
         dealt_out: in a module that deals this rank's positions out to experts, where they lie in its input.
-        span: what ends with the forward of an MLP that runs again up to its row, and who counts what is kept; None outside of one,
-            and behind its row.
+        span: what ends with the forward of an MLP that runs again up to its row, who counts what is kept, and the hooks that it is
+            kept by; None outside of one, and behind its row.
         switched_streams: whether draws come from the rank's own random stream since the call began.
     """
 
@@ -76,7 +76,7 @@ class Frame:
     tokens: Tokens | None = None
     of_samples = switched_streams = False
     dealt_out: Place | None = None
-    span: tuple[ExitStack, Callable[[Tensor], Any] | None] | None = None
+    span: tuple[ExitStack, Callable[[Tensor], Any] | None, Any] | None = None
 
     def __init__(
         self,

@@ -326,6 +326,9 @@ class Steps:
         except RuntimeError as error:
             refuse_second_derivative(error)
             raise
+        finally:
+            if self._record is not None:
+                self._record.end_draws()
         return closure_loss
 
     def before_on_after_backward(self) -> None:

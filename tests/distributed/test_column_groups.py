@@ -32,15 +32,16 @@ ROUNDS = 4
 
 
 class Within(peers.Mlp):
-    """What is between its linears is run in whatever way is asked for."""
+    """What is between its linears, and all of it, is run in whatever way is asked for."""
 
     run: Callable[..., Tensor] = staticmethod(lambda made, x: made(x))
+    run_all: Callable[..., Tensor] = staticmethod(lambda whole, x: whole(x))
 
     def made(self, x: Tensor) -> Tensor:
         return nn.functional.silu(self.gate(x)) * self.up(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.run(self.made, x))
+        return self.run_all(lambda x: self.down(self.run(self.made, x)), x)
 
 
 class Decoder(peers.Decoder):
@@ -119,6 +120,15 @@ def recomputed_inside(model: Decoder, batch: Tensor, at: int) -> None:
     model.layers[0].mlp.run = functools.partial(checkpoint, use_reentrant=False)
     loss_of(model, batch).backward()
     del model.layers[0].mlp.run
+
+
+def recomputed_with_its_row(model: Decoder, batch: Tensor, at: int) -> None:
+    """The row is run again, in odd rounds without the columns, and what is behind it is not."""
+    mlp = model.layers[0].mlp
+    again = functools.partial(checkpoint, use_reentrant=False)
+    mlp.run_all = lambda whole, x: (again(mlp.down, mlp.made(x)) if at % 2 else again(whole, x)).sin()
+    loss_of(model, batch).backward()
+    del mlp.run_all
 
 
 def recomputed_twice(model: Decoder, batch: Tensor, at: int) -> None:
@@ -347,7 +357,7 @@ USES = {
     use.__name__: use
     for use in (
         plain, micro_batches, detached_inside, no_grad_below, other_orders, recomputed,
-        recomputed_inside, recomputed_twice, watched, retained, two_forwards, some_then_all, hooked,
+        recomputed_inside, recomputed_with_its_row, recomputed_twice, watched, retained, two_forwards, some_then_all, hooked,
         backward_in_a_hook, hooked_inside, flattened, column_beside, cut_behind_columns, cut_behind_a_part, read_beside,
         given_up, column_otherwise, watched_columns, bias_set, hooked_early,
     )

@@ -25,6 +25,8 @@ WAYS = (
     *(f"{part}{kind}" for part in ("block", "attn", "columns", "between", "mlp") for kind in ("", ", reentrant")),
 )
 """What is computed again in the backward: by the strategy, or by a checkpoint in the user's code, around a part of a block."""
+UNKEPT = tuple(f"{way}, unkept" for way in WAYS[2:])
+"""The same by checkpoints that restore no random numbers, in blocks that draw none."""
 
 
 PLAN = {
@@ -60,19 +62,19 @@ class Notes:
 
 
 class Drawing(nn.Module):
-    """Scales activations by numbers that it draws; ``way`` is one of :data:`WAYS`."""
+    """Scales activations by numbers that it draws; ``way`` is one of :data:`WAYS` or :data:`UNKEPT`."""
 
     def __init__(self, notes: Notes, way: str) -> None:
         super().__init__()
         self.notes, self.way = notes, way
 
     def scaled(self, x: Tensor, where: str) -> Tensor:
-        return x * (0.5 + self.notes.draw(where, tuple(x.shape)))
+        return x if "unkept" in self.way else x * (0.5 + self.notes.draw(where, tuple(x.shape)))
 
     def again(self, part: str, call: Any, *args: Tensor) -> Any:
         if self.way.split(",")[0] != part:
             return call(*args)
-        return checkpoint(call, *args, use_reentrant="reentrant" in self.way)
+        return checkpoint(call, *args, use_reentrant="reentrant" in self.way, preserve_rng_state="unkept" not in self.way)
 
 
 class DrawingAttention(Drawing):
@@ -167,12 +169,12 @@ def run(way: str, tp: int, sp: bool) -> DrawingModel:
 
 def run_all(tp: int, sp: bool) -> tuple[dict[tuple[int, str], list[Tensor]], list[tuple[str, int]]]:
     """What a rank draws where nothing runs again, and the ways and steps in which another way draws or computes another thing."""
-    plain, wrong = run("", tp, sp), []
-    for way in WAYS:
-        again = run(way, tp, sp)
-        for step, (grads, kept) in enumerate(zip(again.grads, plain.grads, strict=True)):
+    plain, without, wrong = run("", tp, sp), run(", unkept", tp, sp), []
+    for way in (*WAYS, *UNKEPT):
+        again, expected = run(way, tp, sp), without if way in UNKEPT else plain
+        for step, (grads, kept) in enumerate(zip(again.grads, expected.grads, strict=True)):
             alike = [one.allclose(other, rtol=1e-9, atol=1e-12) for one, other in zip(grads, kept, strict=True)]
-            for where, numbers in plain.notes.drawn.items():
+            for where, numbers in expected.notes.drawn.items():
                 alike += map(torch.equal, again.notes.drawn[where], numbers) if where[0] == step else []
             wrong += [] if all(alike) else [(way, step)]
     return dict(plain.notes.drawn), wrong
