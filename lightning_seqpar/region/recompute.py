@@ -104,7 +104,7 @@ class RecomputedForward:
         assert self.region is not None
         frame = self.region.frames.current
         with ExitStack() as behind_row:
-            outer, frame.span = frame.span, (behind_row, count)
+            outer, frame.span = frame.span, (behind_row, count, saved_tensor_hooks())
             try:
                 return self._run(*args, **kwargs)
             finally:
