@@ -461,6 +461,12 @@ def test_they_are_on_other_ranks_and_without_shards(world, tp, sp):
     run_distributed(check_uses, world, tp, sp, FEW if sp else list(USES))
 
 
+@sees(
+    "a row in a checkpoint of the user's ends the span around it",
+    "hold",
+    " or frame.span[2] != saved_tensor_hooks()",
+    "",
+)
 @pytest.mark.more
 def test_they_are_where_activations_are_made_again():
     run_distributed(check_uses, 2, 2, True, list(USES), True, "activations", 2, timeout=200.0)
