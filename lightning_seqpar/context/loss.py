@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_seqpar.context.exchange import sum_over_ranks
+from lightning_seqpar.context.chunks import sum_over_ranks
 from lightning_seqpar.context.operations import arguments_of, handles
 from lightning_seqpar.context.seq_part import Place, SeqPart
 

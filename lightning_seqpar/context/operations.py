@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_seqpar.context.exchange import sum_over_ranks
+from lightning_seqpar.context.chunks import sum_over_ranks
 from lightning_seqpar.context.seq_part import (
     HANDLERS,
     Handler,

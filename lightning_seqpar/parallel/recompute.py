@@ -10,10 +10,9 @@ from torch import nn
 
 from lightning_seqpar.layout.module_names import inside, outwards
 from lightning_seqpar.region.activations import RecomputedNorm, RecomputedSpan, is_norm
-from lightning_seqpar.region.column_inputs import ColumnGroup
-from lightning_seqpar.region.recompute import RecomputedForward, RecomputeNotes
+from lightning_seqpar.region.products import ColumnGroup
+from lightning_seqpar.region.recompute import RecomputedForward, RecomputeNotes, TiledCall
 from lightning_seqpar.region.sequence_region import SequenceRegion
-from lightning_seqpar.region.tiled_call import TiledCall
 from lightning_seqpar.styles.linear import ColumnRule
 from lightning_seqpar.styles.style import PlannedModel
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.context.axis import ContextAxis
-from lightning_seqpar.context.chunks import Chunks, padded
-from lightning_seqpar.context.exchange import share
+from lightning_seqpar.context.attention import ContextAxis
+from lightning_seqpar.context.chunks import Chunks, padded, share
 from lightning_seqpar.context.seq_part import Place, SeqPart, lies_over_tp, local_of, over_tp, whole_of
+from lightning_seqpar.distributed.async_ops import pad, shard_length
 from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward, is_of_checkpoint, saved_tensor_hooks
 from lightning_seqpar.distributed.collectives import (
     gather_from_sequence_parallel_region,
@@ -22,15 +23,13 @@ from lightning_seqpar.distributed.collectives import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from lightning_seqpar.distributed.padding import pad, shard_length
 from lightning_seqpar.distributed.rng import RankStreams
-from lightning_seqpar.region.column_inputs import NO_COLUMNS, ColumnGroup, Hooks, WholeActivations
 from lightning_seqpar.region.frames import Frame, FrameStack
 from lightning_seqpar.region.observers import Observers
-from lightning_seqpar.region.products import GraphTokens, Tokens
+from lightning_seqpar.region.products import NO_COLUMNS, ColumnGroup, GraphTokens, Hooks, Tokens
 
 _MANY = 256
-"""Lengths whose chunks are remembered; with variable lengths the oldest are forgotten."""
+"""Lengths whose chunks are remembered; with variable lengths those that were used longest ago are forgotten."""
 
 
 class DataPath:
@@ -55,9 +54,6 @@ class DataPath:
     Between blocks a shard is a part of a sequence (:class:`~lightning_seqpar.context.seq_part.SeqPart`), which ``wrap`` makes and
     ``enter`` takes; code there sees the whole shape. With context parallelism ``s`` counts this rank's positions, and what is whole
     over tp is a part of a sequence too.
-
-    Attributes:
-        regather: whether columns keep the shard and gather it again in the backward.
     """
 
     def __init__(
@@ -68,16 +64,16 @@ class DataPath:
         regather: bool,
         frames: FrameStack,
         streams: RankStreams,
-        wholes: WholeActivations,
         observers: Observers,
         context: ContextAxis | None = None,
     ) -> None:
-        self.group, self.dim, self.sp, self.regather = group, dim, sp, regather
+        self.group, self.dim, self.sp = group, dim, sp
+        self.regather = regather  # whether columns keep the shard and gather it again in the backward
         self.size = group.size()
-        self._frames, self._streams, self._wholes = frames, streams, wholes
+        self._frames, self._streams = frames, streams
         self._observers, self._placement = observers, observers.placement
         self._context = context
-        self._known: dict[int, tuple[Chunks, Place, int, int]] = {}
+        self._dealt = functools.lru_cache(_MANY)(self._deal)  # the same objects for the same length
         self._whole = (GraphTokens if frames.traced else Tokens)(group, dim, sp=False)
 
     # ---- in and out ------------------------------------------------------------------------------------------
@@ -109,13 +105,13 @@ class DataPath:
         """An activation that is whole over tp, and how its sequence is dealt out over the context-parallel ranks."""
         if self._context is None:
             return whole_of(x), None
-        return self._context.enter(over_tp(x) if isinstance(x, SeqPart) else x, self.dim)
+        part = self._context.part(over_tp(x) if isinstance(x, SeqPart) else x, self.dim)
+        return part.local, part.place.chunks
 
     def _shard_in(self, x: SeqPart) -> tuple[Tensor, int, Chunks | None, Place | None] | None:
         """The shard that blocks compute on: with its padding, the length, how that is dealt out over cp, and where tokens lie.
 
-        Returns:
-            None if the sequence lies otherwise in it, or is dealt out otherwise.
+        None if the sequence lies otherwise in it, or is dealt out otherwise.
         """
         inner, chunks = x.settled(), None
         if isinstance(x.local, SeqPart):
@@ -132,20 +128,10 @@ class DataPath:
             return None
         return _resized(shard, place, held, part), length, chunks, None if is_plain else place
 
-    def _dealt(self, length: int) -> tuple[Chunks, Place, int, int]:
-        """How a sequence of that length is dealt out over the tensor-parallel ranks, the same objects for the same length.
-
-        Returns:
-            The runs, their place in an activation, and the positions of a shard with its padding and without.
-        """
-        found = self._known.get(length)
-        if found is None:
-            if len(self._known) >= _MANY:
-                del self._known[next(iter(self._known))]
-            chunks = Chunks(self.group, length, padded(length, self.size), axis="tp")
-            part = shard_length(length, self.size)
-            found = self._known[length] = chunks, Place(chunks, self.dim), part, chunks.local_length
-        return found
+    def _deal(self, length: int) -> tuple[Chunks, Place, int, int]:
+        """How ranks of tp hold a sequence, its place in an activation, and a shard's positions with padding and without."""
+        chunks = Chunks(self.group, length, padded(length, self.size), axis="tp")
+        return chunks, Place(chunks, self.dim), shard_length(length, self.size), chunks.local_length
 
     def wrap(self, x: Any) -> Any:
         """What a block (or another module on shards) made: a part of a sequence where it is this rank's shard, without padding."""
@@ -197,7 +183,7 @@ class DataPath:
         if not self.sp:
             return x if self._context is None else self._context.part(x, self.dim)
         if self._context is not None:
-            x, _ = self._context.enter(x, self.dim)
+            x = self._context.part(x, self.dim).local
         if self._frames.traced:
             self._graph_tokens(x.ndim)
         else:
@@ -208,11 +194,7 @@ class DataPath:
     # ---- columns and rows ------------------------------------------------------------------------------------
 
     def gather(self, x: Tensor, module: str, columns: ColumnGroup = NO_COLUMNS) -> Tensor:
-        """A shard (or flattened tokens of one) on its way to column linears: whole.
-
-        Args:
-            columns: those that read it, which multiply it in the same function of autograd.
-        """
+        """A shard (or tokens of one) on its way to ``columns``, which multiply it in the same function of autograd: whole."""
         place = None
         if isinstance(x, SeqPart):
             place, x = x.place, x.local
@@ -223,7 +205,7 @@ class DataPath:
         # An activation checkpoint makes all of it again by itself, where x may have no history.
         regather = (self.regather or not self.sp) and (hooks is None or not is_of_checkpoint(hooks))
         whole = columns.gather(tokens, x, hooks, regather=regather)
-        self._wholes.add(whole)
+        self._frames.add_whole(whole)
         if place is not None:
             return SeqPart.wrap(whole, place)
         return whole if frame.chunks is None else as_part(whole, self.dim, frame.chunks, tokens.batch)
@@ -278,7 +260,7 @@ class DataPath:
         self._frames.current.copied.append(x.shape[self.dim])
         if self._frames.active:
             self._frames.remember((module, tuple(x.shape)))
-        self._wholes.add(copied)
+        self._frames.add_whole(copied)
         return copied if place is None else SeqPart.wrap(copied, place)
 
     def row_tokens(self, shape: tuple[int, ...], module: str) -> Tokens:
@@ -340,14 +322,7 @@ def _resized(x: Tensor, place: Place, have: int, want: int) -> Tensor:
 
 
 def as_part(x: Tensor, dim: int, chunks: Chunks | None, batch: int = 0) -> Tensor:
-    """What is whole over tp, as the part of a sequence that it is over cp; ``x`` itself without context parallelism.
-
-    Args:
-        x: ``[b, s, h]`` with the sequence at ``dim``, or flattened tokens.
-        dim: the tensor dim of the sequence in ``[b, s, h]``.
-        chunks: how the sequence is dealt out; None for not at all.
-        batch: of flattened tokens, the size of the batch; else 0.
-    """
+    """What is whole over tp, ``[b, s, h]`` or tokens of a ``batch``, as a part of a sequence over cp; itself without ``chunks``."""
     if chunks is None:
         return x
     if not batch:

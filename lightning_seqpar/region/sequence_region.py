@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from lightning_seqpar.context.axis import ContextAxis
+from lightning_seqpar.context.attention import ContextAxis
 from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward
 from lightning_seqpar.distributed.rng import OneStream, RankStreams
 from lightning_seqpar.layout.module_names import Argument
-from lightning_seqpar.region.column_inputs import WholeActivations
 from lightning_seqpar.region.data_path import DataPath
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.observers import Observers
@@ -31,16 +29,6 @@ class SequenceRegion:
         regather: whether column inputs are gathered again in the backward, instead of being kept whole.
         context: the context-parallel axis, over which the sequence is dealt out first; None where it has one rank.
         traced: whether the blocks are compiled.
-
-    Attributes:
-        path: moves activations between whole and sharded.
-        frames: the calls of the blocks, and the lengths of their sequences.
-        wholes: what was gathered for the columns that run.
-        streams: torch's generators, and the switch between the shared stream and the rank's own.
-        inner_streams: the same inside the blocks: of compiled ones nothing is switched.
-        observers: what watches the activations.
-        blocks: the names of the blocks.
-        argument: the argument of a block that is the activation.
     """
 
     def __init__(
@@ -57,16 +45,15 @@ class SequenceRegion:
         self.group, self.dim, self.sp, self.context = group, dim, sp, context
         self.name = name or "the model"
         self.size, self.rank = group.size(), group.rank()
-        self.frames = FrameStack(self.size, dim, self.name, traced=traced)
+        self.frames = FrameStack(self.size, dim, traced=traced)
         # Ranks of one tp rank at several places of cp draw apart for their shards.
         place = self.rank if context is None else self.rank + self.size * context.rank
         self.streams = RankStreams(place)
-        self.inner_streams = OneStream() if traced else self.streams
-        self.wholes = WholeActivations(self.frames)
+        self.inner_streams = OneStream() if traced else self.streams  # inside the blocks
         self.observers = Observers(self.name, group, dim, sp, self.frames)
-        self.path = DataPath(group, dim, sp, regather, self.frames, self.inner_streams, self.wholes, self.observers, context)
-        self.blocks: tuple[str, ...] = ()
-        self.argument: Argument = 0
+        self.path = DataPath(group, dim, sp, regather, self.frames, self.inner_streams, self.observers, context)
+        self.blocks: tuple[str, ...] = ()  # their names
+        self.argument: Argument = 0  # of a block, that is the activation
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(
@@ -98,22 +85,7 @@ class SequenceRegion:
             self.observers.region_ends()
         self.frames.close(module)
 
-    @contextmanager
-    def call(self, module: str = "block") -> Iterator[SequenceRegion]:
-        """Such a call, as a context."""
-        self.begin_call(module)
-        try:
-            yield self
-        finally:
-            self.end_call(module)
-
     # ---- blocks ----------------------------------------------------------------------------------------------
-
-    def end_block(self, out: Any, block: str, *, aborted: bool) -> None:
-        """A block returned the activation ``out``; or raised, if ``aborted``."""
-        self.end_shards(aborted=aborted)
-        if not aborted:
-            self.observers.shard_made(out, block)
 
     def begin_shards(self) -> None:
         """Each rank draws for itself from here on, for its shards; between blocks (layerdrop) all draw alike."""
@@ -151,11 +123,7 @@ class SequenceRegion:
     # ---- modules that return a sum over ranks ----------------------------------------------------------------
 
     def begin_sum(self, features: Sequence[Any] | None = None) -> None:
-        """A module begins whose output is reduced where it returns.
-
-        Args:
-            features: its arguments, if they are this rank's features; None if they are whole activations.
-        """
+        """A module begins whose output is reduced where it returns; ``features`` are its arguments, if they are this rank's."""
         nodes = None
         if features is not None:
             nodes = [x.grad_fn for x in map(local_of, features) if isinstance(x, Tensor) and x.grad_fn is not None]
@@ -172,11 +140,7 @@ class SequenceRegion:
     def reduce_sum(self, out: Tensor, module: str, rows: list[Parameter], once: list[Parameter]) -> Tensor:
         """What it returns, reduced over the ranks: ``[b, s, h]`` → ``[b, s/tp, h]``, or all-reduced without sequence parallelism.
 
-        Args:
-            out: one term of the sum.
-
-        Raises:
-            PartialSumError: if ``out`` is made of anything but rows.
+        Raises PartialSumError if ``out``, one term of the sum, is made of anything but rows.
         """
         frame = self.frames.current
         if (features := frame.sum_features[-1]) is not None:
