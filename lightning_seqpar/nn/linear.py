@@ -16,9 +16,8 @@ from lightning_seqpar.layout.linear_kind import LinearKind, LinearSettings, feat
 from lightning_seqpar.layout.param_layout import Shard
 from lightning_seqpar.layout.stand_in import resolve
 from lightning_seqpar.region.activations import hold
-from lightning_seqpar.region.data_path import as_part
 from lightning_seqpar.region.products import ColumnGroup, Products, Row, autocast_dtype, take_made
-from lightning_seqpar.region.sequence_region import SequenceRegion
+from lightning_seqpar.region.sequence_region import SequenceRegion, as_part
 
 
 def shrink(parameter: Tensor, shard: Shard, rank: int) -> None:

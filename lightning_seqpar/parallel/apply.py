@@ -18,9 +18,15 @@ from lightning_seqpar.distributed.async_ops import all_gather
 from lightning_seqpar.layout.module_names import inside, outwards
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason, gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
-from lightning_seqpar.parallel.beside_tp import hook_embeddings
+from lightning_seqpar.parallel.beside_tp import (
+    MLPTiles,
+    Recompute,
+    hook_embeddings,
+    make_recomputed,
+    recomputed,
+    remake_activations,
+)
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, check_graph, is_compiled
-from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, recomputed, remake_activations
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import (
     PART_KEY,

@@ -28,10 +28,9 @@ from lightning_seqpar.inference.lazy_copy import deep_copy
 from lightning_seqpar.inference.model_copy import change_attribute_tensors, left_out_of_copies
 from lightning_seqpar.inference.pipeline_cut import HowToCut, check_stacks, leaves_blocks, trace_cut
 from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_untraceable
-from lightning_seqpar.parallel.beside_tp import change_unsharded, split_context
+from lightning_seqpar.parallel.beside_tp import MLPTiles, change_unsharded, split_context
 from lightning_seqpar.parallel.fsdp_units import ReplicaSplit
 from lightning_seqpar.parallel.grad_sync import step_traffic
-from lightning_seqpar.parallel.recompute import MLPTiles
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.pipeline.schedule import warm_up
