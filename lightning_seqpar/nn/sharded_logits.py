@@ -14,13 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_seqpar.context.operations import arguments_of
 from lightning_seqpar.context.seq_part import FACTS, RESHAPES, functions, warn_of_gather, writes
 from lightning_seqpar.distributed.async_ops import all_gather
-from lightning_seqpar.distributed.autograd import (
-    GivenAway,
-    is_node_of,
-    memory_of,
-    once_differentiable,
-    without_subclasses,
-)
+from lightning_seqpar.distributed.autograd import GivenAway, is_node_of, memory_of, once_differentiable, without_subclasses
 from lightning_seqpar.distributed.collectives import (
     copy_to_tensor_parallel_region,
     gather_replicated_from_sequence_parallel_region,

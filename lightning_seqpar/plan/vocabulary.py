@@ -54,11 +54,7 @@ _COUNT = re.compile(r"vocab|voc_size|n_?tokens?$|num_?tokens?$|n_?words$|diction
 _LENGTH = re.compile(r"max_(pos|seq|len|source|target)|position|block_size|context|seq_?len|max_?len", re.IGNORECASE)
 """Names of attributes that say how many positions a sequence has."""
 
-_WRAPPERS = (
-    BASE,
-    "original_module",
-    "modules_to_save",
-)  # names that PEFT puts between a module's own name and the module
+_WRAPPERS = (BASE, "original_module", "modules_to_save")  # names that PEFT puts between a module's own name and the module
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
     """A pre-hook of a block: its activation becomes a shard, ``[b, s, h]`` → ``[b, s/tp, h]``, unless it is one."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region.begin_call(name)
+        region.frames.open(name)
         where, x = find_argument(name, arg, args, kwargs)
         if not isinstance(x, Tensor) or x.is_nested:
             raise ValueError(f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'")
@@ -140,7 +140,7 @@ def _begin(
     region: SequenceRegion, name: str, arg: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Begin a call of a module between the blocks: its arguments become shards."""
-    region.begin_call(name)
+    region.frames.open(name)
     region.begin_shards()
     where, x = find_argument(name, arg, args, kwargs)
     if isinstance(x, Tensor):

@@ -376,12 +376,8 @@ class SequenceRegion:
         self.frames.reset()
         self.observers.step_begins()
 
-    def begin_call(self, module: str) -> None:
-        """A block is called, or another module on shards."""
-        self.frames.open(module)
-
     def end_call(self, module: str) -> None:
-        """It returned, or raised."""
+        """A block, or another module on shards, for which a frame was opened returned, or raised."""
         if self.frames.active:
             self.observers.region_ends()
         self.frames.close(module)

@@ -147,11 +147,8 @@ class ReduceRule(Rule):
 
     def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Its output is reduced."""
-        module, region, (rows, once) = (
-            application.module(name),
-            application.region_of(name),
-            _parts(name, application.plan),
-        )
+        module, region = application.module(name), application.region_of(name)
+        rows, once = _parts(name, application.plan)
         yield module.register_forward_hook(reduce_output(region, name, rows, once))
         yield module.register_forward_hook(end_sum(region, [*once, *rows]), always_call=True)
 

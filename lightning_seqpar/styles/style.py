@@ -21,14 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.config import FrozenModel
 from lightning_seqpar.layout.attributes import read_attribute
 from lightning_seqpar.layout.linear_kind import LinearKind, linear_kind
-from lightning_seqpar.layout.module_names import (
-    Argument,
-    in_all_layers,
-    inside,
-    likely_blocks,
-    outwards,
-    why_no_pattern,
-)
+from lightning_seqpar.layout.module_names import Argument, in_all_layers, inside, likely_blocks, outwards, why_no_pattern
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason, Shard
 from lightning_seqpar.region.products import ColumnGroup
 from lightning_seqpar.region.recompute import RecomputedForward

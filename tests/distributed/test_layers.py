@@ -24,7 +24,7 @@ from tests.mutants import sees
 
 @contextmanager
 def call(region: SequenceRegion) -> Iterator[None]:
-    region.begin_call("block")
+    region.frames.open("block")
     try:
         yield
     finally:
