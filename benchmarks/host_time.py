@@ -32,7 +32,7 @@ from yardsticks import Groups, by_hand  # noqa: E402
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology  # noqa: E402
 from lightning_seqpar.config import PlanSpec  # noqa: E402
 from lightning_seqpar.parallel.apply import parallelize  # noqa: E402
-from lightning_seqpar.plan.choice import resolve_plans  # noqa: E402
+from lightning_seqpar.plan.sharding_plan import resolve_plans  # noqa: E402
 
 BLOCKS, HEADS = 8, 8
 FIELDS = ("recompute", "regather")

@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from lightning_seqpar import ParallelGroups, ProcessTopology  # noqa: E402
 from lightning_seqpar.inference.infer import infer_plan  # noqa: E402
 from lightning_seqpar.parallel.apply import parallelize  # noqa: E402
-from lightning_seqpar.plan.choice import resolve_plans  # noqa: E402
+from lightning_seqpar.plan.sharding_plan import resolve_plans  # noqa: E402
 from lightning_seqpar.testing import run_distributed  # noqa: E402
 
 PRODUCTS_A_LAYER = 4  # that a collective stands beside: q k v together, o, gate and up together, down

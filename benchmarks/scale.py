@@ -36,7 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology  # noqa: E402
 from lightning_seqpar.config import PlanSpec  # noqa: E402
 from lightning_seqpar.parallel.apply import parallelize  # noqa: E402
-from lightning_seqpar.plan.choice import resolve_plans  # noqa: E402
+from lightning_seqpar.plan.sharding_plan import resolve_plans  # noqa: E402
 from lightning_seqpar.verify.prover import Prover  # noqa: E402
 from lightning_seqpar.verify.self_check import SelfCheckError  # noqa: E402
 

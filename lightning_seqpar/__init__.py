@@ -37,58 +37,24 @@ def _is_command() -> bool:
 
 if TYPE_CHECKING or not _is_command():
     from lightning_seqpar.public import (
-        CheckpointConfig as CheckpointConfig,
-    )
-    from lightning_seqpar.public import (
-        Description as Description,
-    )
-    from lightning_seqpar.public import (
-        ModelLayout as ModelLayout,
-    )
-    from lightning_seqpar.public import (
-        ParallelConfig as ParallelConfig,
-    )
-    from lightning_seqpar.public import (
-        ParallelGroups as ParallelGroups,
-    )
-    from lightning_seqpar.public import (
-        ParamLayout as ParamLayout,
-    )
-    from lightning_seqpar.public import (
-        PlanSpec as PlanSpec,
-    )
-    from lightning_seqpar.public import (
-        ProcessTopology as ProcessTopology,
-    )
-    from lightning_seqpar.public import (
-        SeqParallelMonitor as SeqParallelMonitor,
-    )
-    from lightning_seqpar.public import (
-        SeqParallelStrategy as SeqParallelStrategy,
-    )
-    from lightning_seqpar.public import (
-        ShardingPlan as ShardingPlan,
-    )
-    from lightning_seqpar.public import (
-        Verification as Verification,
-    )
-    from lightning_seqpar.public import (
-        describe as describe,
-    )
-    from lightning_seqpar.public import (
-        grad_norm as grad_norm,
-    )
-    from lightning_seqpar.public import (
-        summoned as summoned,
-    )
-    from lightning_seqpar.public import (
-        unshard as unshard,
-    )
-    from lightning_seqpar.public import (
-        verify_parity as verify_parity,
-    )
-    from lightning_seqpar.public import (
-        weights_from as weights_from,
+        CheckpointConfig,
+        Description,
+        ModelLayout,
+        ParallelConfig,
+        ParallelGroups,
+        ParamLayout,
+        PlanSpec,
+        ProcessTopology,
+        SeqParallelMonitor,
+        SeqParallelStrategy,
+        ShardingPlan,
+        Verification,
+        describe,
+        grad_norm,
+        summoned,
+        unshard,
+        verify_parity,
+        weights_from,
     )
 else:
 

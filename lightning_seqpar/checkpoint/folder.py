@@ -48,8 +48,7 @@ from lightning_seqpar.checkpoint.atomic_files import (
     write_synced,
 )
 from lightning_seqpar.checkpoint.contents import Form, Source, find_folder, is_meta, walk
-from lightning_seqpar.layout.param_layout import ParamLayout
-from lightning_seqpar.layout.replica_rows import empty_like_rows, local_rows, rows_held
+from lightning_seqpar.layout.param_layout import ParamLayout, empty_like_rows, local_rows, rows_held
 
 K = TypeVar("K")
 STATE = "state.pt"

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_seqpar.checkpoint.contents import walk
 from lightning_seqpar.checkpoint.folder import Opened, Part, own_memory
-from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
-from lightning_seqpar.layout.replica_rows import gather_rows, is_split, take_rows
+from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, gather_rows, is_split, take_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel, refuse_copies
 from lightning_seqpar.pipeline.held_parameters import from_holder
 from lightning_seqpar.topology.process_groups import ParallelGroups

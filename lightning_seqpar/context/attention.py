@@ -1,4 +1,4 @@
-"""Attention of queries of which each rank holds a part: over all heads of some positions, or all positions of some heads.
+"""Attention of queries of which each rank holds a part, and the axis that deals sequences out to the ranks as its method asks.
 
 ============  ========================================================  ===========================================
 method        what a rank computes                                      what it sends, in numbers of ``[b, s/cp, h]``
@@ -16,19 +16,54 @@ gathers. Keys and values that every rank has whole (of a prefix, a memory) need 
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from lightning_seqpar.context.chunks import Chunks
-from lightning_seqpar.context.exchange import heads_to_positions, positions_to_heads
+from lightning_seqpar.context.chunks import Chunks, contiguous, enter, heads_to_positions, positions_to_heads, zigzag
 from lightning_seqpar.context.operations import handles
 from lightning_seqpar.context.ring import can_ring, ring_attention
 from lightning_seqpar.context.seq_part import Place, SeqPart, lies_over_tp, over_tp, whole_of
 from lightning_seqpar.distributed.rng import drawn_apart
+
+Method = Literal["auto", "ring", "ulysses", "all_gather"]
+"""The field ``cp_method`` of the configuration."""
+
+_MANY = 256
+"""Lengths whose chunks are remembered; with variable lengths those that were used longest ago are forgotten."""
+
+
+class ContextAxis:
+    """Deals sequences out over the ranks of the axis ``cp``, between which ``method`` computes attention."""
+
+    def __init__(self, group: ProcessGroup, method: Method = "auto") -> None:
+        self.group, self.method = group, method
+        self.size, self.rank = group.size(), group.rank()
+        # The same object for the same length, so that what it holds on the device is made once.
+        self.deal_out = functools.lru_cache(_MANY)(self._deal_out)
+
+    def _deal_out(self, length: int) -> Chunks:
+        """How a sequence of ``length`` positions is dealt out: in runs, or in zig-zag for the ring, for equally much work."""
+        deal = zigzag if self.method == "ring" else contiguous
+        return Chunks(self.group, length, deal(length, self.size), self.method)
+
+    def part(self, x: Tensor, dim: int) -> SeqPart:
+        """An activation as a part of a sequence: ``[b, s, h]``, of which this rank holds ``[b, s/cp, h]``.
+
+        What is a part along ``dim`` already is one still. Forward: nothing is sent. Backward: all-gather.
+        """
+        if isinstance(x, SeqPart) and x.place.is_plain and x.place.dim == dim:
+            return x
+        whole: Tensor = whole_of(x)
+        chunks = self.deal_out(whole.shape[dim])
+        local = enter(whole, dim, chunks)
+        return SeqPart.wrap(local, Place(chunks, dim))
+
 
 Options = dict[str, Any]
 """Of the arguments of ``F.scaled_dot_product_attention`` ``dropout_p``, ``scale`` and ``enable_gqa``, where they are given."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_seqpar.context.exchange import sum_over_ranks
+from lightning_seqpar.context.chunks import sum_over_ranks
 from lightning_seqpar.context.operations import arguments_of, handles
 from lightning_seqpar.context.seq_part import Place, SeqPart
 
@@ -71,10 +71,7 @@ def _count(own: Tensor, given: dict[str, Any], logits: SeqPart, place: Place) ->
     return sum_over_ranks(counts.to(torch.float64 if own.device.type != "mps" else torch.float32), place.chunks)
 
 
-@handles(
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div",
-    homes=(F,),
-)
+@handles("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div", homes=(F,))
 def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A loss of each number by itself, and its mean or sum over all ranks."""
     if len(args) > 2 or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:

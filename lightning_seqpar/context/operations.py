@@ -18,18 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_seqpar.context.exchange import sum_over_ranks
-from lightning_seqpar.context.seq_part import (
-    HANDLERS,
-    Handler,
-    Handling,
-    Place,
-    SeqPart,
-    functions,
-    local_of,
-    share_of,
-    writes,
-)
+from lightning_seqpar.context.chunks import sum_over_ranks
+from lightning_seqpar.context.seq_part import HANDLERS, Handler, Handling, Place, SeqPart, functions, local_of, share_of, writes
 from lightning_seqpar.distributed.autograd import without_subclasses
 from lightning_seqpar.distributed.rng import drawn_apart
 

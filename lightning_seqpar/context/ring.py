@@ -18,26 +18,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_seqpar.context.chunks import Chunks, Ranges
-from lightning_seqpar.context.exchange import pass_on
+from lightning_seqpar.context.chunks import Chunks, Ranges, pass_on
 from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.collectives import passes_none
 
 
 class Piece(NamedTuple):
-    """Queries and keys that are multiplied in one go, as indices into what the rank has of each.
+    """Queries and keys that are multiplied in one go, as (start, stop) of what the rank has of each."""
 
-    Attributes:
-        rows: (start, stop) among this rank's queries.
-        keys: (start, stop) among the keys of the chunk that is here.
-        diagonal: whether query ``i`` of the piece reads its keys ``0`` to ``i`` alone; else each query reads all of them.
-        columns: (start, stop) of the keys in the whole sequence where they are one run of it, as masks need them.
-    """
-
-    rows: tuple[int, int]
-    keys: tuple[int, int]
-    diagonal: bool
-    columns: tuple[int, int]
+    rows: tuple[int, int]  # among this rank's queries
+    keys: tuple[int, int]  # among the keys of the chunk that is here
+    diagonal: bool  # whether query i of the piece reads its keys 0 to i alone; else each query reads all of them
+    columns: tuple[int, int]  # of the keys in the whole sequence where they are one run of it, as masks need them
 
 
 def pieces(queries: Ranges, keys: Ranges, causal: bool) -> Iterator[Piece]:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from lightning_seqpar.context.chunks import Chunks
-from lightning_seqpar.context.exchange import gather_for_parts, gather_positions, share
+from lightning_seqpar.context.chunks import Chunks, gather_for_parts, gather_positions, share
 from lightning_seqpar.distributed.autograd import input_nodes, leaf_of, outputs_of, without_overrides
 
 

@@ -1,19 +1,15 @@
 """The autograd pairs of tensor and sequence parallelism, after arXiv 2205.05198.
 
-Conjugates, of which each is the backward of the other, stand next to each other. A different backward is a different
-function, never a flag. The process group is always a required argument, and inputs are never modified in place. Each
-backward is itself made of these functions, so that gradients of gradients are right too. None of them keeps a tensor for
-its backward.
+Conjugates, of which each is the backward of the other, stand next to each other. A different backward is a different function,
+never a flag. The process group is always a required argument, inputs are never modified in place, and none keeps a tensor for its
+backward, which is made of these functions too: gradients of gradients are right.
 
 In the equations ``x_r`` and ``y_r`` are the input and the output of rank ``r`` of the group, ``dx_r`` and ``dy_r`` their
 gradients. ``shard_r(x)`` is what rank ``r`` holds of a tensor that is divided along ``dim``, and ``gather_r(x_r)`` puts the
 shards of all ranks together again.
 
-A sequence dim that does not divide by the group is padded where it is scattered and trimmed where it is
-gathered: a shard holds ``ceil(s / tp)`` positions on every rank, which the shapes below write as ``s/tp``.
-
-The collectives that the pairs are made of are those of :mod:`~lightning_seqpar.distributed.async_ops`; they can be
-imported from here too.
+A sequence dim that does not divide by the group is padded where it is scattered and trimmed where it is gathered: a shard holds
+``ceil(s / tp)`` positions on every rank, which the shapes below write as ``s/tp``.
 """
 
 from __future__ import annotations
@@ -27,22 +23,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.async_ops import all_gather, all_reduce, reduce_scatter, split
-from lightning_seqpar.distributed.padding import shard_length
-
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "copy_to_tensor_parallel_region",
-    "gather_from_sequence_parallel_region",
-    "gather_replicated_from_sequence_parallel_region",
-    "passes_none",
-    "reduce_from_tensor_parallel_region",
-    "reduce_scatter",
-    "reduce_scatter_to_sequence_parallel_region",
-    "scatter_to_sequence_parallel_region",
-    "shard_length",
-    "split",
-]
 
 
 def _fill_padding(shard: Tensor, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:

@@ -74,7 +74,7 @@ def saved_counter() -> Any:
 class Traffic(TorchDispatchMode):
     """Counts this rank's collectives, and the bytes of the tensors that it gives to them, as the backend gets them.
 
-    Where a backend makes a collective of exchanges (see :mod:`lightning_seqpar.distributed.gloo`), ``calls`` and ``bytes`` have it
+    Where a collective is made of exchanges (:mod:`lightning_seqpar.distributed.async_ops`), ``calls`` and ``bytes`` have it
     under the collective's name, with the bytes that a backend's own collective would have been given (an attribute ``counts_as`` of
     what is sent tells both), so that a step counts alike over every backend. Any other exchange counts as ``alltoall``.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed import async_ops
-from lightning_seqpar.distributed.padding import pad
+from lightning_seqpar.distributed.async_ops import pad
 
 _OPS = torch.ops._c10d_functional
 
@@ -45,11 +45,9 @@ class GraphAllReduce:
 
 
 class GraphGather:
-    """An all-gather along ``dim``, which the graph waits for where :meth:`wait` is called.
+    """An all-gather of ``[b, ceil(s/tp), h]`` along ``dim``, which the graph waits for where :meth:`wait` is called.
 
-    Args:
-        x: this rank's shard, ``[b, ceil(s/tp), h]`` for ``dim=1``.
-        length: the true length ``s`` of ``dim``, to which the result is trimmed; None for all that was gathered.
+    The result is trimmed to the true ``length``, ``s``; None for all that was gathered.
     """
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, length: int | None) -> None:
@@ -64,11 +62,9 @@ class GraphGather:
 
 
 class GraphReduceScatter:
-    """A reduce-scatter along ``dim``, which the graph waits for where :meth:`wait` is called.
+    """A reduce-scatter of ``[b, s, h]`` along ``dim``, which the graph waits for where :meth:`wait` is called.
 
-    Args:
-        x: this rank's addend, ``[b, s, h]`` for ``dim=1``.
-        padding: how many zeros are added behind ``s`` for it to divide by the group.
+    ``padding`` zeros are added behind ``s``, for it to divide by the group.
     """
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, padding: int) -> None:

@@ -42,17 +42,12 @@ class RankStreams:
 
     A recompute (activation checkpointing) must draw what the forward drew. It restores the state that a generator had where the
     checkpointed part began, and the seed in that state tells which stream it is: the shared state that an own stream was
-    seeded from is remembered by the own one's seed.
-
-    Args:
-        place: the number of this rank among those that draw apart.
-
-    Attributes:
-        draws: the generators from which draws are expected in this step. No other is switched, or its state read.
+    seeded from is remembered by the own one's seed. ``place`` is the number of this rank among those that draw apart.
     """
 
     def __init__(self, place: int) -> None:
-        self._place, self.draws = place, generators()
+        self._place = place
+        self.draws = generators()  # from which draws are expected in this step: no other is switched, or its state read
         self.forget()
 
     def forget(self) -> None:
@@ -398,17 +393,11 @@ class DrawWatch(TorchDispatchMode):
 
 
 class Drawn(NamedTuple):
-    """One random draw.
+    """One random draw."""
 
-    Attributes:
-        name: the operation, such as ``native_dropout``.
-        shape: the shape of the tensor that it filled.
-        seeded: whether it drew from a generator that the user passed, rather than one of torch's own. Such a generator is
-            not switched between the streams, so all ranks draw alike from it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # of the operation, such as native_dropout
+    shape: tuple[int, ...]  # of the tensor that it filled
+    # Whether it drew from a generator that the user passed, which is not switched between the streams: all ranks draw alike.
     seeded: bool = False
 
 

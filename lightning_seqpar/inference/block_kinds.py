@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_seqpar.inference.lazy_copy import deep_copy
-from lightning_seqpar.layout.class_source import class_source
+from lightning_seqpar.layout.attributes import class_source
 from lightning_seqpar.layout.module_names import inside
 
 

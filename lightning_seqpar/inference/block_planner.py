@@ -18,8 +18,7 @@ from lightning_seqpar.inference.rehearsal import Edit
 from lightning_seqpar.inference.token_order import orders_tokens, reorders_tokens
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.inference.unwrapped_parameters import UnwrappedProducts
-from lightning_seqpar.layout.attribute_override import read_attribute
-from lightning_seqpar.layout.class_source import is_installed
+from lightning_seqpar.layout.attributes import is_installed, read_attribute
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.module_names import Argument, inside
 

@@ -14,7 +14,7 @@ from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.feature_dependence import GroupLayout
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.rehearsal import Edit, rehearse
-from lightning_seqpar.layout.attribute_override import named_numbers
+from lightning_seqpar.layout.attributes import named_numbers
 from lightning_seqpar.layout.linear_kind import is_depthwise, linear_kind
 from lightning_seqpar.layout.module_names import inside
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UserDecidesError
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.layout.linear_kind import is_parametrized
-from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.layout.param_layout import Shard
 from lightning_seqpar.user_input import sizes_that_divide
 
 _MAX_DRAWS = 16  # inputs that are tried at most before an out-feature counts as one that nothing depends on (ReLU hides some)

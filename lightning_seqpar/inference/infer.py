@@ -25,7 +25,7 @@ from lightning_seqpar.inference.stack_planner import Inference, StackPlanner, le
 from lightning_seqpar.inference.stacks import activation, find_stacks, only_convolutions
 from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.inference.trainer_view import describe_failure
-from lightning_seqpar.layout.adapters import without_adapters
+from lightning_seqpar.layout.linear_kind import without_adapters
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.styles.style import LINEAR

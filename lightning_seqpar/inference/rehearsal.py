@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_seqpar.inference.dataflow import Linear
 from lightning_seqpar.inference.feature_dependence import GroupLayout
 from lightning_seqpar.inference.isolated_block import EQUAL, Block, is_equal, other_data
-from lightning_seqpar.layout.attribute_override import write_attribute
+from lightning_seqpar.layout.attributes import write_attribute
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.stand_in import resolve, stand_in
 

@@ -18,8 +18,7 @@ from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.repeats import owner_of
 from lightning_seqpar.inference.stacks import find_exit
 from lightning_seqpar.inference.trace import Call, ForwardTrace
-from lightning_seqpar.layout.adapters import holds_variants
-from lightning_seqpar.layout.linear_kind import is_parametrized, linear_kind
+from lightning_seqpar.layout.linear_kind import holds_variants, is_parametrized, linear_kind
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 

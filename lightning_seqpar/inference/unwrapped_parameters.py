@@ -20,7 +20,7 @@ from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.isolated_block import Block, is_equal, other_data
 from lightning_seqpar.inference.rehearsal import Edit, changed_attribute
 from lightning_seqpar.layout.module_names import Argument
-from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.layout.param_layout import Shard
 
 _MAX_TRIES = 2000  # cuts that are tried at most, the likeliest first
 _SEGMENTS = (1, 2, 3)  # numbers of equal parts that a fused parameter is tried as: ``[f]``, ``[gate|up]``, ``[q|k|v]``

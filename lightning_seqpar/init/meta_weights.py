@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.init.deferred import DeferredInit, TensorRef
 from lightning_seqpar.init.weight_files import TensorFiles
-from lightning_seqpar.layout.adapters import is_adapted
-from lightning_seqpar.layout.param_layout import ParamLayout
-from lightning_seqpar.layout.replica_rows import empty_on_cpu, local_rows, rows_held
-from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.layout.linear_kind import is_adapted
+from lightning_seqpar.layout.param_layout import ParamLayout, Shard, empty_on_cpu, local_rows, rows_held
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.user_input import nearest
 

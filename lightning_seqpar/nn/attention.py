@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from lightning_seqpar.context.operations import added_mask, attend
 from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.collectives import reduce_from_tensor_parallel_region
-from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.layout.param_layout import Shard
 from lightning_seqpar.nn.linear import RowParallelLinear, shrink
-from lightning_seqpar.region.column_inputs import ColumnGroup, Hooks
-from lightning_seqpar.region.products import Products, Tokens, autocast_dtype, kept_of
+from lightning_seqpar.region.products import ColumnGroup, Hooks, Products, Tokens, autocast_dtype, kept_of
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
@@ -68,11 +67,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
 
     @classmethod
     def adopt(cls, attention: nn.MultiheadAttention, region: SequenceRegion, name: str) -> ParallelMultiheadAttention:
-        """Turn ``attention`` into this class in place and cut its parameters by heads.
-
-        Raises:
-            ValueError: for heads that do not divide by tp, or features of the original that have no parallel form.
-        """
+        """Turn ``attention`` into this class in place and cut its parameters by heads; ValueError for what has no parallel form."""
         cls.check(attention, name, sp=region.sp, dim=region.dim)
         heads, width = attention.num_heads, attention.embed_dim
         shard = Shard.by_segments(0, [width] * 3, [heads] * 3, region.size, name)
@@ -123,11 +118,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention.forward``, on batched input.
-
-        Raises:
-            ValueError: for input without a batch, key and value of which one is the query, or attention maps by head.
-        """
+        """As ``nn.MultiheadAttention.forward``, on batched input, with the same key and value; without attention maps by head."""
         self._check_input(query, key, value)
         self.region.open_gather(query, self.full_name)
         try:

@@ -99,10 +99,8 @@ def make_synced(module: nn.Module, name: str, group: ProcessGroup) -> None:
     """Let a batch norm take its statistics over all ranks of a group while it trains, in place: its class becomes another.
 
     The object, its parameters, its buffers and their names stay; what its class computes beside the norm is computed as before. In
-    evaluation mode nothing is sent. Copies are synced too; pickled, it is the module that it was.
-
-    Raises:
-        ValueError: if its forward was replaced on the object, or it is a script of TorchScript.
+    evaluation mode nothing is sent. Copies are synced too; pickled, it is the module that it was. ValueError if its forward was
+    replaced on the object, or it is a script of TorchScript.
     """
     own: Any = type(module)
     if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):

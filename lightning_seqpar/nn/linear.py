@@ -13,13 +13,11 @@ from torch import Tensor, nn
 
 from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.layout.linear_kind import LinearKind, LinearSettings, features, settings_of
-from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.layout.param_layout import Shard
 from lightning_seqpar.layout.stand_in import resolve
 from lightning_seqpar.region.activations import hold
-from lightning_seqpar.region.column_inputs import ColumnGroup, take_made
-from lightning_seqpar.region.data_path import as_part
-from lightning_seqpar.region.products import Products, Row, autocast_dtype
-from lightning_seqpar.region.sequence_region import SequenceRegion
+from lightning_seqpar.region.products import ColumnGroup, Products, Row, autocast_dtype, take_made
+from lightning_seqpar.region.sequence_region import SequenceRegion, as_part
 
 
 def shrink(parameter: Tensor, shard: Shard, rank: int) -> None:
@@ -38,31 +36,19 @@ def set_data(parameter: Tensor, data: Tensor) -> None:
 
 
 class _ParallelLinear(nn.Linear):
-    """What column and row linears share: how they are made from the user's module.
+    """What column and row linears share: how they are made from the user's module."""
 
-    Attributes:
-        region: the sequence region that the layer is in.
-        shard: how its weight is split over the ranks.
-        full_name: its name in the model.
-        transposed: whether its weight is ``[in, out]``, as Conv1D keeps it.
-        settings: what the forward of the user's class reads, which must stay as it is; None for nothing.
-    """
-
-    region: SequenceRegion
-    shard: Shard
-    full_name: str
-    transposed: bool = False
-    settings: LinearSettings | None = None
+    region: SequenceRegion  # that the layer is in
+    shard: Shard  # how its weight is split over the ranks
+    full_name: str  # in the model
+    transposed: bool = False  # whether its weight is [in, out], as Conv1D keeps it
+    settings: LinearSettings | None = None  # what the forward of the user's class reads, which must stay as it is
 
     @classmethod
     def adopt(
         cls, linear: nn.Module, shard: Shard, region: SequenceRegion, name: str = "linear", kind: LinearKind = "out_in"
     ) -> Any:
-        """Turn ``linear`` into this class in place and cut its parameters.
-
-        Args:
-            kind: whether its weight is ``[out, in]`` or ``[in, out]``.
-        """
+        """Turn ``linear``, which keeps its weight as ``kind`` says, into this class in place and cut its parameters."""
         out_features, in_features = features(linear, kind)
         settings = settings_of(linear)
         linear.__class__ = cls
@@ -80,7 +66,6 @@ class _ParallelLinear(nn.Linear):
         return self.weight.t() if self.transposed else self.weight
 
     def _cut(self, rank: int) -> None:
-        """Cut the parameters down to the part of ``rank``, and set the local number of features."""
         raise NotImplementedError
 
     def check_settings(self) -> None:

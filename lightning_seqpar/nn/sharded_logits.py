@@ -13,23 +13,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_seqpar.context.operations import arguments_of
 from lightning_seqpar.context.seq_part import FACTS, RESHAPES, functions, warn_of_gather, writes
-from lightning_seqpar.distributed.autograd import (
-    GivenAway,
-    is_node_of,
-    memory_of,
-    once_differentiable,
-    without_subclasses,
-)
+from lightning_seqpar.distributed.async_ops import all_gather
+from lightning_seqpar.distributed.autograd import GivenAway, is_node_of, memory_of, once_differentiable, without_subclasses
 from lightning_seqpar.distributed.collectives import (
-    all_gather,
     copy_to_tensor_parallel_region,
     gather_replicated_from_sequence_parallel_region,
     passes_none,
     reduce_from_tensor_parallel_region,
 )
 from lightning_seqpar.distributed.host import require_inside
-from lightning_seqpar.nn.logits_storage import StoredLogits, VocabPart
-from lightning_seqpar.nn.vocab_loss import LossOptions, VocabParallelCrossEntropy
+from lightning_seqpar.nn.vocab_loss import StoredLogits, VocabParallelCrossEntropy, VocabPart
 
 
 class ShardedLogits(Tensor):
@@ -91,8 +84,7 @@ class ShardedLogits(Tensor):
     def whole(self) -> Tensor:
         """The whole logits ``[..., v]`` as a plain tensor; collective over tp, unless they were changed in place.
 
-        Raises:
-            RuntimeError: if others, of which these are a view, or that are views of these, were changed in place.
+        Raises RuntimeError if others, of which these are a view, or that are views of these, were changed in place.
         """
         self._memory.check(self)
         if self._changed is not None:
@@ -145,8 +137,7 @@ class ShardedLogits(Tensor):
     ) -> Any:
         """Run an operation above autograd: on the shards if it can, else on gathered logits.
 
-        Raises:
-            RuntimeError: for a change in place that would change a copy, or logits out of a reentrant activation checkpoint.
+        RuntimeError for a change in place that would change a copy, or logits out of a reentrant activation checkpoint.
         """
         kwargs = dict(kwargs) if kwargs else {}
         if func in _FACTS:
@@ -438,7 +429,7 @@ def _cross_entropy(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwar
         require_inside(target, (beyond == 0) | (beyond == ignored), "Target {} is out of bounds.")
     weight = None if weight is None else weight.to(torch.promote_types(part.dtype, torch.float32))
     own = None if weight is None else weight[kept]
-    options = LossOptions(part, weight, own, given["label_smoothing"], logits._of)
+    options = part, weight, own, given["label_smoothing"], logits._of
     found: Tensor = VocabParallelCrossEntropy.apply(*part.tensors, target, options)  # type: ignore[no-untyped-call]
     # As if each were the log-likelihood of the one class 0: a GPU asserts that no other target is there but the ignored ones.
     by_weight = own is not None and reduction == "mean"

@@ -20,8 +20,8 @@ from lightning_seqpar.distributed.collectives import (
 )
 from lightning_seqpar.distributed.host import require_inside
 from lightning_seqpar.nn.linear import shrink
-from lightning_seqpar.nn.logits_storage import VocabPart
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
+from lightning_seqpar.nn.vocab_loss import VocabPart
 
 
 class _ReadPart(torch.autograd.Function):
@@ -120,8 +120,8 @@ class VocabParallelEmbedding(_VocabParallel, nn.Embedding):
     ============  ==============  =========================
 
     Forward: ids outside this rank's part of the vocabulary give zeros, and the ranks' outputs are summed by an all-reduce.
-    Backward: the output's gradient is whole on every rank; each adds it to the rows of its own
-    ids in its weight's gradient. Ids and masks are saved, and no activation.
+    Backward: the output's gradient is whole on every rank; each adds it to the rows of its own ids in its weight's gradient.
+    Ids and masks are saved, and no activation.
     """
 
     _base = nn.Embedding
@@ -135,11 +135,7 @@ class VocabParallelEmbedding(_VocabParallel, nn.Embedding):
         return unfit_forward(embedding, nn.Embedding)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Ids ``[b, s]`` → ``[b, s, h]``; collective over tp.
-
-        Raises:
-            IndexError: for an id outside the vocabulary (on the CPU; as in torch, a device assertion elsewhere).
-        """
+        """Ids ``[b, s]`` → ``[b, s, h]``; collective over tp. IndexError, or a GPU's assertion, for an id outside."""
         ids = over_tp(ids) if isinstance(ids, SeqPart) else ids
         if isinstance(ids, SeqPart):
             return SeqPart.wrap(VocabParallelEmbedding.forward(self, ids.local), ids.place)  # not what a subclass adds

@@ -13,22 +13,27 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.context.axis import ContextAxis, Method
-from lightning_seqpar.distributed.collectives import all_gather
-from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason
-from lightning_seqpar.layout.replica_rows import gather_rows, is_split
+from lightning_seqpar.context.attention import ContextAxis, Method
+from lightning_seqpar.distributed.async_ops import all_gather
+from lightning_seqpar.layout.module_names import inside, outwards
+from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason, gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
-from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, is_compiled
-from lightning_seqpar.parallel.context import hook_embeddings
-from lightning_seqpar.parallel.graph_draws import check_graph
-from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
-from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, recomputed, remake_activations
+from lightning_seqpar.parallel.beside_tp import (
+    MLPTiles,
+    Recompute,
+    hook_embeddings,
+    make_recomputed,
+    recomputed,
+    remake_activations,
+)
+from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, check_graph, is_compiled
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import (
     PART_KEY,
     RECORD_KEY,
+    ModuleSnapshot,
     ShardedModel,
+    changes_since,
     guard_pickling,
     guard_state_dict,
     record_of,
@@ -194,14 +199,12 @@ class _Swap:
 
     def _hook_modules_around(self) -> Iterator[RemovableHandle]:
         """Modules around the blocks: what they return of the inside must be whole."""
-        modules = self.plan.modules
-        around: dict[int, list[SequenceRegion]] = defaultdict(list)
+        around: dict[nn.Module, list[SequenceRegion]] = defaultdict(list)
         for stack in self.plan.stacks:
-            path = stack.owner.split(".") if stack.owner else []
-            for at in range(len(path) + 1):
-                around[id(modules[".".join(path[:at])])].append(self._application.region_at(stack))
-        for module in {id(m): m for m in modules.values() if id(m) in around}.values():
-            yield module.register_forward_hook(return_whole(around[id(module)]))
+            for name in (*outwards(stack.owner), ""):
+                around[self.plan.modules[name]].append(self._application.region_at(stack))
+        for module, regions in around.items():
+            yield module.register_forward_hook(return_whole(regions))
 
     def _holders(self, layouts: ModelLayout) -> list[nn.Module]:
         """Modules that hold a sharded parameter, at any depth."""

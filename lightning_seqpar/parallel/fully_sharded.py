@@ -23,12 +23,11 @@ from lightning_seqpar.context.seq_part import Place, places_of, plain_of, put_in
 from lightning_seqpar.distributed.autograd import has_tensor_hooks
 from lightning_seqpar.distributed.host import send_numbers
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.layout.replica_rows import gather_rows, is_split
+from lightning_seqpar.layout.param_layout import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
 from lightning_seqpar.parallel.fsdp_units import units_of
-from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
-from lightning_seqpar.parallel.sharded_model import ShardedModel
+from lightning_seqpar.parallel.sharded_model import ModuleSnapshot, ShardedModel, changes_since
 
 _HOOKS = (
     "_forward_pre_hooks",

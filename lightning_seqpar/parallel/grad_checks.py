@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_seqpar.distributed.host import LateNumbers
-from lightning_seqpar.layout.param_layout import ModelLayout
-from lightning_seqpar.layout.replica_rows import is_split, local_rows
+from lightning_seqpar.layout.param_layout import ModelLayout, is_split, local_rows
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 Comparison = Callable[[], None]

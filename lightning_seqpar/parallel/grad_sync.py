@@ -1,4 +1,4 @@
-"""Keeps partial gradients in sync.
+"""What a step sums over ranks: partial gradients, the losses that are compared on the way, and the norm of all gradients.
 
 Norms and row biases see a part of the sequence on each rank, so each rank holds one term of a sum that is their gradient. The
 terms are summed once per optimizer step, after accumulation and after the data-parallel reduction: a sum of what was summed
@@ -7,6 +7,7 @@ before would count it tp times (GPT-NeoX #1257 tells the story of hooks that nev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +17,100 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_seqpar.distributed.async_ops import all_reduce
 from lightning_seqpar.distributed.autograd import count_tensor_hooks
-from lightning_seqpar.distributed.collectives import all_reduce
-from lightning_seqpar.distributed.host import any_rank_has, send_numbers
-from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
-from lightning_seqpar.layout.replica_rows import is_split, local_rows, rows_held
+from lightning_seqpar.distributed.host import LateNumbers, OneStepLate, any_rank_has, send_numbers
+from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, is_split, local_rows, rows_held
 from lightning_seqpar.parallel.fsdp_units import ReplicaSplit
-from lightning_seqpar.parallel.loss_consistency import LossWatch
 from lightning_seqpar.topology.process_groups import ParallelGroups
+
+_CAUSES = (
+    "They must see the same batch, and the loss must not read parameters (an L2 term sees shards; weight decay belongs into "
+    "the optimizer), draw random numbers on its own, depend on the number of the process (global_rank; the number of the replica "
+    "is self.trainer.strategy.dp_rank), or read what the model made of its activations inside of its blocks "
+    "(pooled, detached or kept aside: each rank has a part there; read what the model returns, or set sp=False)"
+)
+
+
+def _limit(dtype: torch.dtype) -> float:
+    """How far, relative to the loss, equal computations may lie apart on two ranks."""
+    return {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
+
+
+def _number(loss: Tensor) -> Tensor:
+    """The loss as a number that can be compared; one that is no number counts as zero on every rank."""
+    return loss.detach().double().sum().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _compare(numbers: Sequence[float], limit: float, when: str, then: str = "") -> None:
+    """Raise RuntimeError if the ranks' losses lie further apart."""
+    if max(numbers) - min(numbers) > limit * max(1.0, *map(abs, numbers)):
+        losses = ", ".join(f"{number:.9g}" for number in numbers)
+        raise RuntimeError(f"the loss {when}: {losses}. {then}{_CAUSES}")
+
+
+def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
+    """The loss must be the same on all ranks of a replica; collective over the replica."""
+    own = _number(loss)
+    axes = groups.loss_axes
+    values = [torch.zeros_like(own) for _ in range(groups.size(axes))]
+    dist.all_gather(values, own, group=groups[axes])
+    numbers = [float(value) for value in values]
+    _compare(numbers, _limit(loss.dtype), "differs across the ranks of one replica")
+
+
+class LossWatch:
+    """Compares the losses of every step, at no collective of its own where gradients are summed over tp anyway.
+
+    Each rank has a place in a row of zeros that rides along with the sum, so that all decide alike. The row is read when the next
+    step's sum is due: a step with a wrong gradient is taken, but none behind it, and nothing is saved.
+    """
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._groups = groups
+        self._size, self._rank = groups.size(groups.loss_axes), groups.rank(groups.loss_axes)
+        self.rides_over_tp = groups.size("tp") == self._size  # whether a sum over tp reaches all ranks of the replica
+        self._own: Tensor | None = None
+        self._limit = 0.0
+        # All ranks' losses, and how far they may lie apart.
+        self._unread: OneStepLate[tuple[LateNumbers, float]] = OneStepLate()
+
+    def begin_step(self) -> None:
+        """A step begins: losses that were taken until now can be read without a wait."""
+        self._unread.begin_step()
+
+    def note(self, loss: Tensor) -> None:
+        """Add a loss to those of this step (accumulation, or several backwards)."""
+        number = _number(loss)
+        self._own = number if self._own is None else self._own + number
+        self._limit = max(self._limit, _limit(loss.dtype))
+
+    def row(self, dtype: torch.dtype) -> Tensor | None:
+        """What is to be summed over tp, ``[tp]``; none without a loss since the last time."""
+        if self._own is None:
+            return None
+        row = torch.zeros(self._size, dtype=dtype, device=self._own.device)
+        row[self._rank] = self._own
+        self._limit = max(self._limit, _limit(dtype))
+        return row
+
+    def take(self, summed: Tensor) -> None:
+        """The row with every rank's loss, ``[tp]``; it is not read yet."""
+        self._unread.add((LateNumbers(summed), self._limit))
+        self._own, self._limit = None, 0.0
+
+    def send(self) -> None:
+        """Sum the row by itself, unless it has ridden along with a sum of gradients already; collective over tp."""
+        if self._own is not None and (row := self.row(torch.float64)) is not None:
+            dist.all_reduce(row, group=self._groups[self._groups.loss_axes])
+            self.take(row)
+
+    def settle(self, *, everything: bool = False) -> None:
+        """Read and compare the losses of earlier steps, or those of this step too (``everything``), which may take a wait."""
+        for losses, limit in self._unread.take(everything=everything):
+            when = "differed across the ranks of one replica at the last step"
+            then = "An update that was made of it is wrong: go on from a checkpoint before it. "
+            _compare(losses.read(), limit, when, then)
 
 
 @dataclass(eq=False)
@@ -39,7 +126,6 @@ class _Partial:
     version: int = -1  # the parameter's, when the first gradient arrived: nobody may change it before the sum
     own_term: Tensor | None = None  # during a sum this rank's term, in the memory that takes the sum
     shared: _SharedPart | None = None  # what several ranks hold of it, if it is sharded
-    holders: Tensor | None = None  # by how many ranks each index along the shard's dim is held, of this rank's rows
 
     def unhook(self) -> None:
         """Take the hook away."""
@@ -151,19 +237,6 @@ class GradSync:
             else:
                 partial.parameter.grad = whole.div_(share) if whole is partial.synced else whole / share
 
-    def _holders(self, partial: _Partial, like: Tensor) -> Tensor:
-        """By how many ranks each element of a shard (of a rank's rows of it) is held, in a shape that broadcasts to it."""
-        shard = partial.layout.shard
-        assert shard is not None
-        if partial.holders is None or partial.holders.device != like.device:  # sent to the device once
-            holders = shard.holders[shard.indices(self._groups.rank("tp"))]
-            if shard.dim == 0 and (rows := rows_held(like)) is not None:
-                holders = holders[slice(*rows)]
-            partial.holders = holders.to(like.device)
-        shape = [1] * like.ndim
-        shape[shard.dim] = -1
-        return partial.holders.view(shape)
-
     def remove(self) -> None:
         """Take the hooks away."""
         for partial in self._partials:
@@ -266,7 +339,7 @@ class GradSync:
         """By how many ranks a gradient that is whole on each of them is summed."""
         if partial.layout.shard is None:
             return self._groups.size("tp")
-        return self._holders(partial, like)
+        return self._shared_part(partial, like).holders
 
     def _arrival_flags(self, due: Sequence[_Partial]) -> list[bool]:
         """Two for each parameter: whether a gradient has arrived here, and whether one came past its hook."""
@@ -298,16 +371,17 @@ class _SharedPart:
         shard = partial.layout.shard
         assert shard is not None
         self.device, self._dim = like.device, shard.dim
-        shared = (shard.holders > 1).nonzero().flatten()
-        place = torch.full((shard.length,), -1)
-        place[shared] = torch.arange(len(shared))
-        at = place[shard.indices(rank)]
+        at = shard.indices(rank)
         if shard.dim == 0 and (rows := rows_held(like)) is not None:
             # Ranks that share heads have them at the same places of their parts, so they hold the same rows of them too.
             at = at[slice(*rows)]
-        self._count = len(shared)
-        self._local = (at >= 0).nonzero().flatten().to(self.device)
-        self._place = at[at >= 0].to(self.device)
+        shared = shard.holders > 1
+        place = (shared.cumsum(0) - 1)[at]
+        self._count = int(shared.sum())
+        self._local = shared[at].nonzero().flatten().to(self.device)
+        self._place = place[shared[at]].to(self.device)
+        # By how many ranks each index of this rank's part (its rows of it) is held, in a shape that broadcasts.
+        self.holders = shard.holders[at].to(self.device).view([-1 if dim == shard.dim else 1 for dim in range(like.ndim)])
 
     def given(self, grad: Tensor) -> Tensor:
         """What a rank gives to the sum, of its gradient (its rows of it)."""
@@ -355,3 +429,59 @@ def _sum_coalesced(grads: list[Tensor], group: Any, losses: LossWatch | None, fl
         losses.take(rest[: row.numel()])
     torch._foreach_copy_(grads, list(map(Tensor.view_as, totals, grads)))
     return rest[rest.numel() - len(flags) :]
+
+
+def global_grad_norm(
+    parameters: Iterable[Tensor], layout: ModelLayout, groups: ParallelGroups, norm_type: float = 2.0
+) -> Tensor:
+    """The norm of the whole model's gradient (0-dim, equal on all ranks), which must be synced before.
+
+    Shards count from every rank of tp (and of dp, where replicas split them), the rest once; what several stages hold on the first
+    of them. ``parameters`` are the same on every rank; ``norm_type`` is 2, another positive number, or infinity. Collective over
+    tp, over pp, and over dp if the replicas split parameters.
+    """
+    parameters = list(parameters)
+    highest = norm_type == float("inf")
+    op = dist.ReduceOp.MAX if highest else dist.ReduceOp.SUM
+    # Gradients by the axes over whose ranks they are divided.
+    divided: dict[tuple[str, ...], list[Tensor]] = {(): [], ("tp",): [], ("dp",): [], ("dp", "tp"): []}
+    device = torch.device("cpu")
+    for parameter in parameters:
+        device = parameter.device
+        if parameter.grad is None:
+            continue
+        found, grad = layout.of(parameter), local_rows(parameter.grad)
+        if found is not None and found.stages and found.stages[0] != groups.rank("pp"):
+            continue
+        shard = None if found is None else found.shard
+        if found is not None and shard is not None and shard.has_shared:  # what several ranks hold counts once
+            grad = grad.index_select(shard.dim, layout.first_held(found.name, groups.rank("tp"), parameter.grad))
+        divided[("dp",) * is_split(parameter.grad) + ("tp",) * (shard is not None)].append(grad)
+
+    def join(powers: Tensor) -> Tensor:
+        return powers.max() if highest else powers.sum()
+
+    def power(grads: list[Tensor]) -> Tensor:
+        """``Σ |g|^p`` of some gradients (the largest ``|g|`` for the infinite norm), in float32 at least."""
+        # Of shared heads a rank may hold none first, and nothing has no largest element.
+        grads = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
+        if not grads:
+            return torch.zeros((), device=device, dtype=torch.float32)
+        norms = torch.stack([n.to(torch.promote_types(n.dtype, torch.float32)) for n in torch._foreach_norm(grads, norm_type)])
+        return join(norms if highest else norms**norm_type)
+
+    powers = [power(grads) for grads in divided.values()]
+    in_stages = "pp" in groups.topology.axes and groups.size("pp") > 1
+    # Every rank has the same lists up to shards, so the dtype agrees too; but a stage without gradients knows no type.
+    wide = torch.float64 if in_stages else functools.reduce(torch.promote_types, (each.dtype for each in powers))
+    whole, over_tp, over_dp, over_both = (each.to(wide) for each in powers)
+    if any(is_split(parameter) for parameter in parameters):  # each axis once: first dp, alone or with tp
+        both = torch.stack([over_dp, over_both])
+        dist.all_reduce(both, op=op, group=groups[groups.mean_axes])
+        over_dp, over_both = both.unbind()
+    part = join(torch.stack([over_tp, over_both]))
+    dist.all_reduce(part, op=op, group=groups["tp"])
+    total = join(torch.stack([whole, over_dp, part]))
+    if in_stages:
+        dist.all_reduce(total, op=op, group=groups["pp"])
+    return total if highest else total ** (1.0 / norm_type)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from lightning_seqpar.layout.adapters import DOWN, UP
-from lightning_seqpar.layout.linear_kind import is_depthwise
-from lightning_seqpar.layout.module_names import in_all_layers, inside
+from lightning_seqpar.layout.linear_kind import DOWN, UP, is_depthwise
+from lightning_seqpar.layout.module_names import in_all_layers, inside, outwards
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
-from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.plan.sharding_plan import ShardingPlan
-from lightning_seqpar.styles.registry import STYLES
+from lightning_seqpar.plan.sharding_plan import STYLES, ShardingPlan
 from lightning_seqpar.styles.style import PlannedModel
 
 _NOT_POINTWISE = (
@@ -32,8 +29,7 @@ class ResolvedPlan(PlannedModel):
     def __init__(
         self, model: nn.Module, plans: Sequence[ShardingPlan], size: int, sp: bool, loss_chunk: int | None = None
     ) -> None:
-        matches = [match for plan in plans for match in plan.match(model)]
-        super().__init__(model, matches, list(STYLES), size, sp, loss_chunk)
+        super().__init__(model, [match for plan in plans for match in plan.match(model)], list(STYLES), size, sp, loss_chunk)
         self._aliases = self._other_names_of_vocabularies()
         for match in self.decided:
             match.rule.check(match.name, self)
@@ -89,7 +85,7 @@ class ResolvedPlan(PlannedModel):
                 names[id(parameter)].append(canonical)
         vocabs = self.named("vocab")
         for tied in names.values():
-            facts = {self._fact(name) for name in tied}
+            facts = {(layout.shard, layout.is_partial) for layout in map(self.layout_of, tied)}
             left = [name for name in tied if name.rpartition(".")[0] not in vocabs and name not in self._aliases]
             if len(facts) == 1 and not left:
                 continue
@@ -117,15 +113,12 @@ class ResolvedPlan(PlannedModel):
             if id(p) in held and name.rpartition(".")[0] not in vocabs and inside(held[id(p)], name.rpartition(".")[0])
         }
 
-    def _fact(self, parameter: str) -> tuple[Shard | None, bool]:
-        layout = self.layout_of(parameter)
-        return layout.shard, layout.is_partial
-
     def layout_of(self, parameter: str) -> ParamLayout:
         """The layout of a parameter: of a style that names it or a module around it; else whole, and partial by what it sees."""
         if (held := self._aliases.get(parameter)) is not None:
             return replace(self.layout_of(held), name=parameter)
-        for name in _around(parameter):
+        around = [*outwards(parameter.rpartition(".")[0]), ""]
+        for name in (parameter, *reversed(around)):  # what is said of all of a module counts before what is said of a part
             for match in self.at(name):
                 layout = match.rule.layout(parameter, name, self)
                 if layout is not None:
@@ -143,11 +136,3 @@ class ResolvedPlan(PlannedModel):
         """Whether it is the second half of a row's adapter: the first one's sums are reduced before it."""
         around, half, adapter = module.rpartition(f".{UP}.")
         return bool(half) and f"{around}.{DOWN}.{adapter}" in self.named("row")
-
-
-def _around(parameter: str) -> Iterator[str]:
-    """The parameter itself, then the modules around it, from the outermost: what is said of all of one counts first."""
-    yield parameter
-    path = parameter.split(".")
-    for at in range(len(path)):
-        yield ".".join(path[:at])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_seqpar.distributed.host import send_numbers
-from lightning_seqpar.layout.replica_rows import is_split, local_rows, take_rows
+from lightning_seqpar.layout.param_layout import is_split, local_rows, take_rows
 from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.user_input import nearest

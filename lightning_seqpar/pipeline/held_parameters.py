@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lightning_seqpar.distributed.autograd import leaf_of, reach
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.layout.param_layout import ParamLayout
-from lightning_seqpar.layout.replica_rows import gather_rows, is_split, local_rows
+from lightning_seqpar.layout.param_layout import ParamLayout, gather_rows, is_split, local_rows
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.link import from_stage
 from lightning_seqpar.topology.process_groups import ParallelGroups

@@ -1,4 +1,4 @@
-"""A plan: rules in order, matched against the names of a model; and the plans that are shipped for families of models.
+"""Plans: rules in order, matched against the names of a model; those shipped for families; and which hold for a model.
 
 Later rules win. Plans are written by hand, shipped for families (``families/*.yaml``) or inferred; whatever made it, a plan can
 be printed, edited and fed back.
@@ -8,23 +8,73 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
-from pydantic import Field
+from pydantic import Field, ValidationError
 from torch import nn
 
-from lightning_seqpar.config import FrozenModel
-from lightning_seqpar.layout.adapters import plain_modules
-from lightning_seqpar.layout.class_source import class_source
-from lightning_seqpar.layout.module_names import compile_pattern, in_all_layers, likely_blocks, match_pattern
-from lightning_seqpar.styles.registry import parse_rule
-from lightning_seqpar.styles.style import Match, Rule, Target
+from lightning_seqpar.config import FrozenModel, PlanSpec
+from lightning_seqpar.layout.attributes import class_source
+from lightning_seqpar.layout.linear_kind import BASE, is_adapted, plain_modules
+from lightning_seqpar.layout.module_names import compile_pattern, in_all_layers, inside, likely_blocks, match_pattern
+from lightning_seqpar.styles.blocks import BlocksRule, ExitRule, ScatterRule
+from lightning_seqpar.styles.gather import CopyRule, GatherRule, OnceRule, ReduceRule
+from lightning_seqpar.styles.linear import ColumnRule, LocalHeadsRule, RowRule
+from lightning_seqpar.styles.replace import ReplaceRule, SetRule, VocabRule
+from lightning_seqpar.styles.style import Match, PlannedModel, Rule, Target
+from lightning_seqpar.styles.whole import FullWidthRule, GradientRule, WholeRule
 from lightning_seqpar.user_input import nearest, read_text, shortened, shown
+
+STYLES: dict[str, type[Rule]] = {
+    "blocks": BlocksRule,
+    "scatter": ScatterRule,
+    "exit": ExitRule,
+    "whole": WholeRule,
+    "replace": ReplaceRule,
+    "column": ColumnRule,
+    "row": RowRule,
+    "gather": GatherRule,
+    "copy": CopyRule,
+    "reduce": ReduceRule,
+    "once": OnceRule,
+    "local_heads": LocalHeadsRule,
+    "full_width": FullWidthRule,
+    "gradient": GradientRule,
+    "set": SetRule,
+    "vocab": VocabRule,
+}
+"""The styles, in the order in which they are checked and applied. Of the forward hooks of one module, those of the first style here
+are the outermost: what ``reduce`` sums is summed before ``gather`` lets go of what it gathered."""
+
+
+def parse_rule(data: Any) -> Rule:
+    """One rule from plain data; raises ValueError, which shows the rule, for what is none."""
+    if isinstance(data, Rule):
+        return data
+    if not isinstance(data, Mapping) or "style" not in data or "pattern" not in data:
+        raise ValueError(
+            f"plan rule {shown(data)}: a rule is a mapping with at least 'pattern' and 'style', such as "
+            "{pattern: layers.*, style: blocks}"
+        )
+    style = data["style"]
+    if not all(isinstance(key, str) for key in (*data, style)):
+        raise ValueError(
+            f"plan rule {shown(data)}: options and style must be words, such as {{pattern: layers.*, style: blocks}}"
+        )
+    if style not in STYLES:
+        near = nearest(style, list(STYLES))
+        raise ValueError(f"plan rule {shown(dict(data))}: no style {shown(style)}; did you mean {near}?")
+    try:
+        return STYLES[style](**data)
+    except ValidationError as error:
+        causes = "; ".join(str(item["msg"]).removeprefix("Value error, ") for item in error.errors())
+        raise ValueError(f"plan rule {shown(dict(data))}: {shortened(causes)}") from None
+
 
 KEYS = ("rules", "family", "class_name", "parts", "source", "when")
 """What may stand at the top of a plan's file; all but the rules are those of shipped plans, which say what models they are for."""
@@ -55,11 +105,7 @@ class UniqueKeysLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: 
 
 
 def parse_yaml(text: str) -> Any:
-    """The data in a YAML text of anybody's.
-
-    Raises:
-        yaml.YAMLError: whatever is wrong with it.
-    """
+    """The data in a YAML text of anybody's; raises ``yaml.YAMLError``, whatever is wrong with it."""
     try:
         return yaml.load(text, Loader=UniqueKeysLoader)  # by libyaml where there is one
     except yaml.YAMLError:
@@ -87,17 +133,11 @@ def _rules_in(text: str, name: str) -> list[Any]:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Rules, and where they came from.
+    """Rules, and where they came from."""
 
-    Attributes:
-        rules: in order; a later one wins.
-        prefix: module path that the patterns are relative to.
-        source: who wrote it, for the plan's table.
-    """
-
-    rules: tuple[Rule, ...]
-    prefix: str = ""
-    source: str = "plan"
+    rules: tuple[Rule, ...]  # in order; a later one wins
+    prefix: str = ""  # module path that the patterns are relative to
+    source: str = "plan"  # who wrote it, for the plan's table
 
     @classmethod
     def from_rules(cls, rules: Iterable[Any], *, prefix: str = "", source: str = "plan") -> ShardingPlan:
@@ -129,11 +169,7 @@ class ShardingPlan:
 
     @classmethod
     def from_yaml_text(cls, text: str, *, source: str = "inferred") -> ShardingPlan:
-        """From what :meth:`to_yaml` wrote.
-
-        Raises:
-            ValueError: if it holds no list of rules.
-        """
+        """From what :meth:`to_yaml` wrote; raises ValueError if it holds no list of rules."""
         return cls.from_rules(_rules_in(text, "the plan"), source=source)
 
     def without_sp(self) -> ShardingPlan:
@@ -177,6 +213,11 @@ class ShardingPlan:
                 )
             found += [Match(name, rule, self.source, target is not Target.MODULES) for name in hits]
         return found
+
+
+def read_plans(model: nn.Module, plans: Iterable[ShardingPlan], size: int = 1, sp: bool = False) -> PlannedModel:
+    """The plans' rules on a model for ``size`` ranks of tp; later plans win. Nothing is checked."""
+    return PlannedModel(model, [match for plan in plans for match in plan.match(model)], list(STYLES), size, sp)
 
 
 class _Names:
@@ -238,9 +279,6 @@ class Family(FrozenModel):
             for name, module in root.named_modules():
                 if match_pattern(path, name) and getattr(module, attribute) not in values:
                     return f"{name}.{attribute} is {getattr(module, attribute)!r}; the plan holds for {list(values)}"
-        return self._source_mismatch(root)
-
-    def _source_mismatch(self, root: nn.Module) -> str | None:
         for kind in dict.fromkeys(type(module) for module in root.modules()):
             proved = self.source.get(kind.__name__)
             if proved is not None and source_digest(kind) not in ((proved,) if isinstance(proved, str) else proved):
@@ -276,3 +314,136 @@ def load_families() -> tuple[Family, ...]:
 def families() -> list[str]:
     """Names of the shipped families."""
     return [family.family for family in load_families()]
+
+
+def _search_families(model: nn.Module, known: Sequence[Family], *, strict: bool) -> tuple[list[ShardingPlan], list[str]]:
+    """The plans of the families whose classes a model has, and why others, which only look so, are none."""
+    plans: list[ShardingPlan] = []
+    refused: list[str] = []
+    for name, module in model.named_modules():
+        reasons: list[str] = []
+        for family in (one for one in known if one.is_named_by(module)):
+            reason = family.mismatch(module) if strict else None
+            if reason is None:
+                plans.append(family.plan_for(module, name))
+                reasons = []
+                break
+            reasons.append(f"{name or type(model).__name__}: not {family.family}: {reason}")
+        refused += reasons
+    return plans, refused
+
+
+Infer = Callable[[], ShardingPlan]
+"""Makes a plan for a model."""
+InferRest = Callable[[Sequence[ShardingPlan]], ShardingPlan | None]
+"""Makes a plan for what the plans that it is given leave whole; None if there is none."""
+
+
+def resolve_plans(
+    spec: str | PlanSpec, model: nn.Module, infer: Infer | None = None, infer_rest: InferRest | None = None
+) -> list[ShardingPlan]:
+    """The plans that a config's ``plan`` stands for on ``model``: the base's, then the user's own rules.
+
+    ``infer`` makes a plan where ``auto`` finds no family, and ``infer_rest`` one for the rest where a family's plan ends.
+
+    Raises:
+        ValueError: if ``auto`` finds nothing (the message says how to write a plan), or a name is unknown.
+    """
+    if isinstance(spec, str):
+        plans = _resolve_base(spec, model, infer, infer_rest)
+    else:
+        own = ShardingPlan.from_rules(spec.rules, source="your plan")
+        plans = [*([] if spec.base == "none" else _resolve_base(spec.base, model, infer, infer_rest)), own]
+    return [_with_adapters(plan, model) for plan in plans]
+
+
+def _with_adapters(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
+    """A rule for a linear with an adapter holds for the linear in it and for the half of ``B(A(x))`` that meets the shards."""
+    # Beside a column, B makes this rank's features; beside a row, A reads them, and its output is reduced like the row's own.
+    adapted = {name for name, module in model.named_modules() if is_adapted(module)}
+    if not adapted:
+        return plan
+    rules: list[Rule] = []
+    for rule in plan.rules:
+        found = [n for n in adapted if match_pattern(plan.full(rule.pattern), n)]
+        half = rule.adapter_half
+        if not found or half is None:
+            rules.append(rule)
+            continue
+        named = [name for name, _ in model.named_modules() if match_pattern(plan.full(rule.pattern), name)]
+        patterns = [f"{rule.pattern}.{BASE}", f"{rule.pattern}.{half}.*"]
+        if len(found) < len(named):  # some have none
+            inner = [name.removeprefix(f"{plan.prefix}.") if plan.prefix else name for name in named]
+            whole = [name if plan.full(name) not in adapted else f"{name}.{BASE}" for name in inner]
+            patterns = [*whole, *(f"{name}.{half}.*" for name in inner if plan.full(name) in adapted)]
+        rules += [rule.model_copy(update={"pattern": pattern}) for pattern in patterns]
+    return ShardingPlan(tuple(rules), plan.prefix, plan.source)
+
+
+def check_plan(spec: str | PlanSpec) -> None:
+    """Raises ValueError for what is wrong with a plan whatever the model is: names, files, styles and options."""
+    base = spec if isinstance(spec, str) else spec.base
+    if isinstance(spec, PlanSpec):
+        ShardingPlan.from_rules(spec.rules)
+        if base == "none" and not spec.rules:
+            raise ValueError("plan={'base': 'none'} without rules shards nothing; add rules, or use base: auto")
+    if base.endswith((".yaml", ".yml")):
+        ShardingPlan.from_yaml(base)
+    elif base not in ("auto", "infer") and not (base == "none" and isinstance(spec, PlanSpec)):
+        _family_named(base)
+
+
+def _family_named(name: str) -> Family:
+    if name == "none":
+        raise ValueError("plan='none' has no rules; write plan={'base': 'none', 'rules': [...]}")
+    if name not in families():
+        known = ["auto", "infer", *families()]
+        raise ValueError(f"plan={name!r} is no family; did you mean {nearest(name, known, 1)}? (a file ends in .yaml)")
+    return load_families()[families().index(name)]
+
+
+def linears_beside(model: nn.Module, plans: Sequence[ShardingPlan]) -> list[str]:
+    """Names of the linears in repeated modules that lie outside the modules that the plans are relative to."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.MultiheadAttention)
+        and not any(inside(name, plan.prefix) for plan in plans)
+        and any(inside(name, one) for one in lists)
+    ]
+
+
+def _resolve_base(base: str, model: nn.Module, infer: Infer | None, infer_rest: InferRest | None) -> list[ShardingPlan]:
+    if base.endswith((".yaml", ".yml")):
+        return [ShardingPlan.from_yaml(base)]
+    if base == "infer":
+        if infer is None:
+            raise ValueError("plan='infer' is found by a strategy, which has an example input; here name a plan, or use 'auto'")
+        return [infer()]
+    if base == "auto":
+        plans, refused = _search_families(model, load_families(), strict=True)
+        if plans:
+            more = infer_rest(plans) if infer_rest and linears_beside(model, plans) else None
+            return [*plans, *([] if more is None else [more])]
+        if infer is not None:
+            return [infer()]
+        raise ValueError(_how_to_write_a_plan(model, refused))
+    chosen = _family_named(base)
+    plans, _ = _search_families(model, [chosen], strict=False)
+    if not plans:
+        raise ValueError(
+            f"plan={base!r}: the model has no module of class {chosen.class_name}; use 'auto', a plan of your own, or a "
+            "model of that family"
+        )
+    return plans
+
+
+def _how_to_write_a_plan(model: nn.Module, refused: Sequence[str]) -> str:
+    why = "".join(f"\n  - {line}" for line in refused)
+    return (
+        f"plan='auto': no shipped plan fits {type(model).__name__} (shipped: {', '.join(families())}).{why}\n"
+        "Write one with the module names of your model, in a YAML file (plan='my_plan.yaml') or in the config "
+        "(plan={'base': 'none', 'rules': [...]}):\n"
+        f"{EXAMPLE}"
+    )

@@ -6,23 +6,24 @@ a weight that other code reads past its module. The self-check sees that, and th
 
 from __future__ import annotations
 
+import itertools
 import re
+import types
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lightning_seqpar.config import PlanSpec
 from lightning_seqpar.distributed.autograd import has_tensor_hooks
-from lightning_seqpar.layout.adapters import BASE, is_adapted
+from lightning_seqpar.layout.linear_kind import BASE, is_adapted
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.plan.sharding_plan import ShardingPlan
-from lightning_seqpar.plan.weight_readers import weight_reader
-from lightning_seqpar.styles.registry import STYLES
+from lightning_seqpar.plan.sharding_plan import ShardingPlan, read_plans
+from lightning_seqpar.styles.replace import VocabRule, unfit_for_vocab
 from lightning_seqpar.styles.style import PlannedModel
-from lightning_seqpar.styles.vocab import VocabRule, unfit_for_vocab
 
 SOURCE = "vocabulary"
 """Source of the plan that is added."""
@@ -53,11 +54,7 @@ _COUNT = re.compile(r"vocab|voc_size|n_?tokens?$|num_?tokens?$|n_?words$|diction
 _LENGTH = re.compile(r"max_(pos|seq|len|source|target)|position|block_size|context|seq_?len|max_?len", re.IGNORECASE)
 """Names of attributes that say how many positions a sequence has."""
 
-_WRAPPERS = (
-    BASE,
-    "original_module",
-    "modules_to_save",
-)  # names that PEFT puts between a module's own name and the module
+_WRAPPERS = (BASE, "original_module", "modules_to_save")  # names that PEFT puts between a module's own name and the module
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ def with_vocabulary(
     whole (a file, or ``base: none``) says itself what is sharded: nothing is added.
 
     Args:
-        plans: what :func:`~lightning_seqpar.plan.choice.resolve_plans` found.
+        plans: what :func:`~lightning_seqpar.plan.sharding_plan.resolve_plans` found.
         spec: the config's field ``plan``.
         model: the whole model, for ``size`` tensor-parallel ranks.
         size: their number.
@@ -160,7 +157,7 @@ def find_vocabulary(
 def _planned(plans: Sequence[ShardingPlan], model: nn.Module, size: int, sp: bool) -> PlannedModel | None:
     """The model with the plans' rules; None if they can't be carried out."""
     try:
-        return PlannedModel(model, [m for plan in plans for m in plan.match(model)], list(STYLES), size, sp)
+        return read_plans(model, plans, size, sp)
     except ValueError:
         return None
 
@@ -388,3 +385,59 @@ def _deciding_rule(name: str, planned: PlannedModel) -> str | None:
         if rule.undoes_inside and inside(name, match.name):
             return rule.style
     return None
+
+
+_STEPS = {"backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping",
+          "validation_step", "test_step", "predict_step"}  # fmt: skip
+"""Methods of modules and callbacks that run while training or evaluating, beside those whose names begin with ``on_``."""
+
+_WEIGHTS = {"weight", "get_input_embeddings", "get_output_embeddings"}
+"""Names by which code comes to an embedding's or a head's weight."""
+
+_PAST_THE_GRAPH = {"grad", "data", "no_grad"}
+"""Names by which code reads or changes a weight past autograd."""
+
+
+def weight_reader(owners: Iterable[object]) -> str | None:
+    """The first hook or step, as ``Class.method``, whose code or that of what it calls names a weight; None if there is none.
+
+    Of training steps only those that also name ``grad``, ``data`` or ``no_grad``. ``owners`` are a LightningModule and callbacks.
+    """
+    for owner in owners:
+        for kind in itertools.takewhile(_is_the_users, type(owner).__mro__):
+            for name, method in vars(kind).items():
+                runs = name.startswith("on_") or name in _STEPS
+                if not isinstance(method, types.FunctionType) or not (runs or name == "training_step"):
+                    continue
+                names = _names(method, owner, set())
+                # What a training step reads of a weight for its loss is guarded in the graph; only past that it is not.
+                if names & _WEIGHTS and (runs or names & _PAST_THE_GRAPH):
+                    return f"{kind.__name__}.{name}"
+    return None
+
+
+def _is_the_users(kind: type) -> bool:
+    """Whether a class of an object stands in front of Lightning's."""
+    of_lightning = kind.__module__.startswith(("lightning.", "pytorch_lightning."))
+    return kind not in (LightningModule, Callback, object) and not of_lightning
+
+
+def _names(function: types.FunctionType, owner: object, seen: set[int]) -> set[str]:
+    """The names in a function's code, and in that of the methods of its object and the functions beside it that it calls."""
+    seen.add(id(function))
+    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    for name in tuple(names):
+        for called in (getattr(type(owner), name, None), function.__globals__.get(name)):
+            if not isinstance(called, types.FunctionType) or called.__module__ != function.__module__:
+                continue
+            if id(called) not in seen:
+                names |= _names(called, owner, seen)
+    return names
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_seqpar.context.seq_part import Place, SeqPart, local_of
 from lightning_seqpar.distributed.autograd import (
     NO_BACKWARD,
+    Function,
     current_backward,
     in_backward,
     leaf_of,
@@ -30,17 +31,15 @@ from lightning_seqpar.distributed.counters import saved_counter
 from lightning_seqpar.distributed.rng import SavedStreams, drawn_since, kept_streams, torch_states
 from lightning_seqpar.layout.attributes import ModelAttributes
 from lightning_seqpar.layout.stand_in import later
-from lightning_seqpar.region.column_inputs import ColumnGroup, hand_out
 from lightning_seqpar.region.frames import Frame
-from lightning_seqpar.region.products import Hold, NormCall, as_autocast, autocast_dtype
+from lightning_seqpar.region.products import ColumnGroup, NormCall, as_autocast, autocast_dtype, hand_out
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm over the features.
+    """Whether a module is a norm over the features: by its class's name, parameters that are vectors, and nothing else in it.
 
-    It has norm in its class's name, vectors as its only parameters, no submodules and no buffers or other tensors, and its class's
-    own forward. Norms over batches or groups are not.
+    Norms over batches or groups are not, nor one with another forward than its class's.
     """
     cls = type(module)
     parameters = [p for p in module._parameters.values() if p is not None]
@@ -181,6 +180,23 @@ class _NormAgain(_Again):
         self._call.run(self._call.x.detach().requires_grad_(self._requires_grad), graph=True)
 
 
+class _Hold(Function):
+    """What a row reads, kept in front of it: where a forward runs again up to here, the row itself does not.
+
+    Forward and backward: identity, ``[b, s, f/tp]``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        return grad
+
+
 def hold(x: Tensor, frame: Frame) -> tuple[Tensor, Any]:
     """What a row reads, and the node that keeps it where a forward runs again up to here; None for the row to keep it itself.
 
@@ -189,7 +205,7 @@ def hold(x: Tensor, frame: Frame) -> tuple[Tensor, Any]:
     if frame.span is None or not x.requires_grad or frame.span[2] != saved_tensor_hooks():
         return x, None  # a checkpoint of the user's around the row keeps what the row reads, and has it made again by the span
     (behind_row, count, _), frame.span = frame.span, None
-    x = Hold.applied(x)
+    x = _Hold.applied(x)
 
     def keep(tensor: Tensor) -> tuple[Tensor, int]:
         if count is not None:
@@ -213,7 +229,7 @@ def _give(kept: tuple[Tensor, int]) -> Tensor:
 
 
 class RecomputedSpan:
-    """Takes the place of an MLP's ``forward``: what is between its columns and its row runs again in the backward.
+    """Takes the place of an MLP's ``forward``: what is between its ``columns`` and its row runs again in the backward.
 
     ==========================  ======================  ==========================
     tensor                      shape                   kept for the backward
@@ -223,9 +239,6 @@ class RecomputedSpan:
     what is made of them        ``[b, s, f/tp]``        nothing
     what the row reads          ``[b, s, f/tp]``        nothing
     ==========================  ======================  ==========================
-
-    Args:
-        columns: what is gathered for the MLP, and the columns that read it.
     """
 
     def __init__(self, module: nn.Module, columns: ColumnGroup, region: SequenceRegion) -> None:
@@ -261,11 +274,7 @@ class RecomputedSpan:
 
 
 class _SpanCall(_Again):
-    """One call of such a module. Where the backward asks for what it kept in front of the row, it runs again up to there.
-
-    Args:
-        found: what was gathered, the columns that read it, what they made of it, and how it is gathered again.
-    """
+    """One call of such a module. Where the backward asks for what it kept in front of the row, it runs again up to there."""
 
     def __init__(
         self,
@@ -280,7 +289,7 @@ class _SpanCall(_Again):
         self._whole, self._columns, self._made, self._again = found
         self._whole_id = id(self._whole)
         self._dtype = autocast_dtype(self._whole)
-        self._lengths = span.region.frames.lengths()
+        self._lengths = span.region.frames.current.record
         assert span.attributes is not None
         self._attributes, self._values = span.attributes, span.attributes.read()
         self._count = saved_counter()  # of somebody who counts what is kept

@@ -16,66 +16,39 @@ from torch import Tensor
 
 from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.context.seq_part import Place
-from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward
-from lightning_seqpar.distributed.padding import shard_length
+from lightning_seqpar.distributed.async_ops import shard_length
+from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward, input_node, node_classes
 from lightning_seqpar.region.products import Tokens
+
+_PASSING = node_classes("ToCopy", "View", "UnsafeView", "Alias")
+"""Nodes whose result is all of their input: casts and views."""
 
 InputKey = tuple[str, tuple[int, ...]]
 """A module's name and the shape of its input."""
 
 
 class InputRecord(NamedTuple):
-    """What a module's input was in the forward, for a recompute in the backward that runs outside of any call.
+    """What a module's input was in the forward, for a recompute in the backward that runs outside of any call."""
 
-    Attributes:
-        length: positions of the whole sequence of which it was a shard; None if it was whole.
-        batch: size of an activation's dim that is neither sequence nor features.
-        ndim: number of dims of an activation.
-        chunks: how the sequence is dealt out over the context-parallel ranks, of which ``length`` counts this rank's positions.
-    """
-
-    length: int | None
-    ndim: int
-    batch: int
-    chunks: Chunks | None = None
+    length: int | None  # positions of the whole sequence (of this rank of cp) of which it was a shard; None if it was whole
+    ndim: int  # of an activation
+    batch: int  # size of an activation's dim that is neither sequence nor features
+    chunks: Chunks | None = None  # how the sequence is dealt out over the context-parallel ranks
 
 
 class Frame:
-    """The state of one call: nested, repeated and aborted calls of blocks each have their own.
+    """The state of one call: nested, repeated and aborted calls of blocks each have their own."""
 
-    Attributes:
-        module: the block, or other module, whose call it is.
-        is_call: whether that call opened it, and not a backward or a tile in it.
-        length: positions of the whole sequence while activations are shards; None outside of the blocks.
-        ndim: number of dims of an activation: 3 for ``[b, s, h]``, 2 for flattened tokens ``[b·s, h]``.
-        batch: size of an activation's dim that is neither sequence nor features; flattened tokens are folded by it.
-        chunks: how the whole sequence is dealt out over the context-parallel ranks; ``length`` then counts this rank's positions.
-        part: positions of a shard of the whole sequence, padding included.
-        tokens: how activations of the call lie on the ranks, for those that gather and reduce them; None until one does.
-        of_samples: whether the call was given ``[b, h]``, of whole samples, whose rows are taken for positions.
-        task: the backward in which the call began, or ``NO_BACKWARD``.
-        resumed_by: the module that opened this frame because a backward computes it again; None for a call of a block.
-        repeats: whether a backward computes a part of a call again in this frame, with the lengths that the call had.
-        gather_scopes: for each module with gathered inputs that is running, the outermost first, the graph nodes of what was
-            gathered for it.
-        wholes: activations that are the same on all ranks.
-        copied: sequence lengths of activations that were whole already where columns read them.
-        sum_features: for each running module whose output is reduced where it returns, the graph nodes of the features that it
-            is given; None if it is given whole activations.
-        partial_nodes: graph nodes of the partial sums that rows left for such a module to reduce.
-        dealt_out: in a module that deals this rank's positions out to experts, where they lie in its input.
-        span: what ends with the forward of an MLP that runs again up to its row, who counts what is kept, and the hooks that it is
-            kept by; None outside of one, and behind its row.
-        switched_streams: whether draws come from the rank's own random stream since the call began.
-    """
-
-    ndim = part = 0
-    batch = 1
-    length: int | None = None
-    chunks: Chunks | None = None
-    tokens: Tokens | None = None
-    of_samples = switched_streams = False
-    dealt_out: Place | None = None
+    length: int | None = None  # positions of the whole sequence while activations are shards; None outside of the blocks
+    chunks: Chunks | None = None  # how it is dealt out over the ranks of cp; length then counts this rank's positions
+    part = 0  # positions of a shard of it, padding included
+    ndim = 0  # of an activation: 3 for [b, s, h], 2 for flattened tokens [b·s, h]
+    batch = 1  # size of an activation's dim that is neither sequence nor features; flattened tokens are folded by it
+    tokens: Tokens | None = None  # how activations lie on the ranks, for those that gather and reduce them; None until one does
+    of_samples = False  # the call was given [b, h], of whole samples, whose rows are taken for positions
+    switched_streams = False  # draws come from the rank's own random stream since the call began
+    dealt_out: Place | None = None  # in a module that deals positions out to experts: where they lie in its input
+    # What ends with the forward of an MLP that runs again up to its row, who counts what is kept, the hooks that keep it.
     span: tuple[ExitStack, Callable[[Tensor], Any] | None, Any] | None = None
 
     def __init__(
@@ -88,12 +61,17 @@ class Frame:
         resumed_by: str | None = None,
         repeats: bool = False,
     ) -> None:
-        self.module, self.is_call, self.task, self.resumed_by, self.repeats = module, is_call, task, resumed_by, repeats
+        self.module, self.is_call = module, is_call  # whose call it is; it opened the frame, and not a backward or a tile in it
+        self.task = task  # the backward in which the call began
+        self.resumed_by = resumed_by  # the module that opened the frame because a backward computes it again
+        self.repeats = repeats  # a backward computes a part of a call again in it, with the lengths that the call had
+        # The graph nodes of what was gathered for each running module, the outermost first.
         self.gather_scopes: list[list[Any]] = []
-        self.wholes: list[weakref.ref[Tensor]] = []
-        self.copied: list[int] = []
+        self.wholes: list[weakref.ref[Tensor]] = []  # activations that are the same on all ranks
+        self.copied: list[int] = []  # lengths of activations that were whole already where columns read them
+        # For each running module whose output is reduced where it returns, its features' nodes; None for whole activations.
         self.sum_features: list[list[Any] | None] = []
-        self.partial_nodes: list[Any] = []
+        self.partial_nodes: list[Any] = []  # of the partial sums that rows left for it
         if known is not None:
             self.length, self.ndim, self.batch, self.chunks = known
 
@@ -115,19 +93,17 @@ class Frame:
 class FrameStack:
     """The calls of a region's blocks that are under way, and the inputs that a backward may compute from again.
 
-    Attributes:
-        current: the frame of the innermost call; outside of any call a frame that no call opened.
-        traced: whether blocks are compiled. Of what happens in one, nothing is noted then, and no code reads names: the graph would
-            be that of one block alone.
+    Where blocks are compiled (``traced``) nothing that happens in one is noted, and no code reads names: the graph would be
+    that of one block alone.
     """
 
-    def __init__(self, size: int, dim: int, region: str, *, traced: bool = False) -> None:
-        self._size, self._dim, self._region, self.traced = size, dim, region, traced
+    def __init__(self, size: int, dim: int, *, traced: bool = False) -> None:
+        self._size, self._dim, self.traced = size, dim, traced
         self.reset()
 
     def reset(self) -> None:
         """Forget all calls, at the beginning of a step."""
-        self.current = Frame()
+        self.current = Frame()  # of the innermost call; outside of any call one that no call opened
         self._outer: list[Frame] = []
         # A backward computes parts of a forward again outside of any call. None: calls of one shape had other lengths.
         self._inputs: dict[InputKey, InputRecord | None] = {}
@@ -152,11 +128,7 @@ class FrameStack:
             self.current = self._outer.pop()
 
     def open_recompute(self, x: Tensor, module: str) -> None:
-        """Where a backward computes ``module`` again open a frame with the length that the forward had.
-
-        Raises:
-            RuntimeError: if forwards of different lengths had inputs of this shape.
-        """
+        """Where a backward computes ``module`` again open a frame with the length that the forward had with such an input."""
         if self.traced:
             return
         task = current_backward()
@@ -177,7 +149,7 @@ class FrameStack:
 
     @contextmanager
     def repeating(self, known: InputRecord) -> Iterator[None]:
-        """A context in which a backward computes a part of a call again; ``known`` is what :meth:`lengths` returned in it.
+        """A context in which a backward computes a part of a call again; ``known`` is the record that the call's frame had.
 
         Unlike :meth:`open_recompute` it needs no shape to find the call by, so calls of several lengths are told apart.
         """
@@ -200,11 +172,9 @@ class FrameStack:
 
     @contextmanager
     def alone(self, shape: tuple[int, ...], *, is_shard: bool) -> Iterator[None]:
-        """A context in which some positions of an activation are all there are: a call with a sequence of its own.
+        """A context in which some positions of an activation are all there are, ``[b, s/tp, h]``, or ``[s/tp, h]`` of tokens.
 
-        Args:
-            shape: of those positions on this rank, ``[b, s/tp, h]``, or ``[s/tp, h]`` of flattened tokens.
-            is_shard: whether each tensor-parallel rank has as many others.
+        Each tensor-parallel rank has as many others if it is a shard.
         """
         task, dim = current_backward(), self._dim if len(shape) == 3 else 0
         length = shape[dim] * self._size if is_shard else None
@@ -216,10 +186,6 @@ class FrameStack:
             yield
         finally:
             self.end_repeat(outer)
-
-    def lengths(self) -> InputRecord:
-        """The lengths of the current call, for :meth:`repeating`."""
-        return self.current.record
 
     def _push(self, frame: Frame) -> None:
         if frame.length is not None:
@@ -252,18 +218,10 @@ class FrameStack:
         chunks = self.current.chunks
         return self.length if chunks is None else chunks.length
 
-    @property
-    def shard_length(self) -> int:
-        """Positions of a shard of it, padding included."""
-        return self.current.part
-
     def begin(self, length: int, shape: Sequence[int], chunks: Chunks | None = None) -> None:
-        """In the current call activations are shards from here on.
+        """In the current call activations are shards from here on, of a sequence of ``length`` positions (on this rank of cp).
 
-        Args:
-            length: positions of the whole sequence (of this context-parallel rank).
-            shape: of the block's input, ``[b, s, h]``, ``[s, b, h]`` or ``[s, h]``, whole or a shard.
-            chunks: how the sequence is dealt out over the context-parallel ranks, of which ``length`` counts this rank's positions.
+        ``shape`` is that of the block's input, ``[b, s, h]``, ``[s, b, h]`` or ``[s, h]``, whole or a shard.
         """
         frame = self.current
         frame.length, frame.ndim, frame.chunks, frame.tokens = length, len(shape), chunks, None
@@ -276,24 +234,8 @@ class FrameStack:
         length, frame.length, frame.tokens = frame.length, None, None
         return length
 
-    def fold(self, x: Tensor, positions: int | None, of: Frame | InputRecord | None = None) -> Tensor | None:
-        """Flattened tokens as an activation: ``[b·s, h]`` → ``[b, s, h]``, or ``[s, b, h]`` where the sequence is dim 0.
-
-        Args:
-            positions: the length of the sequence in it, of the whole or of a shard; None outside of the blocks.
-            of: what the sizes are read from; the current frame by default.
-
-        Returns:
-            None if ``x`` is an activation, or no tokens of this call.
-        """
-        of = of or self.current
-        if positions is None or not self.folds(tuple(x.shape), positions, of):
-            return None
-        sizes = (of.batch, positions) if self._dim == 1 else (positions, of.batch)
-        return x.reshape(*sizes, *x.shape[1:])
-
-    def folds(self, shape: tuple[int, ...], positions: int | None, of: Frame | InputRecord) -> bool:
-        """Whether a tensor of that shape is of flattened tokens, ``[b·s, …]``, and no activation."""
+    def folds(self, shape: Sequence[int], positions: int | None, of: Frame | InputRecord) -> bool:
+        """Whether a tensor of that shape is of flattened tokens, ``[b·s, …]``, and no activation; with so many positions."""
         if positions is None or of.ndim != 3 or not shape or shape[0] != of.batch * positions:
             return False
         return len(shape) != 3 or shape[self._dim] != positions
@@ -309,3 +251,28 @@ class FrameStack:
     def remembered(self, key: InputKey) -> InputRecord | None:
         """In a recompute, what the forward noted; None outside of one, and where calls had different lengths."""
         return self._inputs.get(key) if self.recomputes else None
+
+    # ---- activations that are the same on all ranks ----------------------------------------------------------
+
+    def add_whole(self, whole: Tensor) -> None:
+        """What was gathered or copied for the innermost module that is running."""
+        if self.traced:
+            return
+        frame, node = self.current, whole.grad_fn
+        frame.wholes.append(weakref.ref(whole))
+        if frame.gather_scopes and node is not None:
+            frame.gather_scopes[-1].append(node)
+
+    def note_whole(self, x: Tensor) -> None:
+        """``x`` was made of what is the same on all ranks alone, and so it is the same too."""
+        self.current.wholes.append(weakref.ref(x))
+
+    def is_whole(self, x: Tensor) -> bool:
+        """Whether ``x`` is known to be the same on all ranks, or a view or cast of such a tensor."""
+        wholes = [whole() for whole in self.current.wholes]
+        if any(whole is x for whole in wholes):
+            return True
+        node, nodes = x.grad_fn, [whole.grad_fn for whole in wholes if whole is not None and whole.grad_fn is not None]
+        while node is not None and type(node) in _PASSING:
+            node = input_node(node, 0)
+        return node is not x.grad_fn and node in nodes

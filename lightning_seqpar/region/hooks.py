@@ -19,8 +19,8 @@ from lightning_seqpar.context.seq_part import SeqPart, lies_over_tp, local_of, o
 from lightning_seqpar.distributed.autograd import in_backward
 from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.layout.stand_in import stand_in
-from lightning_seqpar.region.column_inputs import NO_COLUMNS, ColumnGroup
 from lightning_seqpar.region.partial_sum_check import MarkRow
+from lightning_seqpar.region.products import NO_COLUMNS, ColumnGroup
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
@@ -50,11 +50,9 @@ def put_argument(
 
 
 def _with_first(out: Any, change: Callable[[Tensor, str], Any], name: str, refusal: str) -> Any:
-    """Changes the activation in what the module ``name`` returns: a tensor, or the first of several.
+    """Changes the activation in what the module ``name`` returns: a tensor, or the first of several; else says ``refusal``.
 
-    Args:
-        change: is given the activation and the name, which it must not have in a closure: a graph would be of one module alone.
-        refusal: what is said of another type, whose name takes the place of the braces.
+    ``change`` is given the name, which it must not have in a closure: a graph would be of one module alone.
     """
     if isinstance(out, Tensor):
         return change(out, name)
@@ -68,7 +66,7 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
     """A pre-hook of a block: its activation becomes a shard, ``[b, s, h]`` → ``[b, s/tp, h]``, unless it is one."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region.begin_call(name)
+        region.frames.open(name)
         where, x = find_argument(name, arg, args, kwargs)
         if not isinstance(x, Tensor) or x.is_nested:
             raise ValueError(f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'")
@@ -85,8 +83,8 @@ def leave_block(region: SequenceRegion, name: str, *, is_exit: bool) -> Callable
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         aborted = out is None
-        first = out[0] if isinstance(out, list | tuple) and out else out
-        region.end_block(first, name, aborted=aborted)
+        region.end_shards(aborted=aborted)
+        region.observers.shard_made(out[0] if isinstance(out, list | tuple) and out else out, name)
         try:
             return None if aborted else _left(region, name, out) if is_exit else _wrapped(region, name, out)
         finally:
@@ -114,7 +112,7 @@ def _wrapped(region: SequenceRegion, name: str, out: Any) -> Any:
     if floats and not any(isinstance(x, SeqPart) for x in tree_leaves(wrapped)):
         raise ValueError(
             f"{name}: it returned a tensor of shape {list(floats[0].shape)}, but in the sequence region of {region.name} a shard "
-            f"has {region.frames.shard_length} of {region.frames.length} positions at dim {region.dim}; something in the block "
+            f"has {region.frames.current.part} of {region.frames.length} positions at dim {region.dim}; something in the block "
             "changes the sequence: leave those blocks out of the plan, end the region before them, or set sp=False"
         )
     return wrapped
@@ -142,7 +140,7 @@ def _begin(
     region: SequenceRegion, name: str, arg: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Begin a call of a module between the blocks: its arguments become shards."""
-    region.begin_call(name)
+    region.frames.open(name)
     region.begin_shards()
     where, x = find_argument(name, arg, args, kwargs)
     if isinstance(x, Tensor):
@@ -311,8 +309,7 @@ def close_gather(
 ) -> Callable[..., Any]:
     """A hook of a module whose arguments were gathered, which returned or raised.
 
-    Args:
-        heads: if it is an attention, the number of query heads of which each rank has a part.
+    Of an attention ``heads`` is the number of query heads, of which each rank has a part.
     """
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
@@ -344,15 +341,10 @@ def begin_sum(
     *,
     of_features: bool,
 ) -> Callable[..., None]:
-    """A pre-hook of a module that returns one term of a sum over ranks.
+    """A pre-hook of a module that returns one term of a sum over ranks, and is given whole activations or this rank's features.
 
-    Until :func:`end_sum`, parameters that it adds to the sum are zero on all ranks but the first, and frozen rows leave a
-    node in the graph, so that the sum can be checked.
-
-    Args:
-        added: parameters that it adds, each as the module that holds it and the attribute.
-        rows: parameters that it multiplies as rows itself, likewise.
-        of_features: whether it is given this rank's features, and has rows alone.
+    Until :func:`end_sum`, parameters that it ``added`` to the sum are zero on all ranks but the first, and frozen ``rows`` leave
+    a node in the graph, so that the sum can be checked. Each is told as the module that holds it and the attribute.
     """
 
     def hook(module: nn.Module, args: Any) -> None:
@@ -385,12 +377,7 @@ def end_sum(region: SequenceRegion, hidden: Sequence[tuple[nn.Module, str]]) -> 
 def reduce_output(
     region: SequenceRegion, name: str, rows: Sequence[tuple[nn.Module, str]], once: Sequence[tuple[nn.Module, str]]
 ) -> Callable[..., Any]:
-    """A hook of such a module: what it returns is reduced, ``[b, s, h]`` → ``[b, s/tp, h]``.
-
-    Args:
-        rows: parameters that it multiplies as rows itself, each as the module that holds it and the attribute.
-        once: parameters that only the first rank adds, likewise.
-    """
+    """A hook of such a module: what it makes by ``rows``, and adds ``once``, is reduced, ``[b, s, h]`` → ``[b, s/tp, h]``."""
 
     def read(held: Sequence[tuple[nn.Module, str]]) -> list[nn.Parameter]:
         # In the forward, since a parameter may be another object then (fully_shard).
@@ -447,11 +434,7 @@ def slice_arguments(
 ) -> Callable[..., Any]:
     """A pre-hook of a module on local heads: of each argument in ``wanted`` a rank takes its heads, along ``dim``.
 
-    An argument of one head stands for all heads and is left as it is.
-
-    Args:
-        take: the method ``slice`` of the region's data path.
-        dim: the tensor dim of the heads.
+    ``take`` is the method ``slice`` of the region's data path.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -488,18 +471,15 @@ def narrow(rank: int, size: int, name: str) -> Callable[..., Any]:
 def draw_alike(
     region: SequenceRegion, *, always: bool, switch: Literal["begin", "end"] = "end"
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    """A pre-hook and a hook of a module that draws: in between all ranks draw alike, or each for itself.
+    """A pre-hook and a hook of a module that draws: in between all ranks draw alike (``end``), or each for itself (``begin``).
 
-    Args:
-        always: whether streams are switched at each call; else where the input is the same on all ranks.
-        switch: the method of :class:`~lightning_seqpar.distributed.rng.RankStreams` that is called in front of the module;
-            behind it the other one is.
+    Streams are switched ``always``, or where the input is the same on all ranks.
     """
     back: Literal["begin", "end"] = "begin" if switch == "end" else "end"
     switched: list[bool] = []
 
     def reads_whole(args: tuple[Any, ...]) -> bool:
-        return bool(args) and isinstance(args[0], Tensor) and region.wholes.has(local_of(args[0]))
+        return bool(args) and isinstance(args[0], Tensor) and region.frames.is_whole(local_of(args[0]))
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         streams, switches = region.streams, always
@@ -515,6 +495,6 @@ def draw_alike(
         if switched and switched.pop():
             getattr(region.streams, back)()
         if isinstance(out, Tensor) and reads_whole(args):
-            region.wholes.note(local_of(out))
+            region.frames.note_whole(local_of(out))
 
     return before, behind

@@ -84,11 +84,7 @@ class MarkRow(torch.autograd.Function):
 
 
 class PartialSumCheck:
-    """Reads the graph of one call of a module that returns one term of a sum over ranks.
-
-    Args:
-        marked: nodes whose results are terms of a sum: what row linears made.
-    """
+    """Reads the graph of a call of a module that returns one term of a sum over ranks; ``marked`` is what row linears made."""
 
     def __init__(self, marked: Collection[Any], rows: Collection[nn.Parameter], once: Collection[nn.Parameter]) -> None:
         self._marked = set(marked)
@@ -97,13 +93,9 @@ class PartialSumCheck:
         self.culprit = ""
 
     def check(self, out: Tensor, stops: Collection[Any], name: str) -> None:
-        """Require that what the module returns is made of what its rows made, linearly.
+        """Raises PartialSumError, naming the operation, unless what the module returns is made of what its rows made, linearly.
 
-        Args:
-            stops: graph nodes of the activations that were gathered for it, beyond which nothing is looked at.
-
-        Raises:
-            PartialSumError: naming the operation that adds something else.
+        Beyond ``stops``, the graph nodes of what was gathered for it, nothing is looked at.
         """
         if out.grad_fn is None:
             return
@@ -218,11 +210,7 @@ class LossLeakCheck:
         self._sums = {}
 
     def check(self, loss: Tensor) -> None:
-        """Require that each path from the loss to what was gathered for a module leads through the sum that it returned.
-
-        Raises:
-            PartialSumError: naming the module.
-        """
+        """Raises PartialSumError, naming the module, if a path from the loss to what was gathered for one misses its sum."""
         if not self._sums:
             return
         owners = {source: name for name, sources in self._sums.values() for source in sources}

@@ -2,12 +2,13 @@
 
 All columns that read one gathered activation are one function: it gathers, multiplies, and keeps the shard alone. Its backward
 gathers again under the input-gradient products, which add up in one buffer, and reduce-scatters that under the weight-gradient
-products. A row is one function, too: product and reduce-scatter.
+products. Each column then takes what was made for it. A row is one function, too: product and reduce-scatter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -16,10 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
 from lightning_seqpar.distributed.async_ops import PendingAllReduce, PendingGather, PendingReduceScatter
-from lightning_seqpar.distributed.autograd import Function, once_differentiable, set_grad_enabled
+from lightning_seqpar.distributed.autograd import (
+    Function,
+    grad_hooks,
+    identities,
+    once_differentiable,
+    saved_tensor_hooks,
+    set_grad_enabled,
+)
 from lightning_seqpar.distributed.functional import GraphAllReduce, GraphGather, GraphReduceScatter, behind
+from lightning_seqpar.layout.stand_in import Later
 
 
 class Pending(Protocol):
@@ -49,23 +59,15 @@ class Tokens:
     start_gather     all-gather: shard → whole           nothing, the activation is whole
     start_sum        reduce-scatter: addend → shard      all-reduce: addend → sum
     ===============  ==================================  ====================================
-
-    Attributes:
-        group: the tensor-parallel ranks.
-        dim: the tensor dim of the sequence in ``[b, s, h]``.
-        sp: whether each rank holds a shard.
-        length: positions of the whole sequence.
-        batch: of flattened tokens ``[b·s, h]`` the size of the batch; 0 for an activation.
-        traced: whether the collectives are operations of a graph.
     """
 
-    traced: ClassVar[bool] = False
+    traced: ClassVar[bool] = False  # whether the collectives are operations of a graph
 
-    group: ProcessGroup
-    dim: int
-    sp: bool
-    length: int = 0
-    batch: int = 0
+    group: ProcessGroup  # the tensor-parallel ranks
+    dim: int  # of the sequence in [b, s, h]
+    sp: bool  # whether each rank holds a shard
+    length: int = 0  # positions of the whole sequence
+    batch: int = 0  # of flattened tokens [b·s, h] the size of the batch; 0 for an activation
 
     def start_gather(self, shard: Tensor, *, async_op: bool = True) -> Pending:
         """Start to put the shards together. As given, so returned: flattened tokens flattened."""
@@ -89,14 +91,11 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class GraphTokens(Tokens):
-    """The same in a compiled block, whose graph has the collectives as operations of its own, and no flattened tokens.
-
-    Attributes:
-        padding: by how many positions the shards of all ranks are longer together; the length is not read, so that one graph
-            serves all sequences with as much padding.
-    """
+    """The same in a compiled block, whose graph has the collectives as operations of its own, and no flattened tokens."""
 
     traced: ClassVar[bool] = True
+    # By how many positions the shards of all ranks are longer together; the length is not read, so that one graph serves all
+    # sequences with as much padding.
     padding: int = 0
 
     def start_gather(self, shard: Tensor, *, async_op: bool = True) -> Any:
@@ -374,25 +373,170 @@ class Row(Function):
         return None, dx, dw
 
 
-class Hold(Function):
-    """What a row reads, kept in front of it: where a forward runs again up to here, the row itself does not.
-
-    Forward and backward: identity, ``[b, s, f/tp]``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        return grad
-
-
 READERS = (Products, Row)
 """Autograd functions that read the weights of parallel linears."""
 
 REDUCTIONS = (Row,)
 """Autograd functions behind which every rank has its shard of a sum over ranks."""
+
+
+Hooks: TypeAlias = tuple[Any, Any] | None
+"""Hooks on saved tensors, or none."""
+
+_MADE = "_seqpar_made"
+"""Attribute of a column with what was made for it where an activation was gathered: the activation and its version, the state of
+autograd and autocast, what tells the column's parameters from others, and the output. The column may be called otherwise."""
+
+
+class ColumnGroup:
+    """The columns of a module that read what is gathered for it, which one function of autograd gathers and multiplies.
+
+    At first these are all columns that could. One that is called with another tensor (a norm, an adapter or arithmetic of the
+    user's stands in front of it) multiplies by itself, and is left out from the next step on.
+    """
+
+    def __init__(self, columns: Iterable[Any] = ()) -> None:
+        self._all: tuple[Any, ...] = tuple(columns)
+        self._columns = self._all
+        self.left: set[Any] = set()
+        self._whole: Tensor | None = None
+        self._again: tuple[Tokens, Kept] | None = None
+        self._joined = 0  # how many columns multiplied it
+
+    def gather(self, tokens: Tokens, x: Tensor, hooks: Hooks = None, *, regather: bool = True) -> Tensor:
+        """A shard on its way to the columns, whole: ``[b, s/tp, h]`` → ``[b, s, h]``.
+
+        ``hooks`` are those on saved tensors that apply; with ``regather`` the shard is kept, and the backward gathers it again.
+        """
+        joined: list[Any] = []
+        transposed: list[bool] = []
+        parameters: list[Tensor | None] = []
+        dtype = autocast_dtype(x)
+        for column in self._columns:
+            own = column._parameters
+            weight = own.get("weight")
+            is_own = (type(weight) is Parameter or isinstance(weight, Parameter)) and "bias" in own
+            if not is_own or column._forward_pre_hooks:
+                continue  # hooks in front of it may change its weight, or its input
+            if weight.shape[0 if column.transposed else 1] == x.shape[-1] and (dtype is not None or weight.dtype == x.dtype):
+                joined.append(column)
+                transposed.append(column.transposed)
+                parameters += weight, own["bias"]
+        whole: Tensor
+        kept = kept_of(x, traced=tokens.traced) if regather else None
+        whole, *made = Products.applied((tokens, kept, transposed, dtype), x, *parameters, traced=tokens.traced)
+        if joined:
+            hand_out(joined, whole, made, hooks, dtype)
+        if not tokens.traced:
+            self._whole, self._joined = whole if joined else None, len(joined)
+            self._again = (tokens, kept) if joined and kept is not None else None
+        return whole
+
+    def take_all(self) -> tuple[Tensor, list[Any], list[Tensor], Callable[[], Tensor]] | None:
+        """What was gathered, the columns that multiplied it, what they made, and how it is gathered again.
+
+        None unless all columns would make the same of it now.
+        """
+        whole, again = self._whole, self._again
+        if whole is None or again is None or not self._all:
+            return None
+        made: list[Tensor] = []
+        for column in self._all:
+            noted = column.__dict__.get(_MADE)
+            if (one := take_made(column, whole)) is None:
+                return None
+            column.__dict__[_MADE] = noted
+            made.append(one)
+        for column in self._all:
+            del column.__dict__[_MADE]
+        return whole, [*self._all], made, functools.partial(gather_again, *again, again[1][0]._version)
+
+    def close(self, name: str, *, aborted: bool) -> None:
+        """The module ``name`` returned, or raised: what no column has taken is let go of.
+
+        Raises RuntimeError if a hook was registered on what was gathered when columns had read it.
+        """
+        left = []
+        for column in self._columns:
+            if column.__dict__.pop(_MADE, None) is not None:
+                left.append(column)
+        if self._whole is None:
+            return
+        whole, self._whole, self._again = self._whole, None, None
+        if aborted:
+            return
+        if grad_hooks(whole) is not None and len(left) < self._joined:
+            raise RuntimeError(
+                f"{name}: a hook was registered on the gradient of its input when linears in it had read it, and would not see "
+                "what they add to it; register it before (in a forward pre-hook of the module)"
+            )
+        self.left.update(left)
+
+    def settle(self) -> None:
+        """Leave out the columns that were not called with what was gathered.
+
+        Call it where the backwards of all forwards have run: in one, a part of a forward may be run again as it ran.
+        """
+        if self.left:
+            self._columns = tuple(column for column in self._columns if column not in self.left)
+            self.left.clear()
+
+
+NO_COLUMNS = ColumnGroup()
+"""For what is gathered, and read by none that could join."""
+
+
+def hand_out(columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor], hooks: Hooks, dtype: torch.dtype | None) -> None:
+    """Give columns what was made for them, for their next call with ``whole``; ``dtype`` is autocast's."""
+    version, state = whole._version, (hooks, torch.is_grad_enabled(), dtype)
+    for column, out in zip(columns, made, strict=True):
+        column.__dict__[_MADE] = whole, version, state, identities(column._parameters.values()), out
+
+
+@torch.compiler.substitute_in_graph(hand_out)
+def _hand_out_in_graph(
+    columns: Sequence[Any], whole: Tensor, made: Sequence[Tensor], hooks: Hooks, dtype: torch.dtype | None
+) -> None:
+    """The same in a graph, where nothing but the block's own code runs before the columns do, and is seen by who traces it."""
+    state = torch.is_grad_enabled(), dtype
+    for column, out in zip(columns, made, strict=True):
+        column.__dict__[_MADE] = whole, 0, state, tuple(column._parameters.values()), out
+
+
+def take_made(column: Any, x: Tensor) -> Tensor | None:
+    """What was made for a column where ``x``, which it is called with, was gathered; None if it has to multiply by itself."""
+    noted = column.__dict__.get(_MADE)
+    if noted is None:
+        return None
+    whole, version, state, parameters, out = noted
+    if whole is not x:
+        return None
+    if type(x) is Later:
+        is_other = x.made is not None and x.made._version > 0
+    else:  # a hook of x sees the gradient of those that read it, and of a leaf that x was made it is kept
+        is_other = x._version != version or grad_hooks(x) is not None or (x.requires_grad and x.grad_fn is None)
+    # An activation checkpoint that began since would run the column again, and not what made this.
+    if (
+        is_other
+        or state != (saved_tensor_hooks(), torch.is_grad_enabled(), autocast_dtype(out))
+        or parameters != identities(column._parameters.values())
+    ):
+        return None
+    del column.__dict__[_MADE]
+    return out  # type: ignore[no-any-return]
+
+
+@torch.compiler.substitute_in_graph(take_made)
+def _take_made_in_graph(column: Any, x: Tensor) -> Tensor | None:
+    """The same in a graph. A change of ``x`` in place is refused when the graph is made."""
+    noted = column.__dict__.get(_MADE)
+    if noted is None:
+        return None
+    whole, _, state, parameters, out = noted
+    if whole is not x or state != (torch.is_grad_enabled(), autocast_dtype(x)):
+        return None
+    for before, now in zip(parameters, column._parameters.values(), strict=True):
+        if before is not now:
+            return None
+    del column.__dict__[_MADE]
+    return out  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""A module whose forward runs again in the backward: its inputs are kept, and nothing of what it computes.
+"""A module whose forward runs again in the backward, at once or in tiles: its inputs are kept, and nothing that it computes.
 
 torch's own activation checkpoint (``torch.utils.checkpoint``) does it. It stands around the module's ``forward``, inside of its
 hooks: what the region does where the module is entered and left happens once, and collectives, gathers and draws inside of it
@@ -29,7 +29,7 @@ from lightning_seqpar.distributed.autograd import (
     saved_tensor_hooks_allowed,
 )
 from lightning_seqpar.distributed.counters import saved_counter
-from lightning_seqpar.distributed.rng import HostDraws
+from lightning_seqpar.distributed.rng import HostDraws, drawn_apart
 from lightning_seqpar.layout.attributes import ModelAttributes
 from lightning_seqpar.region.products import kept_of
 from lightning_seqpar.region.sequence_region import SequenceRegion
@@ -37,15 +37,10 @@ from lightning_seqpar.region.sequence_region import SequenceRegion
 
 @dataclass
 class RecomputeNotes:
-    """What the recomputed modules of one model share.
+    """What the recomputed modules of one model share."""
 
-    Attributes:
-        asked: the field of the configuration, for messages.
-        told: what was told already.
-    """
-
-    asked: str
-    told: set[str] = field(default_factory=set)
+    asked: str  # the field of the configuration, for messages
+    told: set[str] = field(default_factory=set)  # already
 
     def tell(self, what: str, sentence: str) -> None:
         """Warn, of each thing once, however many modules it concerns."""
@@ -111,11 +106,7 @@ class RecomputedForward:
                 frame.span = outer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; a call in which it will be recomputed is checked for what a second run would do twice.
-
-        Raises:
-            ValueError: if the module changes a buffer or an argument of its own, which a recompute would change once more.
-        """
+        """Run the module; ValueError if it changes a buffer or an argument of its own, which would be changed once more."""
         if not torch.is_grad_enabled() or not saved_tensor_hooks_allowed():
             return self._run(*args, **kwargs)
         # A reentrant checkpoint shows in the backward alone.
@@ -145,15 +136,11 @@ class RecomputedForward:
         return "use recompute='none', and torch.utils.checkpoint in the model around parts that change nothing but what they return"
 
     def _without_cache(self, value: Any) -> Any:
-        """An argument; in the place of an empty cache of keys and values (Hugging Face's), which training fills for nobody, None.
-
-        Raises:
-            ValueError: for one that holds something: the forward adds to it, and so would the recompute.
-        """
+        """An argument; None for an empty cache of keys and values (Hugging Face's), which training fills for nobody."""
         length = getattr(value, "get_seq_length", None)
         if length is None or not hasattr(value, "update") or isinstance(value, nn.Module):
             return value
-        if (held := int(length())) > 0:
+        if (held := int(length())) > 0:  # the forward adds to it, and so would the recompute
             raise ValueError(
                 f"recompute={self.notes.asked!r}: {self.name} is given a cache with keys and values of {held} tokens, and a "
                 "recompute would add to it twice; train without past_key_values (a prefix of PEFT's among them), or use "
@@ -211,8 +198,7 @@ class _Kept:
 class RecomputedCall:
     """One call of a recomputed module: called for the first time it is the forward, and after that a recompute.
 
-    Args:
-        attributes: of the module. A step may set them for each batch, and the recompute may come behind the next one's forward.
+    A step may set the module's attributes for each batch, and the recompute may come behind the next one's forward.
     """
 
     def __init__(
@@ -232,7 +218,7 @@ class RecomputedCall:
         self._kept = list(found.values())
         self._repeating: Callable[[], AbstractContextManager[None]] = nullcontext
         if region is not None:
-            self._repeating = functools.partial(region.frames.repeating, region.frames.lengths())
+            self._repeating = functools.partial(region.frames.repeating, region.frames.current.record)
         self._draws = HostDraws()
 
     def take_kept(self) -> list[Tensor]:
@@ -272,3 +258,99 @@ def _given(value: Any, tensors: Sequence[Tensor]) -> Any:
     if type(value) is tuple:
         return tuple(_given(item, tensors) for item in value)
     return tensors[value.at] if isinstance(value, _Kept) else value
+
+
+class TiledCall:
+    """Takes the place of a module's call, hooks and collectives of the region included.
+
+    ==========================  ======================  =================================
+    tensor                      shape                   kept for the backward
+    ==========================  ======================  =================================
+    x                           ``[b, s/(cp·tp), h]``   itself
+    a tile of it                ``[b, tile/tp, h]``     itself, a view of ``x``
+    between columns and rows    ``[b, tile, f/tp]``     nothing
+    the result                  as ``x``                by whoever reads it
+    ==========================  ======================  =================================
+
+    A tile is given to the module as if there were no more positions, on this rank and on those of cp. That is right for a
+    module of each position by itself, which the self-check proves, in tiles of its own.
+    One tensor goes in, another of the same positions comes out. A tile has so many ``tokens`` over all tensor-parallel ranks, a
+    whole position of each sequence at least; there are ``least`` tiles, however few tokens there are.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, tokens: int, region: SequenceRegion | None, dim: int, least: int = 1
+    ) -> None:
+        self.module, self.name, self.tokens, self.region = module, name, tokens, region
+        self._dim, self._least = dim, least
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module on each tile; ValueError if it takes several tensors, or returns something else than an activation."""
+        x = self._only_tensor(args, kwargs)
+        local = local_of(x)
+        if local.ndim not in (2, 3) or not self._is_tiled(local):
+            return self.module._call_impl(*args, **kwargs)
+        dim = self._dim if local.ndim == 3 else 0
+        tiles = [self._run_tile(tile, x, args, kwargs) for tile in local.split(self._positions(local, dim), dim)]
+        out = torch.cat(tiles, dim)
+        return x.like(out) if isinstance(x, SeqPart) else out
+
+    def _is_tiled(self, local: Tensor) -> bool:
+        """Whether there is more than one tile here; outside of the blocks the region's own message is due."""
+        if self.region is not None and self.region.sp:
+            frames = self.region.frames
+            if not (frames.active or frames.recomputes):
+                return False
+        dim = self._dim if local.ndim == 3 else 0
+        return self._positions(local, dim) < local.shape[dim]
+
+    def _positions(self, local: Tensor, dim: int) -> int:
+        """How many of this rank's positions are in a tile."""
+        ranks = self.region.size if self.region is not None and self.region.sp else 1
+        others = local.shape[1 - dim] if local.ndim == 3 else 1
+        least = -(-local.shape[dim] // self._least)
+        return max(1, min(self.tokens // (ranks * others), least))
+
+    def _only_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        found = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if len(found) != 1:
+            raise ValueError(
+                f"tile_mlp={self.tokens}: {self.name} is called with {len(found)} tensors, and which of them is to be cut is not "
+                "known; leave tile_mlp out"
+            )
+        return found[0]
+
+    def _run_tile(self, tile: Tensor, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The module's result for a tile, ``[b, tile/tp, h]``."""
+        args = tuple(tile if value is x else value for value in args)
+        kwargs = {key: tile if value is x else value for key, value in kwargs.items()}
+        if torch.is_grad_enabled() and saved_tensor_hooks_allowed():
+            call = RecomputedCall(self._call(tile, x), args, kwargs, self.region, ModelAttributes(self.module, tensors=True))
+            out = checkpoint(call, *call.take_kept(), use_reentrant=False)
+        else:
+            out = self._call(tile, x)(*args, **kwargs)
+        if not isinstance(out, Tensor) or out.shape[:-1] != tile.shape[:-1]:
+            what = f"a tensor of {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            raise ValueError(
+                f"tile_mlp={self.tokens}: {self.name} returns {what} for an input of {list(tile.shape)}, and such tiles can't be "
+                "put together; leave tile_mlp out"
+            )
+        return out
+
+    def _call(self, tile: Tensor, x: Tensor) -> Callable[..., Any]:
+        """The module's own call, for which the tile's positions are all there are; ranks of cp draw apart for theirs."""
+        shape, region, place = tile.shape, self.region, x.place.chunks.rank if isinstance(x, SeqPart) else None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(map(_contiguous, args))
+            kwargs = {key: _contiguous(value) for key, value in kwargs.items()}
+            alone = nullcontext() if region is None else region.frames.alone(shape, is_shard=region.sp)
+            with alone, nullcontext() if place is None else drawn_apart(place):
+                return self.module._call_impl(*args, **kwargs)
+
+        return run
+
+
+def _contiguous(value: Any) -> Any:
+    """An argument laid out as the module knows it; a tile of several sequences is a view with gaps."""
+    return value.contiguous() if isinstance(value, Tensor) else value

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
-from lightning_seqpar.layout.replica_rows import take_rows
+from lightning_seqpar.layout.param_layout import take_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 
 

@@ -27,9 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.distributed.collectives import gather_from_sequence_parallel_region
 from lightning_seqpar.distributed.host import default_backend, host_device
-from lightning_seqpar.distributed.phases import Phases
-from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_start
-from lightning_seqpar.distributed.rendezvous import keep_gloo_local, serve_store
+from lightning_seqpar.distributed.rendezvous import Phases, check_agreement, describe_start, keep_gloo_local, serve_store
 from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.nn.sharded_logits import whole_logits
 from lightning_seqpar.pipeline.link import count_channels

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_seqpar.distributed.host import any_rank_has
-from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_optimizer
+from lightning_seqpar.distributed.rendezvous import check_agreement, describe_optimizer
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.metrics import share_losses_of_finders, share_metrics

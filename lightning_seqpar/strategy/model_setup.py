@@ -14,19 +14,21 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_seqpar.distributed.autograd import storage_id
-from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_model
+from lightning_seqpar.distributed.rendezvous import check_agreement, describe_model
 from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
 from lightning_seqpar.parallel.apply import parallelize, unshard
-from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, compile_plain_blocks
-from lightning_seqpar.parallel.context import split_context
+from lightning_seqpar.parallel.beside_tp import (
+    MLPTiles,
+    change_unsharded,
+    compile_plain_blocks,
+    split_context,
+    sync_batch_norms,
+)
+from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
 from lightning_seqpar.parallel.fsdp_units import fully_shard_options, listed_blocks, units_among
 from lightning_seqpar.parallel.fully_sharded import FullySharded
-from lightning_seqpar.parallel.module_changes import ModuleChange
-from lightning_seqpar.parallel.recompute import MLPTiles
-from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of, whole_model
-from lightning_seqpar.parallel.synced_norms import sync_batch_norms
-from lightning_seqpar.parallel.unsharded import change_unsharded
+from lightning_seqpar.parallel.sharded_model import ModuleChange, ShardedModel, record_of, whole_model
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan

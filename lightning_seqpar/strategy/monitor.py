@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from lightning_seqpar.data.batch import tensors_in
 from lightning_seqpar.distributed.counters import Traffic
 from lightning_seqpar.distributed.host import LateNumbers, host_device, send_numbers
-from lightning_seqpar.distributed.rank_consistency import check_agreement
+from lightning_seqpar.distributed.rendezvous import check_agreement
 from lightning_seqpar.strategy.steps import plain_optimizer
 from lightning_seqpar.strategy.strategy import SeqParallelStrategy
 

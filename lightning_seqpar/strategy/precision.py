@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
-from lightning_seqpar.layout.replica_rows import local_rows
+from lightning_seqpar.layout.param_layout import local_rows
 from lightning_seqpar.strategy.steps import Steps
 
 

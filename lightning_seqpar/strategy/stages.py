@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.pipeline.schedule import OneForwardOneBackward, interleave
 from lightning_seqpar.pipeline.stage import Stage
-from lightning_seqpar.region.schedule import WatchSchedule
+from lightning_seqpar.region.observers import WatchSchedule
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.interleaving import InterleavedWindow, MicroBatch, touch
 from lightning_seqpar.strategy.stage_logs import StageLogs

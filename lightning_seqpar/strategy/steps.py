@@ -28,11 +28,9 @@ from lightning_seqpar.distributed.rng import drawn_since, torch_states
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
 from lightning_seqpar.parallel.fully_sharded import READ_ROWS, FullySharded, refuse_rows
 from lightning_seqpar.parallel.grad_checks import Comparison, StageScales, check_reduced, check_replicated
-from lightning_seqpar.parallel.grad_norm import global_grad_norm
-from lightning_seqpar.parallel.grad_sync import GradSync
-from lightning_seqpar.parallel.loss_consistency import check_loss
+from lightning_seqpar.parallel.grad_sync import GradSync, check_loss, global_grad_norm
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
-from lightning_seqpar.region.schedule import WatchSchedule
+from lightning_seqpar.region.observers import WatchSchedule
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.metrics import share_metrics
 from lightning_seqpar.strategy.stages import Stages

@@ -28,12 +28,12 @@ from torch.optim import Optimizer
 from lightning_seqpar.checkpoint.atomic_files import on_every_rank
 from lightning_seqpar.checkpoint.whole_file import WholeFileIO
 from lightning_seqpar.config import CheckpointConfig, ParallelConfig, PlanSpec
-from lightning_seqpar.layout.replica_rows import is_split
+from lightning_seqpar.layout.param_layout import is_split
 from lightning_seqpar.parallel.apply import unshard
 from lightning_seqpar.parallel.fsdp_units import fully_shard_options
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.parallel.summoned import summon
-from lightning_seqpar.plan.choice import check_plan
+from lightning_seqpar.plan.sharding_plan import check_plan
 from lightning_seqpar.strategy.averages import averaging_callbacks, refuse_on_meta
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script

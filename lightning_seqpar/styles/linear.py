@@ -1,6 +1,6 @@
-"""``column`` and ``row``: out- or in-features of linears sharded over the tensor-parallel ranks.
+"""``column``, ``row``, ``local_heads``: features or heads sharded over the tensor-parallel ranks, of linears and others.
 
-The products of a row are parts of a sum. Either style also takes a parameter that its module multiplies itself (einsum, experts).
+The products of a row are parts of a sum. All take a parameter, too, that its module multiplies itself (einsum, experts).
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from pydantic import field_validator
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.layout.adapters import BASE, DOWN, UP
-from lightning_seqpar.layout.linear_kind import LinearKind
-from lightning_seqpar.layout.param_layout import ParamLayout, Reason
-from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.layout.linear_kind import BASE, DOWN, UP, LinearKind
+from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.layout.param_layout import ParamLayout, Reason, Shard
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear, shrink
-from lightning_seqpar.region.hooks import draw_alike
-from lightning_seqpar.styles.reduce import ReduceRule
-from lightning_seqpar.styles.style import IMPLIED, LINEAR, Application, Match, PlannedModel, Rule, Target
+from lightning_seqpar.region.hooks import draw_alike, slice_arguments
+from lightning_seqpar.styles.gather import ReduceRule
+from lightning_seqpar.styles.style import IMPLIED, LINEAR, Application, Arguments, Match, PlannedModel, Rule, Target
 
 Segments = int | tuple[int | str, ...]
 """Parts of a fused projection: how many equal ones, their names, or their sizes."""
@@ -40,6 +39,7 @@ class _LinearRule(Rule):
     """Whole units (heads) in each part: a number, or an attribute of the module or the nearest one around it; a list
     gives each part its own. A column's part with fewer units than ranks is shared: tp must be a multiple of them then."""
 
+    targets: ClassVar[tuple[Target, ...]] = (Target.MODULES, Target.PARAMETERS)
     slot: ClassVar[str] = LINEAR
     cuts_out: ClassVar[bool]
     """Whether the out-features are cut, and not the in-features."""
@@ -51,11 +51,6 @@ class _LinearRule(Rule):
         if value in (0, ()) or (isinstance(value, int) and value < 0) or len(kinds) > 1:
             raise ValueError(f"segments={value!r}: write a number of equal parts (3), their names ([q, k, v]) or their sizes")
         return value
-
-    @property
-    def targets(self) -> tuple[Target, ...]:
-        """A linear, or else a parameter."""
-        return Target.MODULES, Target.PARAMETERS
 
     def _cut(self, name: str, plan: PlannedModel) -> tuple[int, list[int], list[int]]:
         """The dim that is cut, the lengths of its segments, and their units."""
@@ -89,7 +84,8 @@ class _LinearRule(Rule):
             raise ValueError(f"{name}: it is the parameter of a linear; name the linear itself, {module}")
         asked = plan.named("reduce").get(module)
         of_features = asked is not None and asked.source != IMPLIED and plan.sums_features(module)
-        if not plan.is_gathered_for(module) and not of_features:
+        is_gathered = any(inside(module, around) for around in plan.named("gather", "copy"))
+        if not is_gathered and not of_features:
             raise ValueError(
                 f"{name}: {module} multiplies this {self.style} itself, where nothing was gathered for it; add a rule "
                 f"{{pattern: {module}, style: gather}}, with all the arguments that hold tokens"
@@ -273,3 +269,63 @@ def _unit_counts(name: str, units: Units, segments: Sequence[int | str], plan: P
         told = f" ({counts})" if counts != [*units] else ""
         raise ValueError(f"{name}: units={[*units]}{told}: give 1 or more for each segment, such as the number of heads")
     return counts
+
+
+class LocalHeadsRule(Rule):
+    """A parameter, a buffer or a module's arguments with a head or feature dim: each rank takes its part of it."""
+
+    style: Literal["local_heads"] = "local_heads"
+    dim: int = 0
+    """The tensor dim of the heads; negative counts from the last."""
+    segments: Segments = 1
+    """Parts of a fused tensor, as in a column's rule."""
+    units: Units = None
+    """Whole units (heads) in each part, as in a column's rule."""
+    args: Arguments | None = None
+    """Arguments of the module that the pattern names; none if it names a parameter or a buffer."""
+
+    @property
+    def targets(self) -> tuple[Target, ...]:  # type: ignore[override]
+        """A module whose arguments are sliced, or a tensor."""
+        return (Target.TENSORS if self.args is None else Target.MODULES,)
+
+    def check(self, name: str, plan: PlannedModel) -> None:
+        """It lies inside a block; a tensor's heads divide by tp, and no linear shards it already."""
+        plan.stack_of(name)
+        if self.args is not None:
+            return
+        tensor, module = plan.tensor(name), name.rpartition(".")[0]
+        if module in plan.linears:
+            raise ValueError(f"{name}: it belongs to a linear that is a {plan.linears[module].rule.style} already")
+        if not -tensor.ndim <= self.dim < tensor.ndim:
+            raise ValueError(f"{name}: it has shape {list(tensor.shape)} and no dim {self.dim}")
+        length = tensor.shape[self.dim]
+        if length % plan.size:
+            raise ValueError(f"{name}: {length} heads or features at dim {self.dim} do not divide by tp={plan.size}")
+        segments, units = segments_and_units(name, self.segments, self.units, length, plan)
+        plan.shards[name] = Shard.by_segments(self.dim % tensor.ndim, segments, units, plan.size, name)
+
+    def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:
+        """Cut along its heads; ranks that hold the same ones sum their gradients."""
+        if parameter != name:
+            return None
+        shard = plan.shards[name]
+        return plan.make_layout(parameter, Reason.LOCAL_HEADS, shard=shard, partial=shard.has_shared, free=True)
+
+    def apply(self, name: str, application: Application) -> None:
+        """Of a parameter or a buffer this rank's part stays."""
+        if self.args is not None:
+            return
+        tensor, shard = application.plan.tensor(name), application.plan.shards[name]
+        if isinstance(tensor, nn.Parameter):
+            shrink(tensor, shard, application.rank)
+            return
+        module, _, leaf = name.rpartition(".")
+        application.buffers[name] = ParamLayout(name, tuple(tensor.shape), shard, reason=Reason.LOCAL_HEADS)
+        setattr(application.module(module), leaf, shard.take(tensor, application.rank))
+
+    def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """Of the arguments the module sees this rank's part."""
+        if self.args is not None:
+            hook = slice_arguments(application.region_of(name).path.slice, name, self.args, self.dim)
+            yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)

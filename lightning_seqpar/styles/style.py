@@ -19,19 +19,11 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.config import FrozenModel
-from lightning_seqpar.layout.attribute_override import read_attribute
+from lightning_seqpar.layout.attributes import read_attribute
 from lightning_seqpar.layout.linear_kind import LinearKind, linear_kind
-from lightning_seqpar.layout.module_names import (
-    Argument,
-    in_all_layers,
-    inside,
-    likely_blocks,
-    outwards,
-    why_no_pattern,
-)
-from lightning_seqpar.layout.param_layout import ParamLayout, Reason
-from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.region.column_inputs import ColumnGroup
+from lightning_seqpar.layout.module_names import Argument, in_all_layers, inside, likely_blocks, outwards, why_no_pattern
+from lightning_seqpar.layout.param_layout import ParamLayout, Reason, Shard
+from lightning_seqpar.region.products import ColumnGroup
 from lightning_seqpar.region.recompute import RecomputedForward
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.user_input import nearest, shown, sizes_that_divide
@@ -59,6 +51,8 @@ class Rule(FrozenModel):
     """Module name with ``*`` for one name or index and ``{a,b}`` for alternatives; ``""`` is the root."""
     style: str
 
+    targets: ClassVar[tuple[Target, ...]] = (Target.MODULES,)
+    """What the pattern names: the first of these of which it matches any."""
     slot: ClassVar[str] = ""
     """A module has at most one style per slot; the last rule wins. By default a style has a slot of its own."""
     accumulates: ClassVar[bool] = False
@@ -88,11 +82,6 @@ class Rule(FrozenModel):
         data = self.model_dump(mode="json", exclude_defaults=True)
         return {"pattern": self.pattern, "style": self.style, **data}
 
-    @property
-    def targets(self) -> tuple[Target, ...]:
-        """What the pattern names: the first of these of which it matches any."""
-        return (Target.MODULES,)
-
     def without_sp(self) -> Rule:
         """The same rule where activations between blocks stay whole."""
         return self
@@ -101,11 +90,7 @@ class Rule(FrozenModel):
         """Say where the stacks of blocks are and where they end; called before anything is checked."""
 
     def check(self, name: str, plan: PlannedModel) -> None:
-        """Refuse what can't be done right with the module or tensor of that name. Nothing has been changed.
-
-        Raises:
-            ValueError: with the name, the value, the rule and the fix.
-        """
+        """Refuse what can't be done right with the module or tensor of that name, by a ValueError; nothing has been changed."""
 
     def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:
         """The layout of a parameter that is ``name``, or lies in the module ``name``; none if the style does not decide it."""
@@ -186,19 +171,7 @@ class Stack:
 class PlannedModel:
     """A model and the rules that hold for it: what a style looks at when it checks, and when it lays out parameters.
 
-    Raises:
-        ValueError: for rules that name no blocks, or say what can't be of stacks and where they end.
-
-    Attributes:
-        matches: the rules that are not undone by a later ``whole``, in the plan's order.
-        decided: of these the rules that hold, style by style in the order of the registry.
-        openers: the modules inside which parameters may have partial gradients whatever ``sp`` is.
-        linears: by name, the modules that are columns or rows, or are replaced by a module that has both.
-        unwrapped_parameters: by name, the parameters that a module multiplies itself, as columns or rows.
-        modules: the model's modules by every name.
-        stacks: the stacks of blocks.
-        shards: by the name of a module or tensor that a style cuts, how it is dealt out; filled by the styles' checks.
-        units: of each column, into how many units its first segment is dealt out.
+    Raises ValueError for rules that name no blocks, or say what can't be of stacks and where they end.
     """
 
     def __init__(
@@ -211,16 +184,17 @@ class PlannedModel:
         loss_chunk: int | None = None,
     ) -> None:
         self.model, self.size, self.sp, self.loss_chunk = model, size, sp, loss_chunk
-        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.modules = dict(model.named_modules(remove_duplicate=False))  # by every name
         first: dict[int, str] = {}
         for name, module in self.modules.items():
             first.setdefault(id(module), name)
         # A module that stands under several names (a shared block) is one module: its first name counts.
         self.canonical = {name: first[id(module)] for name, module in self.modules.items()}
+        # The rules that are not undone by a later whole, in the plan's order.
         self.matches = _without_undone([m for m in matches if self.canonical.get(m.name, m.name) == m.name])
         self.stacks: list[Stack] = []
-        self.shards: dict[str, Shard] = {}
-        self.units: dict[str, int] = {}
+        self.shards: dict[str, Shard] = {}  # how a module or tensor is dealt out, by its name; filled by the styles' checks
+        self.units: dict[str, int] = {}  # of each column, into how many its first segment is dealt out
         self._styles = list(styles)
         self._implied: list[Match] = []
         self._dropped: set[tuple[str, str]] = set()
@@ -243,8 +217,8 @@ class PlannedModel:
         for match in self._implied:
             last.setdefault((match.slot, match.name, -1), match)
         self._last = list(last.values())
-        order = {style: at for at, style in enumerate(self._styles)}
-        self.decided = sorted(self._last, key=lambda match: order[match.rule.style])
+        # The rules that hold, style by style in the order of the table.
+        self.decided = sorted(self._last, key=lambda match: self._styles.index(match.rule.style))
         self._named: dict[tuple[str, ...], dict[str, Match]] = {}
         self._at: dict[str, list[Match]] = {}
         for match in self.decided:
@@ -252,6 +226,7 @@ class PlannedModel:
         planned = self.named("column", "row", "replace")
         self.openers = [match.name for match in self.decided if match.rule.opens_partial]
         self.linears = {name: match for name, match in planned.items() if not match.of_tensor}
+        # Those that a module multiplies itself.
         self.unwrapped_parameters = {name: match for name, match in planned.items() if match.of_tensor}
 
     def named(self, *styles: str) -> dict[str, Match]:
@@ -261,7 +236,7 @@ class PlannedModel:
         return self._named[styles]
 
     def at(self, name: str) -> list[Match]:
-        """The rules that hold for a name, in the order of the registry."""
+        """The rules that hold for a name, in the order of the styles."""
         return self._at.get(name, [])
 
     def drop(self, name: str, rule: Rule) -> None:
@@ -324,10 +299,6 @@ class PlannedModel:
             inside(column, name) for column in self.named("column")
         )
 
-    def is_gathered_for(self, name: str) -> bool:
-        """Whether the module, or one around it, is entered with whole activations."""
-        return any(inside(name, around) for around in self.named("gather", "copy"))
-
     # ---- what it is ------------------------------------------------------------------------------------------------
 
     def kind_of(self, name: str) -> LinearKind | None:
@@ -369,10 +340,6 @@ class PlannedModel:
         """The layout of a parameter whose gradient is ``partial`` over tp, or not."""
         over = frozenset({"tp"}) if partial else frozenset()
         return ParamLayout(parameter, tuple(self.model.get_parameter(parameter).shape), shard, over, reason, free)
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def _without_undone(matches: Sequence[Match]) -> list[Match]:
@@ -435,8 +402,8 @@ class Application:
             inner = [n for n in plan.linears if plan.linears[n].rule.style == "column" and inside(n, name)]
             nearest = [n for n in inner if next(around for around in outwards(n) if around in entries) == name]
             # Of a list of experts each reads some of the tokens.
-            alone = [n for n in nearest if not any(_is_list(plan.modules[one]) for one in outwards(n) if inside(one, name))]
-            self.columns[name] = ColumnGroup(plan.modules[n] for n in alone)
+            lists = {n for n, one in plan.modules.items() if isinstance(one, nn.ModuleList | nn.ModuleDict) and inside(n, name)}
+            self.columns[name] = ColumnGroup(plan.modules[n] for n in nearest if lists.isdisjoint(outwards(n)))
         return self.columns[name]
 
     def is_compiled(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""``whole`` and ``gradient``: modules that every rank computes whole, and gradients of parameters that every rank has whole."""
+"""``whole``, ``full_width``, ``gradient``: what every rank computes whole, and gradients of what every rank has whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
-from lightning_seqpar.region.hooks import make_shards, make_whole
+from lightning_seqpar.region.hooks import make_shards, make_whole, narrow, widen
 from lightning_seqpar.styles.style import Application, ArgumentsRule, PlannedModel, Rule, Target
 
 
@@ -76,10 +76,7 @@ class GradientRule(Rule):
     """Whether it is a sum over the ranks: true between columns and their row, where each rank has features of its own; false
     behind the row, where all ranks compute the same."""
 
-    @property
-    def targets(self) -> tuple[Target, ...]:
-        """A parameter."""
-        return (Target.PARAMETERS,)
+    targets: ClassVar[tuple[Target, ...]] = (Target.PARAMETERS,)
 
     def check(self, name: str, plan: PlannedModel) -> None:
         """It lies inside a block, and no linear or other rule shards it."""
@@ -95,3 +92,27 @@ class GradientRule(Rule):
             return None
         reason = Reason.COLUMN_TO_ROW if self.summed else Reason.IDENTICAL
         return plan.make_layout(parameter, reason, partial=self.summed)
+
+
+class FullWidthRule(Rule):
+    """A norm over the whole sharded width: features gathered, the norm as it is, this rank's features again."""
+
+    style: Literal["full_width"] = "full_width"
+
+    opens_partial: ClassVar[bool] = True
+
+    def check(self, name: str, plan: PlannedModel) -> None:
+        """It lies inside a block and is a norm: its parameters are vectors, and it holds no linear."""
+        plan.stack_of(name)
+        wrong = [n for n, p in plan.modules[name].named_parameters() if p.ndim != 1]
+        if wrong or any(inside(n, name) for n in plan.linears):
+            raise ValueError(f"{name}: 'full_width' takes a norm, whose parameters are vectors over the whole width")
+
+    def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """It reads all ranks' features."""
+        gather = application.region_of(name).path.gather_features
+        yield application.module(name).register_forward_pre_hook(widen(gather))
+
+    def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """Of what it makes, this rank's features stay."""
+        yield application.module(name).register_forward_hook(narrow(application.rank, application.plan.size, name))

@@ -14,7 +14,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-from lightning_seqpar.layout.adapters import DOWN, UP, is_adapted
+from lightning_seqpar.layout.linear_kind import DOWN, UP, is_adapted
 from lightning_seqpar.layout.module_names import inside, match_pattern
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.plan.sharding_plan import ShardingPlan

@@ -28,18 +28,14 @@ from lightning_seqpar.inference.lazy_copy import deep_copy
 from lightning_seqpar.inference.model_copy import change_attribute_tensors, left_out_of_copies
 from lightning_seqpar.inference.pipeline_cut import HowToCut, check_stacks, leaves_blocks, trace_cut
 from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_untraceable
-from lightning_seqpar.parallel.context import split_context
+from lightning_seqpar.parallel.beside_tp import MLPTiles, change_unsharded, split_context
 from lightning_seqpar.parallel.fsdp_units import ReplicaSplit
 from lightning_seqpar.parallel.grad_sync import step_traffic
-from lightning_seqpar.parallel.recompute import MLPTiles
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
-from lightning_seqpar.parallel.unsharded import change_unsharded
 from lightning_seqpar.pipeline.schedule import warm_up
-from lightning_seqpar.plan.choice import resolve_plans
-from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.plan.sharding_plan import STYLES, ShardingPlan, resolve_plans
 from lightning_seqpar.plan.vocabulary import VOCAB_OFF, find_vocabulary, with_vocabulary
-from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.styles.style import PlannedModel
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups

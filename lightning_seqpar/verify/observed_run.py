@@ -16,9 +16,8 @@ from lightning_seqpar.inference.examples import Example, backward_at_once
 from lightning_seqpar.inference.model_copy import Quiet, kept_tensors
 from lightning_seqpar.layout.attributes import ModelAttributes
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
-from lightning_seqpar.parallel.context import average_gradients
-from lightning_seqpar.parallel.grad_sync import GradSync
-from lightning_seqpar.parallel.loss_consistency import check_loss
+from lightning_seqpar.parallel.beside_tp import average_gradients
+from lightning_seqpar.parallel.grad_sync import GradSync, check_loss
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards.graph import check_readers

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_seqpar.parallel.apply import whole_tensor
-from lightning_seqpar.parallel.grad_norm import global_grad_norm
+from lightning_seqpar.parallel.grad_sync import global_grad_norm
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.verify.comparison import (
     FLOAT64_TOLERANCE,

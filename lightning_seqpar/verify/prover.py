@@ -14,18 +14,17 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_seqpar.config import ParallelConfig, PlanSpec
-from lightning_seqpar.distributed.phases import Phases
+from lightning_seqpar.distributed.rendezvous import Phases
 from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import PROPOSAL, infer_blocks, infer_plan
 from lightning_seqpar.inference.pipeline_cut import HowToCut, find_cut, leaves_blocks
 from lightning_seqpar.inference.stack_planner import Inference
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, PlainBackwardError, attach_view
-from lightning_seqpar.layout.adapters import known_limits
+from lightning_seqpar.layout.linear_kind import known_limits
 from lightning_seqpar.layout.module_names import likely_blocks
 from lightning_seqpar.pipeline.cut import Cut
-from lightning_seqpar.plan.choice import resolve_plans
-from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.plan.sharding_plan import STYLES, ShardingPlan, resolve_plans
 from lightning_seqpar.plan.vocabulary import (
     SOURCE,
     VOCAB_OFF,
@@ -35,7 +34,6 @@ from lightning_seqpar.plan.vocabulary import (
     without_vocabulary,
 )
 from lightning_seqpar.styles.blocks import BlocksRule
-from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.styles.style import PlannedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.coverage import Explanations

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_seqpar.distributed.collectives import split
-from lightning_seqpar.layout.class_source import is_installed
+from lightning_seqpar.distributed.async_ops import split
+from lightning_seqpar.layout.attributes import is_installed
 from lightning_seqpar.layout.module_names import in_all_layers, inside
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups

@@ -21,11 +21,9 @@ from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, 
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.apply import has_context, parallelize
-from lightning_seqpar.parallel.context import split_context
+from lightning_seqpar.parallel.beside_tp import MLPTiles, NoAttentionError, change_unsharded, split_context
 from lightning_seqpar.parallel.grad_checks import check_replicated
-from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError
 from lightning_seqpar.parallel.sharded_model import ShardedModel, whole_model
-from lightning_seqpar.parallel.unsharded import change_unsharded
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.inference.examples import peek_batch, project
 from lightning_seqpar.inference.model_copy import default_dtype, move_weights
-from lightning_seqpar.parallel.grad_norm import global_grad_norm
+from lightning_seqpar.parallel.grad_sync import global_grad_norm
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.verify.comparison import norm_of
 from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight

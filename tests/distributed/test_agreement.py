@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.distributed.rank_consistency import check_agreement
+from lightning_seqpar.distributed.rendezvous import check_agreement
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer

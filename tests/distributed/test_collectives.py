@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_seqpar import ParallelGroups, ProcessTopology
-from lightning_seqpar.distributed import collectives as C
+from lightning_seqpar import collectives as C
 from lightning_seqpar.distributed.async_ops import PendingAllReduce, PendingGather, PendingReduceScatter
 from lightning_seqpar.distributed.counters import Traffic
 from lightning_seqpar.testing import run_distributed

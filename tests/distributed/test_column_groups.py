@@ -20,7 +20,7 @@ from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.grad_sync import GradSync
-from lightning_seqpar.plan.choice import resolve_plans
+from lightning_seqpar.plan.sharding_plan import resolve_plans
 from lightning_seqpar.region.products import Products, Tokens
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import gather_grads

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_seqpar.context import attention  # noqa: F401  (fills the handlers)
-from lightning_seqpar.context.chunks import Chunks, contiguous, zigzag
-from lightning_seqpar.context.exchange import enter
+from lightning_seqpar.context.chunks import Chunks, contiguous, enter, zigzag
 from lightning_seqpar.context.seq_part import Place, SeqPart
 from lightning_seqpar.distributed.counters import Traffic
 from lightning_seqpar.testing import run_distributed

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,12 +14,21 @@ from torch import nn
 
 from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.distributed.counters import SavedBytes, Traffic
-from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.layout.param_layout import Shard
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_seqpar.region.column_inputs import ColumnGroup
+from lightning_seqpar.region.products import ColumnGroup
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.testing import run_distributed
 from tests.mutants import sees
+
+
+@contextmanager
+def call(region: SequenceRegion) -> Iterator[None]:
+    region.frames.open("block")
+    try:
+        yield
+    finally:
+        region.end_call("block")
 
 
 def build(*, regather: bool = True, own_gather: bool = False, dtype: torch.dtype = torch.float64) -> Any:
@@ -33,7 +44,7 @@ def build(*, regather: bool = True, own_gather: bool = False, dtype: torch.dtype
 
 
 def run(region: SequenceRegion, column: Any, row: Any, x: torch.Tensor) -> torch.Tensor:
-    with region.call():
+    with call(region):
         shard = region.path.enter(x)
         if column.gathers_input:
             hidden = column(shard)
@@ -68,7 +79,7 @@ def check_changed_input() -> None:
     for regather in (True, False):
         region, dense, column, row = build(regather=regather)
         x = torch.randn(2, 8, 6, dtype=torch.float64)
-        with region.call():
+        with call(region):
             shard = region.path.enter(x)
             region.open_gather(shard, "mlp")
             whole = region.path.gather(shard, "mlp", ColumnGroup([column]))
@@ -86,20 +97,20 @@ def check_guards() -> None:
     x = torch.randn(2, 8, 6)
     with (
         pytest.raises(ValueError, match="column: this column-parallel linear runs where nothing was gathered"),
-        region.call(),
+        call(region),
     ):
         column(region.path.enter(x))
-    with pytest.raises(ValueError, match="this argument was not gathered"), region.call():
+    with pytest.raises(ValueError, match="this argument was not gathered"), call(region):
         shard = region.path.enter(x)
         region.open_gather(shard, "mlp")
         column(shard)
     with (
         pytest.raises(ValueError, match=r"row: the output of this row-parallel linear has shape \[15, 6\]"),
-        region.call(),
+        call(region),
     ):
         region.path.enter(x)
         row(torch.randn(15, 12))
-    with pytest.raises(ValueError, match="dim 1 holds features, not the sequence"), region.call():
+    with pytest.raises(ValueError, match="dim 1 holds features, not the sequence"), call(region):
         region.path.enter(torch.randn(8, 6))
     with pytest.raises(ValueError, match="called outside the sequence region"):
         region.path.leave(x, "norm")

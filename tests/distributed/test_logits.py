@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.distributed.counters import SavedBytes
-from lightning_seqpar.distributed.meeting import Meeting
-from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.logits_storage import StoredLogits, VocabPart
+from lightning_seqpar.distributed.rendezvous import Meeting
+from lightning_seqpar.layout.param_layout import Shard
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
+from lightning_seqpar.nn.vocab_loss import StoredLogits, VocabPart
 from lightning_seqpar.testing import run_distributed
 from tests.mutants import sees
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_seqpar import ParallelGroups, ProcessTopology, ShardingPlan, unshard
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_seqpar.parallel.apply import parallelize
-from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
-from lightning_seqpar.plan.choice import resolve_plans
+from lightning_seqpar.parallel.sharded_model import ModuleSnapshot, changes_since
+from lightning_seqpar.plan.sharding_plan import resolve_plans
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
 from tests.mutants import sees

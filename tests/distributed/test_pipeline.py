@@ -21,7 +21,7 @@ from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.pipeline.schedule import OneForwardOneBackward
 from lightning_seqpar.pipeline.stage import Stage
-from lightning_seqpar.styles.registry import STYLES
+from lightning_seqpar.plan.sharding_plan import STYLES
 from lightning_seqpar.styles.style import PlannedModel
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.topology.grid import ProcessTopology

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar.context import operations
-from lightning_seqpar.context.chunks import Chunks, contiguous, padded, zigzag
-from lightning_seqpar.context.exchange import enter
+from lightning_seqpar.context.chunks import Chunks, contiguous, enter, padded, zigzag
 from lightning_seqpar.context.seq_part import HANDLERS, Place, SeqPart, whole_of
 from lightning_seqpar.testing import run_distributed
 from tests.mutants import sees

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
-from lightning_seqpar.layout.adapters import is_adapted
+from lightning_seqpar.layout.linear_kind import is_adapted
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify import run_comparison
 from lightning_seqpar.verify.parity import Trace, compare

@@ -113,7 +113,7 @@ def check(world: int, cases: dict[str, tuple[Case, dict[str, int]]]) -> None:
 )
 @sees(
     "compiled: columns that multiply by themselves",
-    "column_inputs:_take_made_in_graph",
+    "products:_take_made_in_graph",
     "    del column.__dict__[_MADE]\n    return out",
     "    return out * 2",
 )
@@ -131,7 +131,7 @@ def check(world: int, cases: dict[str, tuple[Case, dict[str, int]]]) -> None:
 )
 @sees(
     "compiled: examples of a graph's draws make saved tensors",
-    "graph_draws:_draws",
+    "compiled_blocks:_draws",
     "with torch.no_grad(), mode, draws:",
     "with mode, draws:",
 )

@@ -118,14 +118,14 @@ CASES = [
 
 @sees(
     "cp: the whole gathered for readers that are taken for alike",
-    "exchange:_reduce",
+    "chunks:_reduce",
     "    return _between(x, dim, chunks, _reduced, gather_for_parts)\n",
     "    return chunks.own(x, dim).clone() * chunks.size\n",
     case="cp2-flat",
 )
 @sees(
     "cp: what lies in front of the blocks gets a sum for a mean",
-    "exchange:_leave",
+    "chunks:_leave",
     "whole / chunks.losses if chunks.losses > 1 else whole",
     "whole",
     case="cp2-False-9",

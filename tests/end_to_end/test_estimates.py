@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
-from lightning_seqpar.layout.replica_rows import local_rows
+from lightning_seqpar.layout.param_layout import local_rows
 from lightning_seqpar.testing import run_distributed
 from tests.helpers.families import HuggingFace
 from tests.helpers.fit import metered

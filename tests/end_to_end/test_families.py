@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_seqpar.plan.choice import resolve_plans
+from lightning_seqpar.plan.sharding_plan import resolve_plans
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests import write_families

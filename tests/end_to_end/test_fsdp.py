@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.distributed.counters import StepMeter
-from lightning_seqpar.layout.replica_rows import is_split, local_rows
+from lightning_seqpar.layout.param_layout import is_split, local_rows
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare, gather_weights
 from tests.helpers import models

@@ -120,7 +120,7 @@ def grouped(cases: list[tuple[str, str, str]], size: int, *marks: Any) -> list[A
 @sees(
     "hidden states given away in parts",
     "_Swap._hook_modules_around",
-    "            yield module.register_forward_hook(return_whole(around[id(module)]))\n",
+    "            yield module.register_forward_hook(return_whole(regions))\n",
     "            yield from ()\n",
     case="auto-llama-hidden",
 )

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_seqpar import SeqParallelStrategy, weights_from
-from lightning_seqpar.layout.replica_rows import local_rows
+from lightning_seqpar.layout.param_layout import local_rows
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import models, zoo

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.layout.replica_rows import local_rows
+from lightning_seqpar.layout.param_layout import local_rows
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import Trace, norm_of
 from tests.helpers import models

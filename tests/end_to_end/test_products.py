@@ -83,9 +83,9 @@ def fit_all(world: int, tp: int, sp: bool) -> dict[str, Trace]:
 
 @sees(
     "flattened tokens folded the wrong way round",
-    "FrameStack.fold",
-    "        sizes = (of.batch, positions) if self._dim == 1 else",
-    "        sizes = (of.batch, positions) if self._dim == 0 else",
+    "Observers.shard_made",
+    "            sizes = (frame.batch, frame.part) if self._dim == 1 else",
+    "            sizes = (frame.batch, frame.part) if self._dim == 0 else",
     case="2-2-True",
 )
 @sees(

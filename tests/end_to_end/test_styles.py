@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan
-from lightning_seqpar.layout.attribute_override import AttributeOverride
+from lightning_seqpar.layout.attributes import AttributeOverride
 from lightning_seqpar.layout.linear_kind import linear_kind
-from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.logits_storage import VocabPart
+from lightning_seqpar.layout.param_layout import Shard
 from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
-from lightning_seqpar.styles.registry import STYLES
+from lightning_seqpar.nn.vocab_loss import VocabPart
+from lightning_seqpar.plan.sharding_plan import STYLES
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import compare
 from tests.helpers import models, zoo

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from lightning_seqpar import SeqParallelStrategy, unshard
-from lightning_seqpar.parallel.synced_norms import sync_batch_norms
+from lightning_seqpar.parallel.beside_tp import sync_batch_norms
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.layout.class_source import class_source
+from lightning_seqpar.layout.attributes import class_source
 from lightning_seqpar.plan.sharding_plan import Family
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
@@ -247,7 +247,7 @@ class Lazy(types.ModuleType):
         raise ImportError(f"lazy import of {self.__name__} failed")
 sys.modules["some_optional_thing"] = Lazy("some_optional_thing")
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.layout.class_source import class_source
+from lightning_seqpar.layout.attributes import class_source
 from lightning_seqpar.plan.sharding_plan import Family
 SeqParallelStrategy(tp=2)
 print(class_source(Family), end="")

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_seqpar.config import PlanSpec
-from lightning_seqpar.plan.choice import resolve_plans
+from lightning_seqpar.plan.sharding_plan import resolve_plans
 from lightning_seqpar.plan.vocabulary import VocabularyChoice, with_vocabulary
 from tests.helpers import models
 from tests.mutants import sees

@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_seqpar import ParallelConfig, ShardingPlan
 from lightning_seqpar.config import AXES
-from lightning_seqpar.styles.registry import STYLES
+from lightning_seqpar.plan.sharding_plan import STYLES
 from lightning_seqpar.user_input import SYNONYMS, shortened, shown
 
 CASES = int(os.environ.get("SEQPAR_FUZZ", 0))

@@ -25,7 +25,7 @@ from lightning_seqpar.inference.examples import Example, NoExampleError, peek_ba
 from lightning_seqpar.inference.infer import infer_plan, with_tried_rules
 from lightning_seqpar.inference.model_copy import detached_copy
 from lightning_seqpar.inference.reduction import Reduction
-from lightning_seqpar.plan.choice import resolve_plans
+from lightning_seqpar.plan.sharding_plan import resolve_plans
 from tests.helpers import models, zoo
 from tests.mutants import sees
 

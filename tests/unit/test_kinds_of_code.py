@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lightning_seqpar import ShardingPlan
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.infer import infer_plan
-from lightning_seqpar.layout.attribute_override import read_attribute, write_attribute
+from lightning_seqpar.layout.attributes import read_attribute, write_attribute
 from lightning_seqpar.layout.linear_kind import linear_kind, settings_of
-from lightning_seqpar.plan.choice import linears_beside, resolve_plans
+from lightning_seqpar.plan.sharding_plan import linears_beside, resolve_plans
 from lightning_seqpar.verify.trial_inputs import KeepFloat64
 from tests.helpers import models, third_party, zoo
 from tests.helpers.third_party import KINDS

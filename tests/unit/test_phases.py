@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lightning_seqpar.distributed.phases import Phases
+from lightning_seqpar.distributed.rendezvous import Phases
 from tests.mutants import sees
 
 

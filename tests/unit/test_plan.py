@@ -9,8 +9,7 @@ from torch import nn
 
 from lightning_seqpar import ParallelConfig, ShardingPlan
 from lightning_seqpar.layout.module_names import in_all_layers, match_pattern
-from lightning_seqpar.plan.choice import resolve_plans
-from lightning_seqpar.plan.sharding_plan import EXAMPLE, load_families, source_digest
+from lightning_seqpar.plan.sharding_plan import EXAMPLE, load_families, resolve_plans, source_digest
 from tests.helpers import models
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_seqpar.region.frames import FrameStack
-from lightning_seqpar.region.schedule import WatchSchedule
+from lightning_seqpar.region.observers import WatchSchedule
 
 
 class Recompute(torch.autograd.Function):
@@ -24,7 +24,7 @@ class Recompute(torch.autograd.Function):
 
 
 def test_a_recompute_of_two_lengths_is_refused():
-    stack = FrameStack(2, 1, "the model")
+    stack = FrameStack(2, 1)
     for length in (9, 10):
         stack.open()
         stack.begin(length, (3, length, 4))

@@ -16,9 +16,8 @@ from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, Sh
 from lightning_seqpar.layout.param_layout import Reason
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.resolve import ResolvedPlan
-from lightning_seqpar.plan.choice import resolve_plans
+from lightning_seqpar.plan.sharding_plan import STYLES, resolve_plans
 from lightning_seqpar.styles import style
-from lightning_seqpar.styles.registry import STYLES
 from tests.helpers import models
 from tests.mutants import sees
 

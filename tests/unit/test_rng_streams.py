@@ -15,7 +15,7 @@ from lightning_seqpar.distributed.rng import (
     generators,
     torch_states,
 )
-from lightning_seqpar.region.schedule import WatchSchedule
+from lightning_seqpar.region.observers import WatchSchedule
 from tests.mutants import sees
 
 

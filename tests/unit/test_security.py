@@ -25,8 +25,7 @@ from lightning_seqpar.checkpoint.convert import open_source
 from lightning_seqpar.checkpoint.folder import FORMAT, MARKER, Opened
 from lightning_seqpar.checkpoint.whole_file import WholeFileIO
 from lightning_seqpar.init.model_source import model_from_folder
-from lightning_seqpar.plan.choice import check_plan
-from lightning_seqpar.plan.sharding_plan import UniqueKeysLoader
+from lightning_seqpar.plan.sharding_plan import UniqueKeysLoader, check_plan
 from tests.audit import describe as describe_audit
 from tests.helpers import models
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.layout.module_names import in_all_layers
-from lightning_seqpar.layout.replica_rows import local_rows
+from lightning_seqpar.layout.param_layout import local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
