@@ -1,6 +1,5 @@
-"""State dicts of the whole model, made from the shards of the ranks and loaded into them.
-
-They have the names, shapes and order of the model as it was written, whatever the topology.
+"""State dicts of the whole model, with its names, shapes and order at any topology: made from the shards of the ranks, and
+loaded.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_seqpar.checkpoint.contents import walk
-from lightning_seqpar.checkpoint.folder import Opened, Part, own_memory
+from lightning_seqpar.checkpoint.folder import Opened, Part, own_memory, walk
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split, take_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel, refuse_copies
-from lightning_seqpar.pipeline.held_parameters import from_holder
+from lightning_seqpar.pipeline.between_stages import from_holder
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
@@ -133,9 +131,8 @@ class _WriterChoice:
         self._loads = torch.zeros(groups.size(groups.mean_axes), groups.size("tp"), dtype=torch.float64)
 
     def part(self, value: Tensor, layout: ParamLayout | None, stages: Sequence[int] = (), *, alike: bool = True) -> Part:
-        """Makes the part of the next tensor; every rank must ask for the same ones in the same order.
-
-        Of buffers, which may differ between replicas (not ``alike``), those of the first are written; of stages the first writes.
+        """Makes the part of the next tensor; every rank must ask for the same ones in the same order. Of buffers, which may
+        differ between replicas (not ``alike``), those of the first are written; of stages the first writes.
         """
         dp, tp, loads = self._groups.rank(self._groups.mean_axes), self._groups.rank("tp"), self._loads
         here = "pp" not in self._groups.topology.axes or self._groups.rank("pp") == next(iter(stages), 0)
@@ -188,7 +185,6 @@ def _is_elsewhere(layout: ParamLayout | None, groups: ParallelGroups) -> bool:
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of an optimizer in the order in which its state dict numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.init.deferred import DeferredInit, TensorRef
-from lightning_seqpar.init.weight_files import TensorFiles
 from lightning_seqpar.layout.adapters import is_adapted
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.replica_rows import empty_on_cpu, local_rows, rows_held
@@ -23,21 +23,79 @@ from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.user_input import nearest
 
+
+class TensorFiles:
+    """The tensors of a safetensors file, of its index, or of a folder with either, by the names that they have there."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._files = self._find()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file in sorted(set(self._files.values())):
+            with self._open(file) as opened:
+                self._shapes.update({key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()})  # noqa: SIM118
+
+    def _find(self) -> dict[str, Path]:
+        path = self.path
+        if path.is_dir():
+            usual = [f for f in ("model.safetensors.index.json", "model.safetensors") if (path / f).is_file()]
+            others = sorted(file.name for file in path.glob("*.safetensors"))
+            if not usual and len(others) != 1:
+                raise ValueError(
+                    f"weights_from: {str(path)!r} holds no model.safetensors and no model.safetensors.index.json (there is: "
+                    f"{', '.join(sorted(f.name for f in path.iterdir())[:5]) or 'nothing'}); save the model with "
+                    "save_pretrained, which writes them"
+                )
+            path = path / (usual or others)[0]
+        if not path.is_file():
+            raise ValueError(f"weights_from: {str(path)!r} does not exist; give a safetensors file, its index, or a folder")
+        if path.name.endswith(".json"):
+            index = json.loads(path.read_text())
+            if not isinstance(index, Mapping) or not isinstance(index.get("weight_map"), Mapping):
+                raise ValueError(f"weights_from: {str(path)!r} has no 'weight_map'; give a model.safetensors.index.json")
+            files = {key: path.parent / name for key, name in index["weight_map"].items()}
+            if missing := sorted({file.name for file in files.values() if not file.is_file()}):
+                raise ValueError(f"weights_from: {str(path)!r} names {missing[0]}, which is not beside it")
+            return files
+        if path.suffix != ".safetensors":
+            raise ValueError(f"weights_from: {str(path)!r} is no safetensors file; save the model with save_pretrained")
+        with self._open(path) as opened:
+            return dict.fromkeys(opened.keys(), path)
+
+    @staticmethod
+    def _open(file: Path) -> Any:
+        """Open one file; raises ValueError if it can't be read, and ImportError without the extra ``hf``."""
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError:
+            raise ImportError("reading weights needs safetensors: pip install 'lightning-seqpar[hf]'") from None
+        try:
+            return safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"weights_from: {str(file)!r} can't be read: {error}") from None
+
+    def contents(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor, by its name in the files."""
+        return {key: (self._shapes[key], self._dtype(key)) for key in self._files}
+
+    def _dtype(self, key: str) -> torch.dtype:
+        with self._open(self._files[key]) as opened:
+            if not self._shapes[key]:
+                return opened.get_tensor(key).dtype  # type: ignore[no-any-return]
+            return opened.get_slice(key)[:0].dtype  # type: ignore[no-any-return]
+
+
 _SOURCE = "_seqpar_weights"  # the attribute of a module on the meta device that holds its :class:`_Source`
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-class _Source(str):
-    """The path of a module's weights, and which tensors the module had under which names when :func:`weights_from` was called.
-
-    Later a wrapper or an adapter may change the names. ``since`` counts the operations that :class:`DeferredInit` had recorded.
+class _Source:
+    """The path of a module's weights, and which tensors the module had under which names then (a wrapper or an adapter may
+    change these); ``since`` counts the operations that :class:`DeferredInit` had recorded.
     """
 
-    def __new__(cls, path: str, tensors: dict[str, Tensor], since: int) -> _Source:
-        return super().__new__(cls, path)
-
     def __init__(self, path: str, tensors: dict[str, Tensor], since: int) -> None:
-        self.tensors, self.since = tensors, since
+        self.path, self.tensors, self.since = path, tensors, since
         # Kept alive, so that no other storage gets the same id: a cast gives a parameter another storage.
         self.storages = {storage_id(tensor): (name, tensor.untyped_storage()) for name, tensor in tensors.items()}
         self._versions = {name: tensor._version for name, tensor in tensors.items()}
@@ -46,19 +104,17 @@ class _Source(str):
             self._names[id(tensor)].append(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Source:
-        copied = _Source(str(self), copy.deepcopy(self.tensors, memo), self.since)
+        copied = _Source(self.path, copy.deepcopy(self.tensors, memo), self.since)
         copied._versions.update(dict.fromkeys(self.changed(), -1))
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Source, (str(self), self.tensors, self.since)
+        return _Source, (self.path, self.tensors, self.since)
 
     def names(self, tensor: Tensor) -> list[str]:
-        """The names that a tensor had in the module."""
         return self._names.get(id(tensor), [])
 
     def changed(self) -> list[str]:
-        """The names of tensors that were changed in place since."""
         return [name for name, tensor in self.tensors.items() if tensor._version != self._versions[name]]
 
 
@@ -98,9 +154,8 @@ def weights_from(module: _Module, path: str | Path) -> _Module:
 
 
 class WeightFiles(TensorFiles):
-    """Reads safetensors files by the names that their tensors have in a module.
-
-    Where it is a Hugging Face model, files may also use the names that its library writes.
+    """Reads safetensors files by the names that their tensors have in a module, or that the library of a Hugging Face model
+    writes.
     """
 
     def __init__(self, path: str | Path, module: nn.Module) -> None:
@@ -130,23 +185,22 @@ class WeightFiles(TensorFiles):
     def _names(self, name: str) -> list[str]:
         """A name of the module with and without the prefix that its library gives the base model."""
         prefix = getattr(self._module, "base_model_prefix", "")
-        if not prefix:
-            return [name]
-        return [name, name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"]
+        short = name.removeprefix(f"{prefix}.")
+        return [name, short if short != name else f"{prefix}.{name}"] if prefix else [name]
 
     def _key(self, name: str) -> str | None:
         """The name in the files of the tensor that is the module's ``name``; None if there is no such tensor."""
         keys = (self._renamed.get(candidate, candidate) for candidate in self._names(name))
         return next((key for key in keys if key in self._files), None)
 
-    def _parts(self, name: str) -> tuple[str, Any, list[tuple[str, str]]] | None:
-        """Returns the library's name, the converter, patterns and names in the files, if ``name`` is made of several tensors."""
-        found = next((one for one in self._names(name) if one in self._converted), None)
-        return None if found is None else (found, *self._converted[found])
+    def _parts(self, name: str) -> tuple[str, Any, list[tuple[str, str]]]:
+        """Returns the library's name, the converter, patterns and names in the files, of what is made of several tensors."""
+        found = next(one for one in self._names(name) if one in self._converted)
+        return found, *self._converted[found]
 
     def has(self, name: str) -> bool:
         """Whether the files hold the module's tensor ``name``."""
-        return self._key(name) is not None or self._parts(name) is not None
+        return self._key(name) is not None or any(one in self._converted for one in self._names(name))
 
     def check(self) -> None:
         """Raises ValueError unless the files hold every parameter, with its shape."""
@@ -186,20 +240,24 @@ class WeightFiles(TensorFiles):
                 )
 
     def _read_key(self, key: str) -> Tensor:
-        """Read a whole tensor by its name in the files."""
         with self._open(self._files[key]) as opened:
             return opened.get_tensor(key)  # type: ignore[no-any-return]
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that the module's tensor ``name`` has in the files."""
-        key, parts = self._key(name), self._parts(name)
-        return self._dtype(key if key is not None or parts is None else parts[2][0][1])
+        key = self._key(name)
+        return self._dtype(self._parts(name)[2][0][1] if key is None else key)
 
     def read(self, name: str, shard: Shard | None = None, rank: int = 0) -> Tensor:
         """Reads the module's tensor ``name``, or a rank's part of it: nothing else, unless it is made of several tensors."""
         key = self._key(name)
-        if key is None:
-            whole = self._convert(name)
+        if key is None:  # it is made of several tensors of the files
+            target, converter, sources = self._parts(name)
+            fresh = converter.copy(converter.source_patterns, converter.target_patterns, operations=converter.operations)
+            for pattern, part in sources:
+                fresh.add_tensor(target, part, pattern, self._read_key(part))
+            converted = fresh.convert(target, model=self._module, config=self._module.config)[target]
+            whole: Tensor = converted[0] if isinstance(converted, list) else converted
             return whole if shard is None else shard.take(whole, rank)
         if shard is None:
             return self._read_key(key)
@@ -208,18 +266,6 @@ class WeightFiles(TensorFiles):
             before = (slice(None),) * shard.dim
             ranges = [(*before, slice(start, stop)) for start, stop in shard.ranges[rank]]
             return shard.join([sliced[indices] for indices in ranges])
-
-    def _convert(self, name: str) -> Tensor:
-        """Make the module's tensor ``name`` of several tensors of the files."""
-        parts = self._parts(name)
-        assert parts is not None
-        target, converter, sources = parts
-        fresh = converter.copy(converter.source_patterns, converter.target_patterns, operations=converter.operations)
-        for pattern, key in sources:
-            with self._open(self._files[key]) as opened:
-                fresh.add_tensor(target, key, pattern, opened.get_tensor(key))
-        converted = fresh.convert(target, model=self._module, config=self._module.config)[target]
-        return converted[0] if isinstance(converted, list) else converted  # type: ignore[no-any-return]
 
 
 # ---- models without numbers ------------------------------------------------------------------------------------
@@ -236,9 +282,8 @@ class _Place:
 
 
 class LateWeights:
-    """Gives values to the meta tensors of a model; made before the model is changed in any way.
-
-    ``recorder`` has the record of its initialisation, if there is one, and ``state`` weights of a checkpoint, which come first.
+    """Gives values to the meta tensors of a model; made before the model is changed in any way: from ``state``, a checkpoint's
+    weights, from files, or from ``recorder``, which has the record of its initialisation.
     """
 
     def __init__(
@@ -246,7 +291,7 @@ class LateWeights:
     ) -> None:
         self._model, self._state = model, state or {}
         self._sources: dict[str, tuple[_Source, WeightFiles]] = {
-            name: (source, WeightFiles(source, module))
+            name: (source, WeightFiles(source.path, module))
             for name, module in model.named_modules()
             if (source := module.__dict__.get(_SOURCE)) is not None
         }
@@ -299,7 +344,6 @@ class LateWeights:
             initialize()
 
     def _is_blank(self, tensor: Tensor) -> bool:
-        """Whether a meta tensor gets no values from the record."""
         return tensor.is_meta and not self.recorder.fills(tensor)
 
     def check(self) -> None:
@@ -316,7 +360,7 @@ class LateWeights:
             for _, source, files, inner in self._around(place.name):
                 if isinstance(tensor, nn.Parameter) and files.has(inner):  # another one than files were to fill
                     raise ValueError(
-                        f"{place.name}: it came after weights_from({str(source)!r}), which holds numbers of that name; change "
+                        f"{place.name}: it came after weights_from({source.path!r}), which holds numbers of that name; change "
                         "layers (a resized embedding, a new head) before weights_from, or make the model outside "
                         "torch.device('meta')"
                     )
@@ -370,7 +414,7 @@ class LateWeights:
                 continue
             if (path, name) in self._changed:
                 raise ValueError(
-                    f"{place.name}: it was changed in place after weights_from({str(source)!r}), whose numbers are read later "
+                    f"{place.name}: it was changed in place after weights_from({source.path!r}), whose numbers are read later "
                     "and would undo that; change weights in the files, or make the model outside torch.device('meta')"
                 )
             return files, name
@@ -416,7 +460,6 @@ class LateWeights:
             self.recorder.replay([place.ref for places in drawn.values() for place in places], draw)
 
     def _read(self, place: _Place, layout: ParamLayout | None, rank: int) -> bool:
-        """Fills a tensor from the checkpoint or a file; returns whether one of them has it."""
         if place.name in self._state:
             whole = self._state[place.name]
             _set(place, whole if layout is None else layout.take(whole, rank))

@@ -1,25 +1,148 @@
-"""A run that is asked to end, by SIGTERM or SLURM's requeue signal: all ranks agree between two steps, save, and leave."""
+"""How ranks end a run together: who is missing in a collective, a signal after which all save and leave, a restart that goes on."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_seqpar.strategy.missing_ranks import PATIENCE, exchange
-from lightning_seqpar.strategy.refusals import is_lost_peer
+from lightning_seqpar.checkpoint.atomic_files import MARKER, UNFINISHED, beside, local_path, write_synced
+from lightning_seqpar.strategy.refusals import OTHER_COLLECTIVE, is_lost_peer, is_users, say
+
+PATIENCE = timedelta(seconds=5)
+"""How long a rank whose wait has ended gives the others to say what they waited for."""
+CLOSED_PATIENCE = timedelta(seconds=1)
+"""The same where its connection was closed: mostly by a rank that has died, which says nothing."""
+MOST_PLACES = 4
+"""How many different lines of the user's are told at which ranks waited."""
+CALL_ON_ALL = "what speaks to all ranks (trainer.save_checkpoint, unshard, a forward after fit) must be called on all of them"
+_COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
+
+
+class Missing(NamedTuple):
+    """What a rank has found out whose wait for others has ended."""
+
+    sentence: str  # who is missing, and where each rank waited
+    waited: Collection[int] = ()  # the ranks that said where they waited
+    is_teller: bool = True  # of the ranks with logs of their own the one that tells it
+
+
+class Wait(NamedTuple):
+    """Where a rank waited."""
+
+    where: str  # in which collective
+    line: str  # of the user's; empty for none
+
+
+def exchange(world: dist.ProcessGroup, topic: str, own: object, patience: timedelta) -> dict[int, Any]:
+    """What the ranks of a group say of a ``topic`` (the same on all, another one in each call) in its store, as JSON, without
+    those that say nothing within ``patience``. RuntimeError if the store is gone.
+    """
+    store = dist.distributed_c10d._world.pg_map[world][1]
+    keys = [f"{topic}, rank {rank}" for rank in range(world.size())]
+    store.set(keys[world.rank()], json.dumps(own))
+    with contextlib.suppress(RuntimeError):
+        store.wait(keys, patience)
+    return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+
+
+def find_missing(error: BaseException, world: dist.ProcessGroup, trainer: Trainer) -> Missing:
+    """Find which rank of the world did not come, after a collective raised an error that says that another rank is gone."""
+    number = trainer.fit_loop.epoch_loop.batch_idx
+    own = describe_wait(error, f", at batch {number}" if trainer.training and number >= 0 else "")
+    rank, size = world.rank(), world.size()
+    is_late = any(sign in str(error) for sign in ("timeout", "imed out", OTHER_COLLECTIVE))
+    heard: dict[int, Wait] = {}
+
+    def speak() -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone meanwhile
+            # A rank comes a little later if it began to wait later, and one that is missing not at all.
+            said = exchange(world, "lost another rank", own, PATIENCE if is_late else CLOSED_PATIENCE)
+            heard.update({one: Wait(*wait) for one, wait in said.items()})
+
+    # The store may have gone with the rank that is missing. So it is spoken to in a thread, and given up after a while.
+    thread = threading.Thread(target=speak, name="last-words", daemon=True)
+    thread.start()
+    thread.join(2 * PATIENCE.total_seconds())
+    if not is_late and len(heard) < size:
+        # Its connection was closed by a rank that has ended, and not by one whose own wait is over.
+        lost = f"rank {rank} lost another rank, which ended first, in {own.where}"
+        return Missing(f"{lost}; look for its message above or in its own log")
+    if not heard:
+        return Missing(
+            f"rank {rank} waited in {own.where}, and the store through which ranks speak (rank 0's, as a rule) does not answer: "
+            "rank 0 may be the one that is missing"
+        )
+    return Missing(tell_waits(heard, [one for one in range(size) if one not in heard]), heard, rank == min(heard))
+
+
+def describe_wait(error: BaseException, batch: str) -> Wait:
+    """Describe where a rank waited that lost another one: in which collective (and ``batch``), and at which line."""
+    stack = traceback.extract_tb(error.__traceback__)
+    calls = [frame.name for frame in stack if frame.filename.endswith(_COLLECTIVES)]
+    calls = [name for name in calls if not name.startswith("_") and name != "wrapper"]
+    users = [frame for frame in stack if is_users(frame.filename)][-1:]
+    lines = [f'File "{one.filename}", line {one.lineno}, in {one.name}: {(one.line or "")[:120]}' for one in users]
+    return Wait((calls[-1] if calls else "a collective") + batch, "".join(lines))
+
+
+def tell_waits(heard: Mapping[int, Wait], missing: Sequence[int]) -> str:
+    """Tell which ranks are missing, where those that spoke waited, and what to do if they waited at different lines."""
+    waits = sorted(heard.items())
+    if missing:
+        many = f"s {list_ranks(missing)} are" if len(missing) > 1 else f" {missing[0]} is"
+        told = f"rank{many} missing: rank {waits[0][0]} waited in {waits[0][1].where}"
+    else:
+        apart = len({wait.where for _, wait in waits}) > 1
+        told = f"every rank waited{', in different collectives' * apart}: " + "; ".join(
+            f"rank {rank} in {wait.where}" for rank, wait in waits[:8]
+        )
+    alike: dict[str, list[int]] = {}
+    for rank, wait in waits:
+        alike.setdefault(wait.line, []).append(rank)
+    for line, ranks in [*alike.items()][:MOST_PLACES]:
+        many = "s" * (len(ranks) > 1)
+        told += f"\n  rank{many} {list_ranks(ranks)}: {line or 'at no line of yours in a hook or step'}"
+    if any(alike) and (len(alike) > 1 or missing):
+        told += f"\n  {CALL_ON_ALL}, not under `if trainer.is_global_zero` or another condition that some of them do not meet"
+    return told
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words: ``0, 1``, or ``0, 8, ... 56`` if they are many."""
+    shown = [str(rank) for rank in ranks]
+    return ", ".join(shown if len(shown) <= 8 else [*shown[:2], f"... {shown[-1]}"])
+
+
+def end_stopped_parent() -> bool:
+    """Kill the process that started this one if it is stopped (SIGSTOP), since nothing else would end it: whether it was."""
+    parent = os.getppid()
+    try:
+        state = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    if state not in ("T", "t"):
+        return False
+    os.kill(parent, signal.SIGKILL)
+    return True
+
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 """Of an object, as Python shows it: each rank has its own."""
@@ -29,9 +152,7 @@ class Ending:
     """What asks a training to end, noted on any rank at any moment, and acted on by all of them between two optimizer steps.
 
     A signal comes to each rank at a place of its own, where a save would pair its collectives with those of a step elsewhere.
-
-    Attributes:
-        together: whether all ranks have agreed to end here, so that they may save.
+    ``together`` says whether all ranks have agreed to end here, so that they may save.
     """
 
     def __init__(self) -> None:
@@ -47,9 +168,8 @@ class Ending:
         return self._asking is not None
 
     def begin(self, trainer: Trainer, ask: Callable[[Sequence[bool]], list[bool]], agreed: Callable[[], None]) -> None:
-        """Let the training that begins ask between its steps, in the place of Lightning's broadcast of rank 0's flag.
-
-        ``ask`` says which of some flags are set on any rank (collective); ``agreed`` is called on every rank in front of the save.
+        """Let the training that begins ask between its steps, in the place of Lightning's broadcast of rank 0's flag: ``ask``
+        which flags are set on any rank (collective). ``agreed`` is called on every rank in front of the save.
         """
         self._is_asked_to_end = self._is_asked_to_requeue = self._has_requeued = self.together = False
         self._asking, self._agreed, self._ask = trainer, agreed, ask
@@ -146,3 +266,64 @@ def is_shared(error: BaseException, world: dist.ProcessGroup) -> bool:
     except RuntimeError:  # the store is gone
         return False
     return len(said) == world.size() and {*said.values()} == {own}
+
+
+TRAININGS = "LIGHTNING_SEQPAR_TRAININGS"
+"""The environment variable with the number of the process's trainings so far."""
+
+
+class RestartList:
+    """The checkpoints that a training under torchrun has written, listed for its next attempt in the Trainer's
+    ``default_root_dir``.
+
+    Trainings of a script are told apart by number, class and length: one that the next attempt skips moves the numbers behind
+    it.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        run = "".join(c if c.isalnum() else "-" for c in os.environ.get("TORCHELASTIC_RUN_ID", "run"))
+        self._file = Path(trainer.default_root_dir, f".seqpar-restart-{run}.json")
+        kind = type(module)
+        self._training = (
+            f"training {os.environ.get(TRAININGS, '0')} of the process: {kind.__module__}.{kind.__qualname__}, "
+            f"{trainer.max_epochs} epochs, {trainer.max_steps} steps"
+        )
+
+    @staticmethod
+    def count_training() -> None:
+        """Another training of this process begins. Every attempt of a run has them in the same order."""
+        os.environ[TRAININGS] = str(int(os.environ.get(TRAININGS, "0")) + 1)
+
+    def resume(self, rank: int) -> str | None:
+        """The checkpoint from which this rank goes on, if torchrun started the run again; None for one that begins."""
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+            if rank == 0:  # what is listed is of another run of the same name
+                self._write([entry for entry in self._read() if entry[0] != self._training])
+            return None
+        path = self.newest()
+        if rank == 0:
+            where = f"goes on from {path}" if path else "has saved no checkpoint, so it begins anew"
+            say(f"torchrun started the run again: it {where}")
+        return path
+
+    def add(self, path: Any) -> None:
+        """Add a checkpoint; the first rank calls it once it is written, or is being written."""
+        if (place := local_path(path)) is not None:
+            self._write([*self._read(), [self._training, str(place.absolute())]])
+
+    def newest(self) -> str | None:
+        """The newest checkpoint of this training that is there and whole; None without one."""
+        for training, path in reversed(self._read()):
+            # It may have been removed since, or not be finished: then one before it is. A file has its name once it is whole.
+            if training == self._training and (Path(path).is_file() or Path(path, MARKER).is_file()):
+                return str(path)
+        return None
+
+    def _read(self) -> list[list[str]]:
+        entries: list[list[str]] = json.loads(self._file.read_text()) if self._file.exists() else []
+        return entries
+
+    def _write(self, entries: list[list[str]]) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_synced(beside(self._file, UNFINISHED), lambda file: file.write(json.dumps(entries).encode()))
+        beside(self._file, UNFINISHED).replace(self._file)

@@ -32,7 +32,7 @@ from lightning_seqpar.distributed.rank_consistency import check_agreement, descr
 from lightning_seqpar.distributed.rendezvous import keep_gloo_local, serve_store
 from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.nn.sharded_logits import whole_logits
-from lightning_seqpar.pipeline.link import count_channels
+from lightning_seqpar.pipeline.between_stages import count_channels
 from lightning_seqpar.strategy.ending import Ending
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.topology.grid import ProcessTopology
@@ -70,6 +70,11 @@ class Environment:
         return self.trainer.state.fn == TrainerFn.FITTING
 
     @property
+    def begins_window(self) -> bool:
+        """Whether the current training batch is the first of those whose gradients are accumulated."""
+        return self.trainer.fit_loop.batch_idx % self.trainer.accumulate_grad_batches == 0
+
+    @property
     def launcher(self) -> SeqParallelLauncher | None:
         """The launcher of the ranks; None before Lightning asks for it, or if somebody has put another in its place."""
         launcher = self.strategy.launcher
@@ -85,11 +90,6 @@ class Environment:
         """DDP around the model; None if nothing of it is reduced over the replicas."""
         model: Any = self.strategy._model
         return model if type(model) is DistributedDataParallel else None  # isinstance asks its metaclass
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes."""
-        return self.strategy.num_nodes  # type: ignore[attr-defined, no-any-return]
 
     @property
     def num_processes(self) -> int:
@@ -158,16 +158,16 @@ class Environment:
 
     def _connect(self, backend: str) -> None:
         """Connect to the other ranks, and compare what all were started with. Collective."""
-        cluster = self.strategy.cluster_environment
+        cluster, num_nodes = self.strategy.cluster_environment, self.strategy.num_nodes  # type: ignore[attr-defined]
         assert cluster is not None
         first = not _distributed_is_initialized()
         try:
             served = None
             if first:  # listen where the other ranks look for this one, and not on every interface of the node
-                place, one_node = (cluster.main_address, cluster.main_port), self.num_nodes == 1
-                keep_gloo_local(place[0], one_node=one_node)
+                keep_gloo_local(cluster.main_address, one_node=num_nodes == 1)
                 if not self.strategy.global_rank and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                    served = serve_store(*place, self.config.timeout, one_node=one_node)
+                    where = cluster.main_address, cluster.main_port
+                    served = serve_store(*where, self.config.timeout, one_node=num_nodes == 1)
             _init_dist_connection(
                 cluster,
                 backend,
@@ -188,9 +188,9 @@ class Environment:
             atexit.register(_destroy_dist_connection)
         world = dist.group.WORLD
         assert world is not None
-        if world.size() != self.num_nodes * self.num_processes:
+        if world.size() != num_nodes * self.num_processes:
             raise ValueError(
-                f"this process is one of {world.size()} ranks already, but this Trainer asks for {self.num_nodes} × "
+                f"this process is one of {world.size()} ranks already, but this Trainer asks for {num_nodes} × "
                 f"{self.num_processes}: a process belongs to one world; use the same devices and num_nodes in every Trainer "
                 "of a script, or one script for each size"
             )

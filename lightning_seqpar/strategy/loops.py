@@ -1,4 +1,4 @@
-"""The start and the end of Lightning's loops: settings on which ranks must agree, and the ranks whose prediction writers write."""
+"""Lightning's loops: the data that a rank reads in them, and what ranks agree on at their start and their end."""
 
 from __future__ import annotations
 
@@ -10,16 +10,82 @@ from typing import Any
 
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils.data import DataLoader
 
+from lightning_seqpar.data.sampler import BroadcastLoader, OrderSeed, inject_sampler, replica_workers
 from lightning_seqpar.distributed.host import any_rank_has
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_optimizer
 from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.strategy.callbacks import share_metrics
 from lightning_seqpar.strategy.environment import Environment
-from lightning_seqpar.strategy.metrics import share_losses_of_finders, share_metrics
 from lightning_seqpar.strategy.steps import Steps, plain_optimizer
-from lightning_seqpar.strategy.tuning import Searches
+from lightning_seqpar.strategy.tuning import Searches, share_losses_of_finders
 from lightning_seqpar.verify.guards.batch import OutputWatch
 from lightning_seqpar.verify.guards.pipeline import describe_bubble
+
+
+class Loaders:
+    """Divides samples among the replicas."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._env = environment
+        self._user_sampler_flag: bool | None = None
+        self.order_seed = OrderSeed()
+        self.places: list[Any] = []  # of the training's loaders in their epoch, in the checkpoint that is restored
+        self.begin(training=False)
+
+    def take_over_samplers(self) -> None:
+        """Keep Lightning from replacing samplers by its own, which shuffles; :func:`inject_sampler` keeps the user's order."""
+        connector = self._env.trainer._accelerator_connector
+        if self._user_sampler_flag is None:
+            self._user_sampler_flag = connector.use_distributed_sampler
+        connector.use_distributed_sampler = False
+
+    def begin(self, *, training: bool) -> None:
+        """Note that Lightning is about to make the loaders of a loop."""
+        self._loaders, self._loads_training = 0, training  # how many of the loop were processed
+
+    @property
+    def _epoch_to_load(self) -> int:
+        """The epoch of which loaders are made: the next one, where a run resumes from behind the last batch of one."""
+        loop: Any = self._env.trainer.fit_loop
+        progress = loop.epoch_progress.current
+        ended = loop.restarting and loop.epoch_loop.batch_progress.is_last_batch and progress.started > progress.processed
+        return int(progress.processed + ended)
+
+    def _batches_done(self) -> int:
+        """How many batches of the epoch are done, if it is in its middle and has one loader; else 0."""
+        loop: Any = self._env.trainer.fit_loop
+        loaders, progress = loop._combined_loader, loop.epoch_loop.batch_progress
+        if loaders is None or len(loaders.flattened) != 1 or progress.is_last_batch:
+            return 0
+        done = int(progress.current.processed)
+        return done if done < self._env.trainer.num_training_batches else 0
+
+    def divide(self, dataloader: object) -> object:
+        """Divide the samples among the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
+        if isinstance(dataloader, BroadcastLoader):
+            dataloader = dataloader.loader  # Lightning processes a loader that it keeps once more
+        if isinstance(dataloader, DataLoader):
+            if self._user_sampler_flag:
+                dataloader = inject_sampler(
+                    dataloader,
+                    self._env.groups,
+                    self.order_seed,
+                    predicting=self._env.trainer.predicting,
+                    place=self._loaders,
+                    epoch=self._epoch_to_load,
+                    batches_done=self._batches_done if self._loads_training else None,
+                )
+                self._loaders += 1
+            replica_workers(dataloader, self._env.groups.rank("dp"))
+        axes = self._env.groups.replica_axes
+        if self._env.config.broadcast_batch and self._env.groups.size(axes) > 1:
+            group = self._env.groups.gloo(axes) if self._env.config.gloo_twins else self._env.groups[axes]
+            dataloader = BroadcastLoader(dataloader, group, self._env.groups.source(axes))
+        if self._loads_training and self.places and hasattr(dataloader, "load_state_dict"):
+            dataloader.load_state_dict(self.places.pop(0))
+        return dataloader
 
 
 class Loops:
@@ -31,18 +97,17 @@ class Loops:
         self._validated_at = 0.0  # by time.monotonic()
         self._interval: float | None = None  # between validations, in seconds
 
-    def _listen(self) -> None:
-        """Share metrics, and replace Lightning's signal handlers, which it has registered by now."""
-        self._searches.note_loop()
+    def _begin(self) -> None:
+        self._searches.has_tried = True
         share_metrics(self._env)
-        if (launcher := self._env.launcher) is not None:
+        if (launcher := self._env.launcher) is not None:  # Lightning has registered its handlers by now
             launcher.take_signals(self._env.trainer._signal_connector._original_handlers, self._env.ending)
 
     def begin_training(self) -> None:
         """Compare the settings of the training over the ranks, and log the global batch. Collective."""
         env, trainer = self._env, self._env.trainer
         self._interval = trainer._val_check_time_interval  # type: ignore[attr-defined]
-        self._listen()
+        self._begin()
         if env.world.size() > 1 and env.launcher is not None:
             env.ending.take_requeue_signal(trainer)
             ask = functools.partial(any_rank_has, group=env.world, device=env.device)
@@ -66,18 +131,15 @@ class Loops:
 
     def _describe_training(self) -> dict[str, Any]:
         """The settings that must be the same on all ranks of the world, so that they take the same steps."""
-        trainer = self._env.trainer
+        trainer: Any = self._env.trainer
+        names = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "check_val_every_n_epoch")
         return {
-            "max_steps": trainer.max_steps,
-            "max_epochs": trainer.max_epochs,
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "gradient_clip_val": trainer.gradient_clip_val,
+            **{name: getattr(trainer, name) for name in names},
             "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm),
             "precision": str(trainer.precision),
             # A time interval ("00:01:00:00") is kept elsewhere, and the Trainer then has no attribute of the first name.
             "val_check_interval": getattr(trainer, "val_check_interval", None),
-            "val_check_interval in seconds": trainer._val_check_time_interval,  # type: ignore[attr-defined]
-            "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+            "val_check_interval in seconds": trainer._val_check_time_interval,
             **{
                 f"optimizer {number}": describe_optimizer(plain_optimizer(optimizer))
                 for number, optimizer in enumerate(self._env.strategy.optimizers)
@@ -87,17 +149,12 @@ class Loops:
 
     def begin_batch(self, batch_idx: int) -> None:
         """Compare the number of batches at an epoch's start; by a time interval agree whether a validation is due. Collective."""
-        if self._interval is not None and (
-            self._steps.stages.stage is None or batch_idx % self._env.trainer.accumulate_grad_batches == 0
-        ):
+        if self._interval is not None and (self._steps.stages.stage is None or self._env.begins_window):
             self._agree_on_time(self._interval)
         if batch_idx == 0:
             self._steps.schedule.begin_loop("training")
-            check_agreement(
-                {"training batches in an epoch": self._env.trainer.num_training_batches},
-                self._env.world,
-                self._env.device,
-            )
+            batches = {"training batches in an epoch": self._env.trainer.num_training_batches}
+            check_agreement(batches, self._env.world, self._env.device)
 
     def _agree_on_time(self, interval: float) -> None:
         """Let all ranks validate behind this batch if the interval is over by one rank's clock.
@@ -118,14 +175,11 @@ class Loops:
             self._env.ending.act()
 
     def begin_evaluation(self, loop: str) -> None:
-        """Begin a loop without training: the ranks of a replica compare their numbers of batches. Collective.
-
-        In predictions only the first rank of each replica has prediction writers.
-        """
+        """Begin a loop without training: the ranks of a replica compare their numbers of batches. Collective."""
         trainer = self._env.trainer
         kind = "sanity_val" if trainer.sanity_checking else "val" if loop == "validation" else loop
         counts: Sequence[int | float] = getattr(trainer, f"num_{kind}_batches")
-        self._listen()
+        self._begin()
         self._steps.schedule.begin_loop(loop)
         self._steps.outputs = OutputWatch()  # an earlier loop may have ended in the middle
         groups = self._env.groups

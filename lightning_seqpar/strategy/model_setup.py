@@ -30,7 +30,7 @@ from lightning_seqpar.parallel.unsharded import change_unsharded
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
-from lightning_seqpar.strategy.averages import averages_of, save_whole, shard_average
+from lightning_seqpar.strategy.callbacks import averages_of, save_whole, shard_average
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.refusals import is_verbose
 from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize
@@ -121,7 +121,6 @@ class ModelSetup:
         return record
 
     def _cut(self, module: LightningModule, plans: Sequence[ShardingPlan]) -> ShardedModel:
-        """Cut a model by its plans: over tp, or along the sequence (cp) alone."""
         config, groups = self._env.config, self._env.groups
         if groups.size("tp") > 1:
             return parallelize(
@@ -149,9 +148,8 @@ class ModelSetup:
             record.stay_frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
             rank_zero_warn(f"lightning_seqpar: the plan is proved only while what is frozen stays so: {proved.frozen}")
         coverage = cover(record, plans, proved.known, sp=self._env.config.sp)
-        compiled = [] if record.graphs is None else [describe_compiled(record)]
-        plan = _describe_plan(record, plans, coverage)
-        lines = [plan, *describe_stages(record), *coverage.reasons, *proved.lines, *compiled]
+        lines = [_describe_plan(record, plans, coverage), *describe_stages(record), *coverage.reasons, *proved.lines]
+        lines += [] if record.graphs is None else [describe_compiled(record)]
         self._log_summary(lines, coverage, plans)
         for warning in coverage.warnings:
             rank_zero_warn(warning)
@@ -169,13 +167,12 @@ class ModelSetup:
             prover = self._prover(module)
             plans = prover.prove_unsharded().plans if self._needs_proof else prover.find_unsharded()
             changes = self._change_unsharded(module, plans)
-        compiled: list[str] = []
+        how = "sharded" if self.splits else "plain"
+        lines = [f"none: tp is 1, so nothing is sharded over tp and sp is idle; this is {how} data parallelism"]
         if self._env.config.compile:
             blocks = compile_plain_blocks(module, BlockGraphs(self._env.config.compile_options))
-            compiled = [f"compile: {len(blocks)} blocks"]
+            lines.append(f"compile: {len(blocks)} blocks")
             changes += blocks
-        how = "sharded" if self.splits else "plain"
-        nothing = f"none: tp is 1, so nothing is sharded over tp and sp is idle; this is {how} data parallelism"
         if self.splits or self._env.fits:
             try:
                 changes += sync_batch_norms(module, self._env.groups, every=self._syncs_batch_norms)
@@ -183,7 +180,7 @@ class ModelSetup:
                 for change in reversed(changes):
                     change.undo()
                 raise
-        self._log_summary([nothing, *compiled])
+        self._log_summary(lines)
         if not self.splits:
             self._unsharded_changes = changes
             return None
@@ -208,7 +205,6 @@ class ModelSetup:
 
     @property
     def _tiles(self) -> MLPTiles | None:
-        """How MLPs run in tiles; None where they run whole."""
         return None if self._env.config.tile_mlp is None else MLPTiles(self._env.config.tile_mlp)
 
     @property
@@ -249,7 +245,6 @@ class ModelSetup:
         return self._env.config.recompute != "none" or self._needs_proof
 
     def _change_unsharded(self, module: LightningModule, plans: Sequence[ShardingPlan]) -> list[ModuleChange]:
-        """Let blocks that the plans name be recomputed, their MLPs run in tiles and heads in chunks, if the model is fitted."""
         if not self._env.fits:
             return []
         config = self._env.config
@@ -272,7 +267,6 @@ class ModelSetup:
         return late
 
     def _log_summary(self, plan: list[str], coverage: Coverage | None = None, plans: Sequence[ShardingPlan] = ()) -> None:
-        """Log the text at the start of a run, once."""
         if self._summarized or self._env.strategy.global_rank:
             return
         self._summarized = True
@@ -283,7 +277,6 @@ class ModelSetup:
 
     def _make_replicas_equal(self, module: nn.Module) -> None:
         """Send the first rank's weights and buffers to all ranks, while the model is still whole on each. Collective."""
-        group = self._env.groups[tuple(sorted(self._env.groups.topology.axes))]
         # One on the meta device is filled later, from a record or files that are the same on all ranks.
         whole = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()}.values()
         for tensor in whole:
@@ -292,7 +285,7 @@ class ModelSetup:
             for tensor in whole:
                 staged = tensor.detach().to(self._env.device).contiguous()
                 # As bytes, since backends do not support every dtype.
-                dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=group)
+                dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=self._env.world)
                 if storage_id(staged) != storage_id(tensor):
                     tensor.data.copy_(staged)
 
@@ -325,5 +318,4 @@ class _RootCall(nn.Module):
         self.module, self._split = module, split
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's step."""
         return self._split.step(*args, **kwargs)

@@ -1,7 +1,6 @@
 """Errors that say in a sentence what to change: rank 0 prints them with the user's own frames, and other ranks in one line.
 
-Every rank raises them alike, as a rule. They stay ordinary exceptions on every rank, so that the user's code may catch them; only
-where nothing does, ``sys.excepthook`` prints them.
+They stay ordinary exceptions, raised alike on every rank as a rule: ``sys.excepthook`` prints those that nobody catches.
 """
 
 from __future__ import annotations
@@ -50,10 +49,8 @@ def is_users(file: str) -> bool:
 
 
 def say(message: str) -> None:
-    """Prints to standard error at once.
-
-    It is written to the descriptor, not to ``sys.stderr``. While torch formats an exception of the main thread, it replaces
-    that by a buffer, and a message of a watching thread that then ends the process would be lost in the buffer.
+    """Prints to standard error at once: to the descriptor, as torch replaces ``sys.stderr`` by a buffer while it formats an
+    exception.
     """
     os.write(2, f"lightning_seqpar: {message}\n".encode())
 
@@ -103,10 +100,8 @@ def is_verbose() -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an error is a sentence of this package for the user, and nobody's mistake in code.
-
-    That is a ``ValueError`` or ``RuntimeError`` which a ``raise`` statement of this package makes, or pydantic for a value
-    that this package has it validate. What the interpreter or torch raises inside of this package is none.
+    """Whether an error is a sentence of this package for the user: one that a ``raise`` statement of it makes, or pydantic for
+    it. What the interpreter or torch raises inside of this package is somebody's mistake in code.
     """
     stack = traceback.extract_tb(error.__traceback__)
     while stack and stack[-1].filename.startswith(_folder("pydantic")):
@@ -118,9 +113,8 @@ def is_refusal(error: BaseException) -> bool:
 
 
 class _Short:
-    """A ``sys.excepthook`` that prints one error shortly, as it does those of lost ranks, and any other as the hook before it.
-
-    There is one at a time, however many refusals a script catches. Only rank 0 prints more than a line.
+    """A ``sys.excepthook`` that prints one error, and those of lost ranks, shortly (only rank 0 more than a line), others as
+    before.
     """
 
     def __init__(self, error: BaseException | None = None, rank: int = 0, *, is_told: bool = False) -> None:
@@ -143,7 +137,6 @@ class _Short:
 
 
 def _keep_users(told: traceback.TracebackException) -> None:
-    """Leave the user's own frames of an error and its causes."""
     told.stack = traceback.StackSummary.from_list([frame for frame in told.stack if is_users(frame.filename)])
     for cause in (told.__cause__, told.__context__):
         if cause is not None:

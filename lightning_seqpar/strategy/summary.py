@@ -55,19 +55,24 @@ def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None
     return [f"{name} ({what})" for name, what, on in entries if on], off
 
 
-def _memory(config: ParallelConfig, tp: int) -> str:
-    """A line on what is kept for the backward, and what is made again."""
-    kept = "what columns read is gathered again in the backward" if config.regather else "what columns read is kept whole"
-    recompute = {
-        "none": "",
-        "activations": "recompute activations: norms and what follows the columns of MLPs run again in the backward",
-        "selective": "recompute selective: norms, what follows the columns of MLPs, and the attention run again in the backward",
-        "full": "recompute full: each block runs again in the backward, and only its input is kept",
-    }[config.recompute]
-    chunk = "" if config.loss_chunk is None else f"loss_chunk: logits of {config.loss_chunk} tokens at once"
-    tiles = "" if config.tile_mlp is None else f"tile_mlp: MLPs compute {config.tile_mlp} tokens at once"
-    regather = f"regather {str(config.regather).lower()}: {kept}" if tp > 1 else ""
-    return "; ".join(part for part in (regather, recompute, tiles, chunk) if part)
+def _memory(config: ParallelConfig, tp: int) -> list[str]:
+    """A line on what is kept for the backward, and what is made again; none for nothing."""
+    told = []
+    if tp > 1:
+        kept = "gathered again in the backward" if config.regather else "kept whole"
+        told.append(f"regather {str(config.regather).lower()}: what columns read is {kept}")
+    if config.recompute != "none":
+        what = {
+            "activations": "norms and what follows the columns of MLPs run again in the backward",
+            "selective": "norms, what follows the columns of MLPs, and the attention run again in the backward",
+            "full": "each block runs again in the backward, and only its input is kept",
+        }
+        told.append(f"recompute {config.recompute}: {what[config.recompute]}")
+    if config.tile_mlp is not None:
+        told.append(f"tile_mlp: MLPs compute {config.tile_mlp} tokens at once")
+    if config.loss_chunk is not None:
+        told.append(f"loss_chunk: logits of {config.loss_chunk} tokens at once")
+    return ["; ".join(told)] * bool(told)
 
 
 def describe_compiled(record: ShardedModel) -> str:
@@ -93,14 +98,6 @@ def describe_stages(record: ShardedModel) -> list[str]:
     return lines
 
 
-def _headline(topology: ProcessTopology, ranks_per_node: int) -> str:
-    """The line with the sizes of the world and of its axes."""
-    world = topology.world_size
-    sizes = "".join(f"{' ×' if at else ','} {axis} {size}" for at, (axis, size) in enumerate(topology.larger_axes))
-    nodes = max(1, world // ranks_per_node)
-    return f"lightning_seqpar {VERSION}: {world} rank{'s' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}{sizes}"
-
-
 def _in_rows(rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     """Lines with a name in front of the first line of each row; rows without lines are left out."""
     return [f"  {name if at == 0 else '':<8}{line}" for name, body in rows for at, line in enumerate(body)]
@@ -121,30 +118,22 @@ def summarize(
     """
     tp, dp = (topology.get_dim(axis) for axis in ("tp", "dp"))
     on, off = switches(config, tp, dp, coverage)
-    memory = _memory(config, tp)
-    headline, told_on = _headline(topology, ranks_per_node), ", ".join(on) or "nothing"
+    memory, told_on, told_off = _memory(config, tp), ", ".join(on) or "nothing", ", ".join(off)
+    world, nodes = topology.world_size, max(1, topology.world_size // ranks_per_node)
+    sizes = "".join(f"{' ×' if at else ','} {axis} {size}" for at, (axis, size) in enumerate(topology.larger_axes))
+    headline = f"lightning_seqpar {VERSION}: {world} rank{'s' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}{sizes}"
     if place is None:
-        rows = [
-            ("groups", groups_of(topology)),
-            ("plan", plan),
-            ("memory", [memory] * bool(memory)),
-            ("on", [told_on]),
-            ("off", [", ".join(off)] * bool(off)),
-        ]
-        return "\n".join([headline, *_in_rows(rows)])
+        rows = [("groups", groups_of(topology)), ("plan", plan), ("memory", memory), ("on", [told_on])]
+        return "\n".join([headline, *_in_rows([*rows, ("off", [told_off] * bool(off))])])
     groups = [" ".join(line.split()) for line in groups_of(topology)]
     told = [line for line in plan if not line.startswith(_DETAILS)]
     checks = [line for line in told if line.startswith("self-check")]
     others = [line for line in told[1:] if line not in checks]
     others.sort(key=lambda line: line.startswith("vocabulary: sharded"))  # the reasons why something stays whole come first
     body = [*told[:1], *checks, *others]
-    around = [
-        ("groups", ["; ".join(groups)] * bool(groups)),
-        ("memory", [memory] * bool(memory)),
-        ("on", [told_on + f"; off: {', '.join(off)}" * bool(off)]),
-    ]
-    room = LINES - 2 - len(_in_rows(around))  # the headline, and the line on the file
-    body = body[:room]
+    told_on += f"; off: {told_off}" * bool(off)
+    around = [("groups", ["; ".join(groups)] * bool(groups)), ("memory", memory), ("on", [told_on])]
+    body = body[: LINES - 2 - len(_in_rows(around))]  # without the headline, and the line on the file
     where = f"{place} (-v, or SEQPAR_VERBOSE=1, prints it)" if place else "-v, or SEQPAR_VERBOSE=1, prints them"
     few = [around[0], ("plan", body), *around[1:], ("rules", [where] if place or len(body) < len(plan) else [])]
     return "\n".join([headline, *_in_rows(few)])

@@ -1,16 +1,20 @@
-"""Lightning's batch-size finder on several ranks: all of them try the same sizes, and end or go on together."""
+"""Lightning's finders on several ranks: of the batch size all try the same ones; of the learning rate all read one loss."""
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.memory import is_oom_error
+from torch import Tensor
 
+from lightning_seqpar.strategy.ending import exchange
 from lightning_seqpar.strategy.environment import Environment
-from lightning_seqpar.strategy.missing_ranks import exchange
 from lightning_seqpar.strategy.steps import Steps
 
 PATIENCE = timedelta(seconds=60)
@@ -29,6 +33,7 @@ class Searches:
         self._env, self._steps = environment, steps
         # The checkpoint's path: as this rank named it, and as the first did; empty for no search.
         self._own = self._place = ""
+        self.has_tried = False  # whether a loop has begun since the ranks met
 
     @property
     def is_trial(self) -> bool:
@@ -41,7 +46,7 @@ class Searches:
             self._own, self._place = str(filepath), self._env.broadcast(str(filepath))
             self._size: int | None = None  # of the batches of the trial, if its loader tells
             self._largest: int | None = None  # that ran
-            self._has_tried = self._sees_batches = False  # a loop began; loaders are those of the search
+            self.has_tried = self._sees_batches = False  # loaders are those of the search
             self._trials, self._end = 0, ""
             self._outer = sys.exc_info()[1]  # somebody may search where an exception is handled
         return self.place_of(filepath)
@@ -63,10 +68,6 @@ class Searches:
         if self.is_trial and self._sees_batches:
             self._size = getattr(dataloader, "batch_size", None)
 
-    def note_loop(self) -> None:
-        """Note that a loop has begun."""
-        self._has_tried = True
-
     def meet(self, *, training: bool) -> None:
         """Wait for the end of a trial on all ranks; ValueError if it ended otherwise on another, or that does not come."""
         if not self.is_trial:
@@ -87,9 +88,9 @@ class Searches:
                 self._refuse(ended, f"rank {rank} {end}", error)
             if any(others[name] != collectives[name] for name in others.keys() & collectives.keys()):
                 self._refuse(ended, f"rank {rank} did so at another point of the step", error)
-        if error is None and self._has_tried and self._size is not None:
+        if error is None and self.has_tried and self._size is not None:
             self._largest = max(self._size, self._largest or 0)
-        self._has_tried, self._sees_batches = False, training or not self._env.fits
+        self.has_tried, self._sees_batches = False, training or not self._env.fits
         if error is not None and is_oom_error(error):
             self._steps.forget_step()
 
@@ -109,7 +110,21 @@ class Searches:
 
 
 def _described(error: BaseException | None) -> str:
-    """How a trial ended on a rank."""
     if error is None:
         return "came to the end of the trial"
     return "ran out of memory" if is_oom_error(error) else f"raised {type(error).__name__}"
+
+
+def share_losses_of_finders(callbacks: Sequence[Any]) -> None:
+    """Let Lightning's learning-rate finder, a callback made for one search, read the loss of all replicas: by its own each rank
+    would end the search at another step.
+    """
+    for finder in callbacks:
+        if isinstance(finder, _LRCallback) and "on_train_batch_end" not in vars(finder):
+            vars(finder)["on_train_batch_end"] = functools.partial(_read_mean, finder.on_train_batch_end)
+
+
+def _read_mean(read: Callable[..., None], trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
+    if isinstance(outputs, Mapping) and isinstance(loss := outputs.get("loss"), Tensor):
+        outputs = {**outputs, "loss": trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")}
+    read(trainer, pl_module, outputs, *batch)

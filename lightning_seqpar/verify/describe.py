@@ -35,7 +35,7 @@ from lightning_seqpar.parallel.recompute import MLPTiles
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.parallel.unsharded import change_unsharded
-from lightning_seqpar.pipeline.schedule import warm_up
+from lightning_seqpar.pipeline.cut import warm_up
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.plan.vocabulary import VOCAB_OFF, find_vocabulary, with_vocabulary

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.checkpoint.atomic_files import REPLACED, UNFINISHED, SaveError
-from lightning_seqpar.checkpoint.whole_file import WholeFileIO
+from lightning_seqpar.checkpoint.atomic_files import REPLACED, UNFINISHED, SaveError, WholeFileIO
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
 from tests.helpers.checkpoints import whole

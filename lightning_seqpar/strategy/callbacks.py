@@ -1,21 +1,84 @@
-"""Averages of weights that Lightning's callbacks keep: copies of the model that hold shards as it does, and are saved whole.
+"""What callbacks keep beside the model: metrics, measured over the replicas, and averages of weights.
 
-``WeightAveraging`` and ``StochasticWeightAveraging`` copy the model before it is sharded. An average is made element by element, so
-that of the shards is the shard of the average: the copies are cut as the model is, and the callbacks do with them what they always
-do.
+An average is made element by element, so that of the shards is the shard of the average: the copies are cut as the model is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_seqpar.layout.replica_rows import take_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
+from lightning_seqpar.strategy.environment import Environment
+
+
+def share_metrics(environment: Environment) -> None:
+    """Let every metric of the module and the callbacks, and of objects that they have, sync over the replicas: over all ranks
+    sums would be tp times too large. One whose group the user set keeps it.
+    """
+    group = environment.groups["dp"]
+    for metric in _find([environment.module, *environment.callbacks], depth=4, seen=set()):
+        group_of_metric = metric.process_group
+        if group_of_metric is None or getattr(metric, _SHARED_GROUP, None) == id(group_of_metric):
+            metric.process_group = group
+            setattr(metric, _SHARED_GROUP, id(metric.process_group))
+            if not isinstance(metric, _Copyable):
+                kind = type(metric)
+                names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_own_class": kind}
+                metric.__class__ = type(kind.__name__, (_Copyable, kind), names)
+
+
+class _Copyable(Metric):
+    """A metric that was given a process group, which can't be copied or pickled; a base of the metric's class from then on."""
+
+    _own_class: type
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.process_group)] = self.process_group
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = self.__getstate__()
+        if state.pop(_SHARED_GROUP, None) is not None:
+            state["process_group"] = None
+        return object.__new__, (self._own_class,), state
+
+
+_SHARED_GROUP = "_lightning_seqpar_group"
+"""Attribute of a metric: the id of the group that it was given here."""
+_SKIPPED = ("_trainer", "_parameters", "_buffers", "_modules")
+"""Attributes in which metrics are not looked for."""
+_TOO_MANY = 1000
+"""Length from which a container is taken for data, in which no metrics are."""
+
+
+def _find(value: Any, depth: int, seen: set[int]) -> Iterator[Metric]:
+    if value is None or isinstance(value, Tensor | str | bytes | int | float | type) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        yield from (module for module in value.modules() if isinstance(module, Metric))
+    if depth == 0:
+        return
+    if isinstance(value, Mapping | list | tuple | set):
+        items: Any = value.values() if isinstance(value, Mapping) else value
+    elif type(value).__module__.split(".")[0] in sys.stdlib_module_names:
+        return
+    else:
+        items = [item for name, item in getattr(value, "__dict__", {}).items() if name not in _SKIPPED]
+    if len(items) <= _TOO_MANY:
+        for item in list(items):
+            yield from _find(item, depth - 1, seen)
 
 
 def averaging_callbacks(callbacks: Iterable[Any]) -> list[Any]:

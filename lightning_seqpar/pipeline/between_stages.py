@@ -1,22 +1,146 @@
-"""The parameters that one stage of a pipeline holds, and their gradients, of which several stages may have parts."""
+"""What goes from stage to stage: activations and their gradients, and parameters, of which each stage holds some."""
 
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_seqpar.distributed.autograd import leaf_of, reach
+from lightning_seqpar.distributed.host import any_rank_has
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split, local_rows
 from lightning_seqpar.pipeline.cut import Cut
-from lightning_seqpar.pipeline.link import from_stage
 from lightning_seqpar.topology.process_groups import ParallelGroups
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_MOST_DIMS = 6
+"""More dims no activation has: what is told of a tensor before it is sent has a fixed length."""
+_FACTS = 8 + _MOST_DIMS
+
+
+def refuse_nested(x: Any) -> None:
+    """Raise ValueError for a nested tensor, which has no shape that another stage could be told."""
+    if isinstance(x, Tensor) and x.is_nested:
+        raise ValueError(
+            "a nested activation can't be sent to another stage: nn.TransformerEncoder makes one of padded sequences in "
+            "evaluation; construct it with enable_nested_tensor=False"
+        )
+
+
+class Message(NamedTuple):
+    """What a tensor on its way between stages belongs to."""
+
+    micro_batch: int
+    chunk: int  # that takes the activation, or has taken it and sends its gradient
+    slot: int = 0  # 0: between two blocks the activation; 1, 2, ...: what goes beside it; -1, -2, ...: the end of a stack
+
+
+_NONE = Message(0, 0)
+
+
+def _facts(x: Tensor, message: Message = _NONE, wants_gradient: bool = False, beside: Tensor | None = None) -> Tensor:
+    """What is told of a tensor before it is sent; ``beside`` is two numbers in float64."""
+    if x.dtype not in _DTYPES or x.ndim > _MOST_DIMS:
+        raise ValueError(
+            f"an activation of dtype {x.dtype} and shape {list(x.shape)} can't be sent to another stage: it must be of "
+            f"floats and have {_MOST_DIMS} dims at most"
+        )
+    facts = [*message, _DTYPES.index(x.dtype), int(wants_gradient), x.ndim, *x.shape]
+    known = torch.tensor(facts + [0] * (_FACTS - 2 - len(facts)), dtype=torch.int64, device=x.device)
+    return torch.cat([known.new_zeros(2) if beside is None else beside.view(torch.int64), known])
+
+
+def _empty(facts: Tensor) -> tuple[Tensor, bool, Message]:
+    """Memory for the tensor of which something was told, whether it waits for its gradient, and what it belongs to."""
+    micro_batch, chunk, slot, dtype, wants_gradient, ndim, *shape = facts[2:].tolist()
+    x = torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=facts.device)
+    return x, bool(wants_gradient), Message(micro_batch, chunk, slot)
+
+
+def from_stage(stage: int, x: Tensor | None, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """A tensor of one stage, on every stage; ``x`` is None on the others. Collective over the pipeline."""
+    facts = torch.empty(_FACTS, dtype=torch.int64, device=device) if x is None else _facts(x)
+    dist.broadcast(facts, group=group, group_src=stage)
+    x = _empty(facts)[0] if x is None else x.detach().contiguous()
+    if x.numel():
+        dist.broadcast(x, group=group, group_src=stage)
+    return x
+
+
+def count_channels(pp: int, virtual_pp: int) -> int:
+    """How many groups carry messages between neighbours: one for each direction and kind, since kinds overtake each other."""
+    if pp == 1:
+        return 0
+    return 2 if virtual_pp == 1 else 4
+
+
+class Link:
+    """The way to a neighbouring stage and back. Tensors arrive in the order in which they were sent, each with its own shape.
+
+    ``there`` and ``back`` are groups of the pipeline that carry one direction and nothing else; ``depth`` tensors may be under way
+    before :meth:`send` waits, which four times as many as there are chunks never make it do.
+    """
+
+    def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, peer: int, device: torch.device, depth: int) -> None:
+        self._there, self._back, self._peer, self._device, self._depth = there, back, peer, device, depth
+        self._arrived: dict[Message, tuple[Tensor, bool, list[float]]] = {}  # and was not asked for yet
+        self._sent: deque[tuple[list[Any], list[Tensor]]] = deque()
+
+    def send(self, x: Tensor, message: Message, *, wants_gradient: bool = False, beside: Tensor | None = None) -> None:
+        """Send a tensor, and two numbers beside it; it must not be changed before it has arrived."""
+        tensors = [_facts(x, message, wants_gradient, beside), x.detach().contiguous()]
+        works = [dist.isend(one, group=self._there, group_dst=self._peer) for one in tensors if one.numel()]
+        self._sent.append((works, tensors))
+        while len(self._sent) > self._depth:
+            self._wait_for_first()
+
+    def receive(self, what: str, message: Message) -> tuple[Tensor, bool, list[float]]:
+        """The next tensor from the neighbour, whether it waits for its gradient, and the two numbers beside it."""
+        what = f"{what} of micro-batch {message.micro_batch}"
+        while message not in self._arrived:
+            came, found = self._next(what)
+            if came.micro_batch != message.micro_batch or (came.chunk != message.chunk and came.slot == message.slot):
+                chunk = "" if came.chunk == message.chunk else f" for chunk {came.chunk} of blocks, not {message.chunk}"
+                raise RuntimeError(
+                    f"stage {self._back.rank()} waited for {what}, and stage {self._peer} sent that of micro-batch "
+                    f"{came.micro_batch}{chunk}: the stages are not in the same step any more. Each must read the same batches, "
+                    "and call the model as often"
+                )
+            self._arrived[came] = found  # a backward sends what it has first, and another one asks for it later
+        return self._arrived.pop(message)
+
+    def _next(self, what: str) -> tuple[Message, tuple[Tensor, bool, list[float]]]:
+        facts = torch.empty(_FACTS, dtype=torch.int64, device=self._device)
+        try:
+            dist.recv(facts, group=self._back, group_src=self._peer)
+            x, wants_gradient, came = _empty(facts)
+            if x.numel():
+                dist.recv(x, group=self._back, group_src=self._peer)
+        except RuntimeError as error:
+            rank = dist.get_global_rank(self._back, self._peer)
+            raise RuntimeError(
+                f"stage {self._back.rank()} waited for {what}, which did not come from stage {self._peer} (rank {rank}): it has "
+                f"ended, or is stuck ({str(error).splitlines()[0]})"
+            ) from error
+        return came, (x, wants_gradient, facts[:2].view(torch.float64).tolist())
+
+    def settle(self) -> None:
+        """Wait until all that was sent has arrived."""
+        while self._sent:
+            self._wait_for_first()
+
+    def _wait_for_first(self) -> None:
+        for work in self._sent.popleft()[0]:
+            work.wait()
+
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute of a model in which DDP looks for what it is to leave alone."""
@@ -115,15 +239,12 @@ class HeldParameters:
             return
         has_one = self.on_any([parameter.grad is not None for _, parameter in shared])
         for (name, parameter), has in zip(shared, has_one, strict=True):
-            holders = self._cut.shared(name)
-            if not has or self.number not in holders:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            self._sum_over(holders, local_rows(parameter.grad))
+            if has and self.holds(name):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._sum_over(self.shared(name), local_rows(parameter.grad))
 
     def _shared_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Those that train and that several stages hold, by name."""
         return [(n, p) for n, p in self._model.named_parameters() if len(self._cut.shared(n)) > 1 and p.requires_grad]
 
     def refuse_kept(self) -> None:
@@ -137,23 +258,20 @@ class HeldParameters:
 
     def _sum_over(self, stages: Sequence[int], x: Tensor) -> None:
         """Sum a tensor over stages of which this is one, in place: in the order of the stages, so that all have the same bits."""
-        others = [stage for stage in stages if stage != self.number]
         sent = x.contiguous()
+        parts = {stage: sent if stage == self.number else torch.empty_like(sent) for stage in sorted(stages)}
+        others = [stage for stage in parts if stage != self.number]
         works = [dist.isend(sent, group=self._group, group_dst=stage) for stage in others]
-        parts = {stage: torch.empty_like(sent) for stage in others}
         for stage in others:
             dist.recv(parts[stage], group=self._group, group_src=stage)
         for work in works:
             if work is not None:
                 work.wait()
-        first, *behind = (sent if stage == self.number else parts[stage] for stage in sorted(stages))
-        x.copy_(functools.reduce(torch.add, behind, first))
+        x.copy_(functools.reduce(torch.add, parts.values()))
 
     def on_any(self, facts: Sequence[bool]) -> list[bool]:
         """Which facts hold on any stage. Collective over the pipeline."""
-        flags = torch.tensor(facts, dtype=torch.int32, device=self._device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-        return [bool(flag) for flag in flags.tolist()]
+        return any_rank_has(facts, self._group, self._device)
 
     def of_last(self, x: Tensor) -> Tensor:
         """A tensor of floats that every stage has, as it is on the last one. Collective over the pipeline."""
