@@ -27,12 +27,10 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -135,8 +133,8 @@ class Part:
         """The chunk that begins at these indices of the whole tensor, a view of :attr:`local`."""
         return self._chunks[torch.Size([0] * self.local.ndim) if offsets is None else offsets][0]
 
-    def chunks(self) -> list[ChunkStorageMetadata]:
-        """Where each chunk of this rank lies in the whole tensor."""
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # Where each chunk of this rank lies in the whole tensor, as torch's distributed checkpointing asks for it when it reads.
         return [ChunkStorageMetadata(offsets, piece.shape) for offsets, (piece, _) in self._chunks.items()]
 
     def frozen(self) -> Part:
@@ -148,33 +146,25 @@ class Part:
         out.local = torch.empty(0, dtype=self.local.dtype)
         return out
 
-    def write_items(self, key: str) -> Iterator[WriteItem]:
-        """Yields what this rank writes of the tensor ``key``, as torch's distributed checkpointing asks for it."""
+    def __create_write_items__(self, key: str, _: Part) -> list[WriteItem]:
+        items = []
         for offsets, (piece, writes) in self._chunks.items():
             if writes:
                 chunk = ChunkStorageMetadata(offsets, piece.shape)
                 data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.local), self.shape)
-                yield WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
+                items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
 
 
 class SavingPlanner(DefaultSavePlanner):
     """Tells torch's distributed checkpointing to write a dict of :class:`Part` objects."""
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Take over the parts, by their names in the checkpoint."""
-        self.state_dict, self.is_coordinator, self.flatten_state_dict = state_dict, is_coordinator, False
-
-    def create_local_plan(self) -> SavePlan:
-        """The chunks that this rank writes."""
-        self.plan = SavePlan([item for key, part in self.state_dict.items() for item in part.write_items(key)])
-        return self.plan
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The tensor of a chunk."""
-        chunk: Tensor = self.state_dict[index.fqn].piece(index.offset)
-        return chunk
+        return self.state_dict[index.fqn].piece(index.offset)
 
 
 class _LoadingPlanner(DefaultLoadPlanner):
@@ -183,16 +173,12 @@ class _LoadingPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for key, part in self.state_dict.items():
-            metadata = self.metadata.state_dict_metadata[key]
-            assert isinstance(metadata, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(key, metadata, part.chunks())
-        return LoadPlan(items)
+        self.state_dict, self.metadata, self.is_coordinator, self.flatten_state_dict = (
+            state_dict,
+            metadata,
+            is_coordinator,
+            False,
+        )
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         chunk: Tensor = self.state_dict[index.fqn].piece(index.offset)

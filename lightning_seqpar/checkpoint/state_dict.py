@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_seqpar.checkpoint.folder import Opened, Part, own_memory, walk
+from lightning_seqpar.checkpoint.folder import K, Opened, Part, own_memory, walk
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split, take_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel, refuse_copies
@@ -156,27 +156,36 @@ def load_full_state_dict(record: ShardedModel, state: Mapping[str, Any], *, stri
     """Loads the state dict of a whole model into one of shards; each rank takes its part, or reads it from ``opened``."""
     with record.allow_state_dict():
         local = record.model.state_dict(keep_vars=True)
-    rank = record.groups.rank("tp")
     layouts = {name: _layout_of(record, name, value) for name, value in local.items()}
     likes = {name: value for name, value in local.items() if isinstance(value, Tensor)}
     elsewhere = [name for name, layout in layouts.items() if _is_elsewhere(layout, record.groups)]
-    sliced = dict(state)
-    if opened is not None:
-        sliced |= opened.take({name: x for name, x in state.items() if name not in elsewhere}, layouts, rank, likes)
-    for name, layout in layouts.items():
-        read = opened is not None and name in state and opened.key_of(state[name]) is not None
-        if layout is not None and name in sliced and name not in elsewhere and not read:
-            sliced[name] = take_rows(layout.take(sliced[name], rank), local[name])
+    here = {name: value for name, value in state.items() if name not in elsewhere}
+    taken = _take(here, layouts, likes, record.groups.rank("tp"), opened)
     if not elsewhere:
-        return record.model.load_state_dict(sliced, strict=strict)
-    unknown = [name for name in elsewhere if name not in sliced]
-    found = record.model.load_state_dict({n: x for n, x in sliced.items() if n not in elsewhere}, strict=False)
+        return record.model.load_state_dict(taken, strict=strict)
+    unknown = [name for name in elsewhere if name not in state]
+    found = record.model.load_state_dict(taken, strict=False)
     missing = [name for name in found.missing_keys if name not in elsewhere or name in unknown]
     if strict and (missing or found.unexpected_keys):
         raise RuntimeError(
             f"the checkpoint does not fit {type(record.model).__name__}: it lacks {missing}, and has {found.unexpected_keys} too"
         )
     return found
+
+
+def _take(
+    values: Mapping[K, Any],
+    layouts: Mapping[K, ParamLayout | None],
+    likes: Mapping[K, Tensor],
+    rank: int,
+    opened: Opened | None,
+) -> dict[K, Any]:
+    """This rank's parts of whole tensors, by any names: read from ``opened``, or cut out. ``likes`` are what they are for."""
+    taken = dict(values) if opened is None else opened.take(values, layouts, rank, likes)
+    for name, value in values.items():
+        if (layout := layouts.get(name)) is not None and taken[name] is value:  # it was not read
+            taken[name] = take_rows(layout.take(value, rank), likes[name])
+    return taken
 
 
 def _is_elsewhere(layout: ParamLayout | None, groups: ParallelGroups) -> bool:
@@ -261,16 +270,11 @@ def load_full_optimizer_state(
     layouts = {at: None if layout is None else layout.of(parameter) for at, parameter in likes.items()}
     elsewhere = {index for (index, _), one in layouts.items() if _is_elsewhere(one, groups)}
     flat = {at: value for at, value in flat.items() if at[0] not in elsewhere}
-    taken = flat if opened is None else opened.take(flat, layouts, rank, likes)
+    cut = {at: layouts[at] for at, value in flat.items() if isinstance(value, Tensor) and value.ndim}
     local: dict[Any, Any] = {index: {} for index in state["state"] if index not in elsewhere}
-    for (index, key), value in taken.items():
-        own = layouts[index, key]
-        is_whole = value is flat[index, key]  # it was not read from a folder
-        if own is not None and isinstance(value, Tensor) and value.ndim > 0 and is_whole:
-            value = take_rows(own.take(value, rank), likes[index, key])
-            is_whole = value is flat[index, key]
+    for (index, key), value in _take(flat, cut, likes, rank, opened).items():
         # A copy in memory of its own: the optimizer keeps it, and what was read may be mapped from a file.
-        local[index][key] = own_memory(value) if is_whole else value
+        local[index][key] = own_memory(value) if value is flat[index, key] else value
     optimizer.load_state_dict({**state, "state": local})
 
 

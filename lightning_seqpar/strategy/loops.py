@@ -164,7 +164,7 @@ class Loops:
         trainer: Any = self._env.trainer
         if math.isfinite(trainer._last_val_time):  # Lightning's, from the start or the end of a validation
             self._validated_at = trainer._last_val_time
-        due = self._env.reduce_boolean_decision(time.monotonic() - self._validated_at >= interval, all=False)
+        due = self._env.strategy.reduce_boolean_decision(time.monotonic() - self._validated_at >= interval, all=False)
         trainer._last_val_time = -math.inf if due else math.inf
 
     def end_training(self) -> None:

@@ -482,7 +482,7 @@ class Steps:
         """Note whether code of the user's runs between the backward and the update on any rank. Collective over the world."""
         module, callbacks = self._env.module, self._env.callbacks
         own = ("backward", "configure_gradient_clipping", "optimizer_step", *_BEHIND_BACKWARD)
-        self._gradients_may_change = self._env.reduce_boolean_decision(
+        self._gradients_may_change = self._env.strategy.reduce_boolean_decision(
             not module.automatic_optimization
             or any(is_overridden(hook, module) for hook in own)
             or any(_may_change_gradients(each) for each in callbacks),

@@ -6,7 +6,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
@@ -27,7 +28,10 @@ from torch.optim import Optimizer
 
 from lightning_seqpar.checkpoint.atomic_files import WholeFileIO, on_every_rank
 from lightning_seqpar.config import CheckpointConfig, ParallelConfig, PlanSpec
+from lightning_seqpar.distributed.collectives import gather_from_sequence_parallel_region
+from lightning_seqpar.distributed.host import any_rank_has
 from lightning_seqpar.layout.replica_rows import is_split
+from lightning_seqpar.nn.sharded_logits import whole_logits
 from lightning_seqpar.parallel.apply import unshard
 from lightning_seqpar.parallel.fsdp_units import fully_shard_options
 from lightning_seqpar.parallel.sharded_model import record_of
@@ -308,20 +312,25 @@ class SeqParallelStrategy(ParallelStrategy):
         if averaging_callbacks(callbacks) and record_of(module) is not None:
             unshard(module)
 
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank of the world."""
-        if name is not None and name.endswith("_dataloader()"):  # before Lightning calls process_dataloader for a loop
-            self.searches.meet(training=name.startswith("train"))
-            self.loaders.begin(training=name.startswith("train"))
-        self.environment.barrier()
+    def process_dataloader(self, dataloader: object) -> object:
+        """Divide the samples among the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
+        self.searches.note_loader(dataloader)
+        return self.loaders.divide(dataloader)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send an object of rank ``src`` to every rank of the world, and return it; this rank's own if they are apart."""
-        return self.environment.broadcast(obj, src)
+    # ---- collectives for Lightning: values over the replicas, barriers and decisions over the world ---------------
+    # Before set-up, when there are no groups yet, and where the ranks are apart, each of them answers as on one process.
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the replicas; the ranks of one replica have the same value. Other objects stay as they are."""
-        return self.environment.reduce(tensor, group, reduce_op)
+        if not isinstance(tensor, Tensor) or not self.environment.answers:
+            return tensor
+        tensor = whole_logits(tensor).to(self.root_device)
+        over = self.groups["dp"] if group is None else group
+        if not (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")):
+            return _sync_ddp_if_available(tensor, over, reduce_op=reduce_op)
+        # Not every backend has averages, and Lightning knows of gloo only where it is the group's one backend.
+        total = _sync_ddp_if_available(tensor, over, reduce_op="sum")
+        return total.div_(over.size()) if total.is_floating_point() else total.copy_(total / over.size())
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor over the replicas: ``[...]`` → ``[dp, ...]``, or unchanged where there is one replica.
@@ -331,16 +340,39 @@ class SeqParallelStrategy(ParallelStrategy):
         losses: a loss that all replicas compute alike of the gathered tensors is the one of a single process with the whole
         batch, and so are its gradients once they are averaged over the replicas. Sharded logits are gathered over tp first.
         """
-        return self.environment.all_gather(tensor, group, sync_grads)
+        if not self.environment.has_groups:
+            return tensor
+        tensor = whole_logits(tensor)
+        over = self.groups["dp"] if group is None or group is dist.group.WORLD else group
+        if over.size() == 1:
+            return tensor
+        # Lightning's own takes the numbers of ranks within a group for those of the world in its backward.
+        with nullcontext() if sync_grads else torch.no_grad():
+            return gather_from_sequence_parallel_region(tensor.contiguous().unsqueeze(0), 0, over)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether ``decision`` is true on all ranks of the world, or with ``all=False`` on any."""
-        return self.environment.reduce_boolean_decision(decision, all)
+        if not self.environment.answers:
+            return decision
+        otherwise = any_rank_has([bool(decision) != all], self.environment.world, self.root_device)[0]
+        return otherwise != all
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """Divide the samples among the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
-        self.searches.note_loader(dataloader)
-        return self.loaders.divide(dataloader)
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank of the world."""
+        if name is not None and name.endswith("_dataloader()"):  # before Lightning calls process_dataloader for a loop
+            self.searches.meet(training=name.startswith("train"))
+            self.loaders.begin(training=name.startswith("train"))
+        if dist.is_initialized() and self.environment.answers:
+            devices = [self.root_device.index] if self.root_device.type == "cuda" else None
+            dist.barrier(group=self.environment.world, device_ids=devices)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object of rank ``src`` to every rank of the world, and return it; this rank's own if they are apart."""
+        if not dist.is_initialized() or not self.environment.answers:
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src=src, group=self.environment.world)
+        return box[0]
 
     # ---- model -------------------------------------------------------------------------------------------------
 

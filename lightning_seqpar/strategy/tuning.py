@@ -43,7 +43,7 @@ class Searches:
     def begin(self, filepath: Any) -> Any:
         """Begin a search, if a checkpoint is the finder's; returns the path at which all ranks write it. Collective."""
         if self._env.has_groups and Path(filepath).name.startswith(".scale_batch_size_"):
-            self._own, self._place = str(filepath), self._env.broadcast(str(filepath))
+            self._own, self._place = str(filepath), self._env.strategy.broadcast(str(filepath))
             self._size: int | None = None  # of the batches of the trial, if its loader tells
             self._largest: int | None = None  # that ran
             self.has_tried = self._sees_batches = False  # loaders are those of the search

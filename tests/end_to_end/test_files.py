@@ -197,7 +197,7 @@ def restored_from(path: str) -> tuple[bool, bool]:
 @sees(
     "moments live in the file that was read",
     "load_full_optimizer_state",
-    "own_memory(value) if is_whole else value",
+    "own_memory(value) if value is flat[index, key] else value",
     "value",
 )
 def test_nothing_lives_in_the_file_that_was_restored(tmp_path):
