@@ -34,7 +34,7 @@ from lightning_seqpar.checkpoint.folder import (
     walk,
 )
 from lightning_seqpar.distributed.autograd import storage_id
-from lightning_seqpar.init.meta_weights import TensorFiles
+from lightning_seqpar.init.meta_weights import WeightFiles
 
 K = TypeVar("K")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -121,7 +121,7 @@ def contents_of(source: Source) -> Contents:
 def contents_of_files(path: Path) -> Contents:
     """Lists the tensors of a folder that ``save_pretrained`` wrote; raises ValueError if a file is missing or damaged."""
     try:
-        files = TensorFiles(path)
+        files = WeightFiles(path)
     except ValueError as error:
         raise ValueError(str(error).removeprefix("weights_from: ")) from None
     contents = Contents(path, "safetensors")

@@ -23,68 +23,6 @@ from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.user_input import nearest
 
-
-class TensorFiles:
-    """The tensors of a safetensors file, of its index, or of a folder with either, by the names that they have there."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._files = self._find()
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for file in sorted(set(self._files.values())):
-            with self._open(file) as opened:
-                self._shapes.update({key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()})  # noqa: SIM118
-
-    def _find(self) -> dict[str, Path]:
-        path = self.path
-        if path.is_dir():
-            usual = [f for f in ("model.safetensors.index.json", "model.safetensors") if (path / f).is_file()]
-            others = sorted(file.name for file in path.glob("*.safetensors"))
-            if not usual and len(others) != 1:
-                raise ValueError(
-                    f"weights_from: {str(path)!r} holds no model.safetensors and no model.safetensors.index.json (there is: "
-                    f"{', '.join(sorted(f.name for f in path.iterdir())[:5]) or 'nothing'}); save the model with "
-                    "save_pretrained, which writes them"
-                )
-            path = path / (usual or others)[0]
-        if not path.is_file():
-            raise ValueError(f"weights_from: {str(path)!r} does not exist; give a safetensors file, its index, or a folder")
-        if path.name.endswith(".json"):
-            index = json.loads(path.read_text())
-            if not isinstance(index, Mapping) or not isinstance(index.get("weight_map"), Mapping):
-                raise ValueError(f"weights_from: {str(path)!r} has no 'weight_map'; give a model.safetensors.index.json")
-            files = {key: path.parent / name for key, name in index["weight_map"].items()}
-            if missing := sorted({file.name for file in files.values() if not file.is_file()}):
-                raise ValueError(f"weights_from: {str(path)!r} names {missing[0]}, which is not beside it")
-            return files
-        if path.suffix != ".safetensors":
-            raise ValueError(f"weights_from: {str(path)!r} is no safetensors file; save the model with save_pretrained")
-        with self._open(path) as opened:
-            return dict.fromkeys(opened.keys(), path)
-
-    @staticmethod
-    def _open(file: Path) -> Any:
-        """Open one file; raises ValueError if it can't be read, and ImportError without the extra ``hf``."""
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError:
-            raise ImportError("reading weights needs safetensors: pip install 'lightning-seqpar[hf]'") from None
-        try:
-            return safe_open(file, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(f"weights_from: {str(file)!r} can't be read: {error}") from None
-
-    def contents(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor, by its name in the files."""
-        return {key: (self._shapes[key], self._dtype(key)) for key in self._files}
-
-    def _dtype(self, key: str) -> torch.dtype:
-        with self._open(self._files[key]) as opened:
-            if not self._shapes[key]:
-                return opened.get_tensor(key).dtype  # type: ignore[no-any-return]
-            return opened.get_slice(key)[:0].dtype  # type: ignore[no-any-return]
-
-
 _SOURCE = "_seqpar_weights"  # the attribute of a module on the meta device that holds its :class:`_Source`
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -153,25 +91,79 @@ def weights_from(module: _Module, path: str | Path) -> _Module:
     return module
 
 
-class WeightFiles(TensorFiles):
-    """Reads safetensors files by the names that their tensors have in a module, or that the library of a Hugging Face model
-    writes.
+class WeightFiles:
+    """Reads a safetensors file, those of an index, or a folder with either, by the names that their tensors have in a module.
+
+    A Hugging Face model's files may also use the names that its library writes. Without a module, names are those in the files.
     """
 
-    def __init__(self, path: str | Path, module: nn.Module) -> None:
-        super().__init__(path)
-        self._module = module
+    def __init__(self, path: str | Path, module: nn.Module | None = None) -> None:
+        self.path = Path(path)
+        self._files = self._find()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file in sorted(set(self._files.values())):
+            with self._open(file) as opened:
+                self._shapes.update({key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()})  # noqa: SIM118
+        self._module: Any = module
         self._renamed: dict[str, str] = {}
         self._converted: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
         if hasattr(module, "base_model_prefix") and hasattr(module, "config"):
             self._read_mapping()
 
+    def _find(self) -> dict[str, Path]:
+        path = self.path
+        if path.is_dir():
+            usual = [f for f in ("model.safetensors.index.json", "model.safetensors") if (path / f).is_file()]
+            others = sorted(file.name for file in path.glob("*.safetensors"))
+            if not usual and len(others) != 1:
+                raise ValueError(
+                    f"weights_from: {str(path)!r} holds no model.safetensors and no model.safetensors.index.json (there is: "
+                    f"{', '.join(sorted(f.name for f in path.iterdir())[:5]) or 'nothing'}); save the model with "
+                    "save_pretrained, which writes them"
+                )
+            path = path / (usual or others)[0]
+        if not path.is_file():
+            raise ValueError(f"weights_from: {str(path)!r} does not exist; give a safetensors file, its index, or a folder")
+        if path.name.endswith(".json"):
+            index = json.loads(path.read_text())
+            if not isinstance(index, Mapping) or not isinstance(index.get("weight_map"), Mapping):
+                raise ValueError(f"weights_from: {str(path)!r} has no 'weight_map'; give a model.safetensors.index.json")
+            files = {key: path.parent / name for key, name in index["weight_map"].items()}
+            if missing := sorted({file.name for file in files.values() if not file.is_file()}):
+                raise ValueError(f"weights_from: {str(path)!r} names {missing[0]}, which is not beside it")
+            return files
+        if path.suffix != ".safetensors":
+            raise ValueError(f"weights_from: {str(path)!r} is no safetensors file; save the model with save_pretrained")
+        with self._open(path) as opened:
+            return dict.fromkeys(opened.keys(), path)
+
+    @staticmethod
+    def _open(file: Path) -> Any:
+        """Open one file; raises ValueError if it can't be read, and ImportError without the extra ``hf``."""
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError:
+            raise ImportError("reading weights needs safetensors: pip install 'lightning-seqpar[hf]'") from None
+        try:
+            return safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"weights_from: {str(file)!r} can't be read: {error}") from None
+
+    def contents(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor, by its name in the files."""
+        return {key: (self._shapes[key], self._dtype(key)) for key in self._files}
+
+    def _dtype(self, key: str) -> torch.dtype:
+        with self._open(self._files[key]) as opened:
+            if not self._shapes[key]:
+                return opened.get_tensor(key).dtype  # type: ignore[no-any-return]
+            return opened.get_slice(key)[:0].dtype  # type: ignore[no-any-return]
+
     def _read_mapping(self) -> None:
         """Finds what has another name in a Hugging Face model's files, or is made of several tensors there (stacked experts)."""
         from transformers import conversion_mapping, core_model_loading
 
-        model: Any = self._module
-        transforms: list[Any] = list(conversion_mapping.get_model_conversion_mapping(model))
+        transforms: list[Any] = list(conversion_mapping.get_model_conversion_mapping(self._module))
         converters = [each for each in transforms if isinstance(each, core_model_loading.WeightConverter)]
         renamings = [each for each in transforms if each not in converters]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -419,8 +411,6 @@ class LateWeights:
                 )
             return files, name
         return None
-
-    # ---- filling ---------------------------------------------------------------------------------------------
 
     def fill_buffers(self) -> None:
         """Give tensors that are no parameters their values, whole, before the model is sharded."""

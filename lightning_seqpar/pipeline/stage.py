@@ -267,8 +267,6 @@ class Stage(HeldParameters):
         blocks = self._cut.blocks
         return {at: [(blocks[c][0], blocks[c][-1]) for c in self._cut.chunks(at)] for at in range(self.count)}
 
-    # ---- the cut -----------------------------------------------------------------------------------------------
-
     def _install(self) -> None:
         for name, chunk in self._own.items():
             module, stack = self._modules[name], self._cut.stack_of(name)

@@ -380,11 +380,6 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         elif signum in self._taken:
             self._on_signal(signum, None)
 
-    def expect_end(self) -> None:
-        """Note that all ranks have agreed to end by SIGTERM."""
-        if self.watch is not None:
-            self.watch.expect_end()
-
     def tell(self, error: BaseException, missing: Callable[[], Missing] | None = None) -> None:
         """Report an exception to whoever started the ranks; ``missing`` finds out which rank is gone, where it says that one is."""
         rank = self.cluster_environment.global_rank()

@@ -111,7 +111,8 @@ class Loops:
         if env.world.size() > 1 and env.launcher is not None:
             env.ending.take_requeue_signal(trainer)
             ask = functools.partial(any_rank_has, group=env.world, device=env.device)
-            env.ending.begin(trainer, ask, env.launcher.expect_end)
+            watch = env.launcher.watch
+            env.ending.begin(trainer, ask, (lambda: None) if watch is None else watch.expect_end)
         self._steps.stages.enter_loops()
         dp = env.groups.size("dp")
         if dp > 1:

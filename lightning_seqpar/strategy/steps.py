@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.context.seq_part import SeqPart, whole_of
 from lightning_seqpar.data.batch import map_tensors, tensors_in
@@ -79,15 +78,13 @@ class Steps:
         self._comparisons: OneStepLate[Comparison] = OneStepLate()
         self._flushed = self._has_backward = False
         self._optimizing: Optimizer | None = None
-        self._all_steps: RemovableHandle | None = None
+        self._watching = ExitStack()
         # Optimizers with a hook on steps that bypass the strategy.
         self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizer_guard = OptimizerGuard(environment.config.elementwise_optimizers)
         self._scales: StageScales | None = None
         self._weights: WeightWatch | None = None
         self._record: ShardedModel | None = None  # of the model of this run
-
-    # ---- a run -------------------------------------------------------------------------------------------------
 
     def begin(self, record: ShardedModel | None) -> None:
         """Begin a run of a model that is set up."""
@@ -100,10 +97,11 @@ class Steps:
 
     def watch(self, record: ShardedModel) -> None:
         """Watch the optimizers of a training, and what the user's hooks do with weights."""
-        self._stop_watching()
-        self._all_steps = register_optimizer_step_pre_hook(self._refuse_unknown)
+        self._watching.close()
+        self._watching.callback(register_optimizer_step_pre_hook(self._refuse_unknown).remove)
         if any(layout.is_sharded for layout in record.layout.values()):
             self._weights = WeightWatch(record)
+            self._watching.callback(self._weights.end)
             self._weights.begin(self._env.trainer)
 
     def forget_step(self) -> None:
@@ -130,17 +128,8 @@ class Steps:
         if self._sync is not None:
             self._sync.remove()
             self._sync = None
-        self._stop_watching()
-
-    def _stop_watching(self) -> None:
-        if self._all_steps is not None:
-            self._all_steps.remove()
-            self._all_steps = None
-        if self._weights is not None:
-            self._weights.end()
-            self._weights = None
-
-    # ---- steps -------------------------------------------------------------------------------------------------
+        self._watching.close()
+        self._weights = None
 
     def _step(self, loop: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._record is None:

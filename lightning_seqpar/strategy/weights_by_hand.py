@@ -381,8 +381,6 @@ class WeightWatch(TorchDispatchMode):
         self._found = self._found or found
         return found
 
-    # ---- what is refused -------------------------------------------------------------------------------------------
-
     def _refuse_lost(self) -> None:
         """Refuse ``parameter.data = ...`` where replicas split parameters: torch shows the new tensor, and keeps its rows."""
         for name, shown in self._rows.items():

@@ -181,8 +181,6 @@ class ParallelGroups:
             groups._groups[frozenset(axes)] = made
         return groups
 
-    # ---- what there is -----------------------------------------------------------------------------------------
-
     def __getitem__(self, axes: Axes) -> ProcessGroup:
         """The group along one axis (``groups["tp"]``), several (``groups["dp", "cp"]``), or of a name."""
         return self._find(self._groups, axes)
