@@ -18,7 +18,7 @@ from lightning_seqpar.checkpoint.folder import K, Opened, Part, own_memory, walk
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split, take_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel, refuse_copies
-from lightning_seqpar.pipeline.between_stages import from_holder
+from lightning_seqpar.pipeline.cut import from_holder
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 

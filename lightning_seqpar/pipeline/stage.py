@@ -29,8 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.rng import SavedStreams, StageStreams
-from lightning_seqpar.pipeline.between_stages import HeldParameters, Link, Message, from_stage, refuse_nested
-from lightning_seqpar.pipeline.cut import Cut, CutStack
+from lightning_seqpar.pipeline.cut import Cut, CutStack, HeldParameters, Link, Message, from_stage, refuse_nested
 from lightning_seqpar.region.hooks import find_argument, put_argument
 from lightning_seqpar.topology.process_groups import ParallelGroups
 

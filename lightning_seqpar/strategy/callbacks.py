@@ -88,12 +88,8 @@ def averaging_callbacks(callbacks: Iterable[Any]) -> list[Any]:
 
 def averages_of(callbacks: Iterable[Any]) -> list[nn.Module]:
     """The copies of the model in which callbacks average weights, if they have made them."""
-    averages = []
-    for callback in averaging_callbacks(callbacks):
-        average = callback._average_model
-        if average is not None:
-            averages.append(average.module if isinstance(callback, WeightAveraging) else average)
-    return averages
+    averages = [(each, each._average_model) for each in averaging_callbacks(callbacks)]
+    return [one.module if isinstance(each, WeightAveraging) else one for each, one in averages if one is not None]
 
 
 def refuse_on_meta(callbacks: Iterable[Any], model: nn.Module) -> None:
@@ -102,8 +98,7 @@ def refuse_on_meta(callbacks: Iterable[Any], model: nn.Module) -> None:
         for callback in averaging_callbacks(callbacks):
             raise ValueError(
                 f"{type(callback).__name__} and a model of the meta device: the callback copies the weights before there are any; "
-                "make the model with memory (without init_module(empty_init=True) or torch.device('meta')), or leave the callback "
-                "out"
+                "make the model with memory (no init_module(empty_init=True), no torch.device('meta')), or leave the callback out"
             )
 
 
@@ -120,21 +115,14 @@ def shard_average(average: nn.Module, record: ShardedModel) -> None:
             )
     live = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     cut: dict[int, Tensor] = {}
-
-    def part(name: str, tensor: Tensor) -> Tensor:
-        layout = record.layout.of(live[name]) or record.buffers.get(name)
-        return take_rows(tensor.detach() if layout is None else layout.take(tensor.detach(), rank), live[name])
-
     with torch.no_grad():
-        for name, parameter in average.named_parameters():
-            cut[id(parameter)] = nn.Parameter(part(name, parameter), parameter.requires_grad)
-        for name, buffer in average.named_buffers():
-            cut[id(buffer)] = part(name, buffer)
+        for name, tensor in (*average.named_parameters(), *average.named_buffers()):
+            layout, whole = record.layout.of(live[name]) or record.buffers.get(name), tensor.detach()
+            part = take_rows(whole if layout is None else layout.take(whole, rank), live[name])
+            cut[id(tensor)] = nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part
         for module in average.modules():
             for held in (module._parameters, module._buffers):
-                for key, tensor in held.items():
-                    if tensor is not None:
-                        held[key] = cut[id(tensor)]  # type: ignore[assignment]
+                held.update({key: cut[id(tensor)] for key, tensor in held.items() if tensor is not None})  # type: ignore[misc]
 
 
 def save_whole(average: nn.Module, to_whole: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:

@@ -27,7 +27,7 @@ from lightning_seqpar.distributed.phases import Phases
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_start
 from lightning_seqpar.distributed.rendezvous import keep_gloo_local, serve_store
 from lightning_seqpar.distributed.rng import share_streams
-from lightning_seqpar.pipeline.between_stages import count_channels
+from lightning_seqpar.pipeline.cut import count_channels
 from lightning_seqpar.strategy.ending import Ending
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.topology.grid import ProcessTopology

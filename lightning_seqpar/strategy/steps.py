@@ -117,8 +117,7 @@ class Steps:
             self._sync.remove()
             self._sync = GradSync(record.layout, self._env.groups)
         if self._env.ddp is not None:  # it would wait for the rest of the gradients
-            self._env.ddp._remove_autograd_hooks()
-            self.wrap_ddp(init_sync=False)
+            self.wrap_ddp()
         self._env.share_streams()
 
     def end(self) -> None:
@@ -240,18 +239,20 @@ class Steps:
                 "batch_idx % accumulate_grad_batches == 0"
             )
         if thawed or frozen:
-            ddp._remove_autograd_hooks()
-            # Without init_sync: replicas are equal already, and writing to parameters would spoil the accumulated gradients.
-            self.wrap_ddp(init_sync=False)
+            self.wrap_ddp()
 
     def _waits(self, ddp: DistributedDataParallel) -> bool:
         """Whether DDP waits for the gradients of all parameters that it was made with."""
         return self._env.module.automatic_optimization and not ddp.find_unused_parameters
 
-    def wrap_ddp(self, **more: Any) -> None:
-        """Wrap the model into DDP over the replicas, with the configured options and ``more``."""
+    def wrap_ddp(self) -> None:
+        """Wrap the model into DDP over the replicas, with the configured options, once more if it is wrapped."""
         self.stages.reduced = [parameter for parameter in self._env.module.parameters() if parameter.requires_grad]
-        options = {**self._env.config.ddp, **more}
+        options = dict(self._env.config.ddp)
+        if (before := self._env.ddp) is not None:
+            before._remove_autograd_hooks()
+            # Replicas are equal already, and writing to parameters would spoil the accumulated gradients.
+            options["init_sync"] = False
         devices = None if self._env.device.type == "cpu" else [self._env.device.index]
         stream = torch.cuda.stream(torch.cuda.Stream()) if devices is not None else nullcontext()
         with stream, nullcontext() if self.stages.stage is None else self.stages.stage.hiding_from_ddp():
