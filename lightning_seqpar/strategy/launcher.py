@@ -24,8 +24,20 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _HYDRA_AVAI
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lightning_seqpar.strategy.ending import CALL_ON_ALL, Ending, Missing, RestartList, end_stopped_parent
-from lightning_seqpar.strategy.refusals import PAUSE, await_the_end, is_lost_peer, is_refusal, is_verbose, say, tell_shortly
+from lightning_seqpar.strategy.ending import (
+    CALL_ON_ALL,
+    PAUSE,
+    Ending,
+    Missing,
+    RestartList,
+    await_the_end,
+    end_stopped_parent,
+    is_lost_peer,
+    is_refusal,
+    is_verbose,
+    say,
+    tell_shortly,
+)
 from lightning_seqpar.user_input import name_error
 
 LIFELINE = "SEQPAR_LIFELINE_FD"

@@ -32,8 +32,8 @@ from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.callbacks import averages_of, save_whole, shard_average
+from lightning_seqpar.strategy.ending import is_verbose
 from lightning_seqpar.strategy.environment import Environment
-from lightning_seqpar.strategy.refusals import is_verbose
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.config import syncs_batch_norms

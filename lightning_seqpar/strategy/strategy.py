@@ -38,13 +38,12 @@ from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.parallel.summoned import summon
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.strategy.callbacks import averaging_callbacks, refuse_on_meta, share_metrics
-from lightning_seqpar.strategy.ending import find_missing
+from lightning_seqpar.strategy.ending import find_missing, shortens_refusals
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
 from lightning_seqpar.strategy.loops import Loaders, Loops, Searches
 from lightning_seqpar.strategy.model_setup import ModelSetup
 from lightning_seqpar.strategy.precision import share_overflows, with_global_clipping, without_global_clipping
-from lightning_seqpar.strategy.refusals import shortens_refusals
 from lightning_seqpar.strategy.saving import Saver
 from lightning_seqpar.strategy.steps import Steps
 from lightning_seqpar.topology.grid import ProcessTopology

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_seqpar.distributed.autograd import innermost_dispatch_mode, leave_dispatch_mode, storage_id
 from lightning_seqpar.layout.replica_rows import is_split, local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
-from lightning_seqpar.strategy.refusals import NOT_THE_USERS
+from lightning_seqpar.strategy.ending import NOT_THE_USERS
 
 _OTHER_HOOKS = ("batch_transfer", "transfer_batch_to_device", "_dataloader", "configure_optimizers", "configure_callbacks")
 """Ends of the names of hooks that see data, or the model as it is made."""
