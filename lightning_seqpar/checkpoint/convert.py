@@ -37,8 +37,6 @@ from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.init.meta_weights import WeightFiles
 
 K = TypeVar("K")
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-"""Files of which a folder of Hugging Face's has one: all weights, or the index of several files."""
 
 
 @dataclass
@@ -134,7 +132,8 @@ def contents_of_files(path: Path) -> Contents:
 
 def is_huggingface(path: Path) -> bool:
     """Whether a folder holds a model as ``save_pretrained`` writes it."""
-    return path.is_dir() and not (path / MARKER).exists() and any((path / name).is_file() for name in WEIGHTS)
+    weights = ("model.safetensors", "model.safetensors.index.json")  # all of them, or the index of several files
+    return path.is_dir() and not (path / MARKER).exists() and any((path / name).is_file() for name in weights)
 
 
 def open_source(path: str | Path, *, trust: bool = False) -> Source:

@@ -80,13 +80,11 @@ def weights_from(module: _Module, path: str | Path) -> _Module:
     files = WeightFiles(path, module)
     files.check()
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    filled = {name: tensor for name, tensor in tensors if files.has(name)}
     with torch.no_grad():
-        for name, tensor in {id(tensor): (name, tensor) for name, tensor in filled.items()}.values():
-            if not tensor.is_meta:
+        for name, tensor in tensors:
+            if not tensor.is_meta and files.has(name):
                 tensor.copy_(files.read(name))
-    if any(tensor.is_meta for tensor in filled.values()):
-        meta = {name: tensor for name, tensor in filled.items() if tensor.is_meta}
+    if meta := {name: tensor for name, tensor in tensors if tensor.is_meta and files.has(name)}:
         module.__dict__[_SOURCE] = _Source(str(path), meta, DeferredInit.count())
     return module
 
@@ -212,23 +210,19 @@ class WeightFiles:
                 "its state_dict() by safetensors.torch.save_model"
             )
         for tied in names.values():
-            self._check_tied(tied)
+            first, *others = dict.fromkeys(key for name in tied if (key := self._key(name)) is not None) or [""]
+            for key in others:
+                if not torch.equal(self._read_key(first), self._read_key(key)):
+                    raise ValueError(
+                        f"weights_from: {str(self.path)!r} holds {first} and {key}, which differ, and the model ties them; set "
+                        "tie_word_embeddings to false in its config if they were trained apart"
+                    )
         for parameter, key in keys.items():
             shape = tuple(parameter.shape)
             if key is not None and self._shapes[key] != shape:
                 raise ValueError(
                     f"weights_from: {str(self.path)!r} holds {key} with shape {list(self._shapes[key])}, and the model's "
                     f"{names[parameter][0]} has {list(shape)}; it belongs to another configuration"
-                )
-
-    def _check_tied(self, names: list[str]) -> None:
-        """Raise ValueError if a parameter that the module has under several names has different values in the files."""
-        first, *others = dict.fromkeys(key for name in names if (key := self._key(name)) is not None) or [""]
-        for key in others:
-            if not torch.equal(self._read_key(first), self._read_key(key)):
-                raise ValueError(
-                    f"weights_from: {str(self.path)!r} holds {first} and {key}, which differ, and the model ties them; set "
-                    "tie_word_embeddings to false in its config if they were trained apart"
                 )
 
     def _read_key(self, key: str) -> Tensor:

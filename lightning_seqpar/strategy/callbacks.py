@@ -58,8 +58,6 @@ _SHARED_GROUP = "_lightning_seqpar_group"
 """Attribute of a metric: the id of the group that it was given here."""
 _SKIPPED = ("_trainer", "_parameters", "_buffers", "_modules")
 """Attributes in which metrics are not looked for."""
-_TOO_MANY = 1000
-"""Length from which a container is taken for data, in which no metrics are."""
 
 
 def _find(value: Any, depth: int, seen: set[int]) -> Iterator[Metric]:
@@ -76,7 +74,7 @@ def _find(value: Any, depth: int, seen: set[int]) -> Iterator[Metric]:
         return
     else:
         items = [item for name, item in getattr(value, "__dict__", {}).items() if name not in _SKIPPED]
-    if len(items) <= _TOO_MANY:
+    if len(items) <= 1000:  # else it is data, in which no metrics are
         for item in list(items):
             yield from _find(item, depth - 1, seen)
 

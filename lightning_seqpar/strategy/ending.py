@@ -178,10 +178,6 @@ def shortens_refusals(function: Callable[P, T]) -> Callable[P, T]:
 
 PATIENCE = timedelta(seconds=5)
 """How long a rank whose wait has ended gives the others to say what they waited for."""
-CLOSED_PATIENCE = timedelta(seconds=1)
-"""The same where its connection was closed: mostly by a rank that has died, which says nothing."""
-MOST_PLACES = 4
-"""How many different lines of the user's are told at which ranks waited."""
 CALL_ON_ALL = "what speaks to all ranks (trainer.save_checkpoint, unshard, a forward after fit) must be called on all of them"
 _COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
 
@@ -223,8 +219,8 @@ def find_missing(error: BaseException, world: dist.ProcessGroup, trainer: Traine
 
     def speak() -> None:
         with contextlib.suppress(RuntimeError):  # the store has gone meanwhile
-            # A rank comes a little later if it began to wait later, and one that is missing not at all.
-            said = exchange(world, "lost another rank", own, PATIENCE if is_late else CLOSED_PATIENCE)
+            # A rank comes a little later if it began to wait later. One that has died, and closed a connection, says nothing.
+            said = exchange(world, "lost another rank", own, PATIENCE if is_late else PATIENCE / 5)
             heard.update({one: Wait(*wait) for one, wait in said.items()})
 
     # The store may have gone with the rank that is missing. So it is spoken to in a thread, and given up after a while.
@@ -267,7 +263,7 @@ def tell_waits(heard: Mapping[int, Wait], missing: Sequence[int]) -> str:
     alike: dict[str, list[int]] = {}
     for rank, wait in waits:
         alike.setdefault(wait.line, []).append(rank)
-    for line, ranks in [*alike.items()][:MOST_PLACES]:
+    for line, ranks in [*alike.items()][:4]:
         many = "s" * (len(ranks) > 1)
         told += f"\n  rank{many} {list_ranks(ranks)}: {line or 'at no line of yours in a hook or step'}"
     if any(alike) and (len(alike) > 1 or missing):
@@ -292,10 +288,6 @@ def end_stopped_parent() -> bool:
         return False
     os.kill(parent, signal.SIGKILL)
     return True
-
-
-_ADDRESS = re.compile(r"\b0x[0-9a-f]+")
-"""Of an object, as Python shows it: each rank has its own."""
 
 
 class Ending:
@@ -409,7 +401,7 @@ def save_before_end(trainer: Trainer) -> None:
 
 def is_shared(error: BaseException, world: dist.ProcessGroup) -> bool:
     """Whether every rank raises this error now, with the same text: they say so within :data:`PATIENCE`."""
-    own = f"{type(error).__name__}: {_ADDRESS.sub('', str(error))}"
+    own = f"{type(error).__name__}: " + re.sub(r"\b0x[0-9a-f]+", "", str(error))  # each rank has addresses of its own
     try:
         number = dist.distributed_c10d._world.pg_map[world][1].add(f"errors of rank {world.rank()}", 1)
         said = exchange(world, f"error {number}", own, PATIENCE)

@@ -252,15 +252,6 @@ class InterleavedWindow:
         modes = [(module, module.training) for module in self._module.modules()]
         try:
             yield
-            first = self.micro_batches[0].attributes
-            for key in self._changed[-1]:
-                holder, name = key
-                if key in now and key in first and now[key] is not first[key]:
-                    raise RuntimeError(
-                        f"virtual_pp={self._stage.chunks}: both training_step and a hook between the batches of an accumulation "
-                        f"window change {holder or type(self._module).__name__}.{name}; the steps of a window are run together "
-                        "where its last batch has come. Change it in one of them, or leave virtual_pp out"
-                    )
         finally:
             _set_modes(modes)
             self._attributes.set({**now, **self._changed[-1]})

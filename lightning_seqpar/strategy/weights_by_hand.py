@@ -32,15 +32,11 @@ from lightning_seqpar.strategy.ending import NOT_THE_USERS
 
 _OTHER_HOOKS = ("batch_transfer", "transfer_batch_to_device", "_dataloader", "configure_optimizers", "configure_callbacks")
 """Ends of the names of hooks that see data, or the model as it is made."""
-_READ_NO_WEIGHTS = ("lightning_seqpar.", "lightning.")
-"""Beginnings of the modules whose hooks change weights and gradients as they are on one process, or are refused elsewhere."""
 _COPIES = {
     *("copy_", "_to_copy", "fill_", "zero_", "masked_fill", "masked_fill_", "lift_fresh", "_unsafe_view"),
     *("empty_like", "zeros_like", "ones_like", "full_like"),
 }
 """Operations that treat each element by itself, and that torch does not call pointwise."""
-_ACROSS = {"renorm", "renorm_"}
-"""Operations whose ``dim`` is the one along which they do not reduce."""
 _OVER_RANKS = ("c10d", "_c10d_functional")
 """Namespaces of collectives: whoever sums over ranks knows of parts."""
 _BY_ONE = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
@@ -96,8 +92,8 @@ def _has_code(action: str, trainer: Trainer) -> bool:
         hook in vars(one)
         or (
             (own := getattr(type(one), hook, None)) is not default
-            # A subclass of the user's may be called by a hook of Lightning's.
-            and not all(str(each.__module__).startswith(_READ_NO_WEIGHTS) for each in (own, type(one)))
+            # Lightning's hooks and ours change weights as on one process, or are refused; they may call a subclass of the user's.
+            and not all(str(each.__module__).startswith(("lightning_seqpar.", "lightning.")) for each in (own, type(one)))
         )
         for one in owners
     )
@@ -361,7 +357,7 @@ class WeightWatch(TorchDispatchMode):
         x, _, dims = parts[0]
         along = _dims_of(func, args, given, x)
         if len(parts) == 1 and x is sources[0] and along is not None and dims is not None:
-            if name in _ACROSS:
+            if name in ("renorm", "renorm_"):  # whose dim is the one along which they do not reduce
                 along = {*range(x.ndim)} - along
             if not along & dims:
                 gone = sorted(along) if ndim < x.ndim else []
@@ -375,7 +371,7 @@ class WeightWatch(TorchDispatchMode):
             return None
         if name in ("any", "all") and _value(targets[0]) == (name == "all"):
             return None  # so it is for the whole, unless another rank finds another answer, and says so
-        names = [one.f_code.co_name for one in _frames(sys._getframe(1)) if _module(one) == _CLIPPING]
+        names = [one.f_code.co_name for one in _frames(sys._getframe(1)) if _module(one) == "torch.nn.utils.clip_grad"]
         helper = [one for one in names if not one.startswith("_")][-1:]
         found = _Local(part, helper[0] if helper else f"'{name.removeprefix('linalg_').strip('_')}'", _shown(frame))
         self._found = self._found or found
@@ -504,7 +500,6 @@ def _is_masked(name: str, args: Any) -> bool:
 
 # ---- frames ------------------------------------------------------------------------------------------------------------
 
-_CLIPPING = "torch.nn.utils.clip_grad"
 _RUNS = ("lightning.pytorch.loops", "lightning.pytorch.trainer", "lightning.pytorch.strategies")
 """Modules of Lightning that call the user's code."""
 _TRANSPARENT = {*sys.stdlib_module_names, *NOT_THE_USERS} - {"lightning_seqpar"}
