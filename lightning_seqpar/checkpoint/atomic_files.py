@@ -16,12 +16,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch.distributed import ProcessGroup
 
-UNFINISHED = ".unfinished"
-"""Suffix of a checkpoint's name until it is complete."""
-REPLACED = ".replaced"
-"""Suffix of the name of a folder while a new one takes its name."""
-MARKER = "seqpar.json"
-"""The file that is written last into a folder; a folder without it is not complete."""
+UNFINISHED = ".unfinished"  # suffix of a checkpoint's name until it is complete
+REPLACED = ".replaced"  # suffix of the name of a folder while a new one takes its name
+MARKER = "seqpar.json"  # the file that is written last into a folder; a folder without it is not complete
 
 T = TypeVar("T")
 

@@ -53,8 +53,7 @@ from lightning_seqpar.layout.replica_rows import empty_like_rows, local_rows, ro
 K = TypeVar("K")
 STATE = "state.pt"
 """The file of the checkpoint without numbers: a meta tensor takes the place of each tensor that the ranks wrote."""
-FORMAT = 1
-"""Version of the folder's layout, which its marker names."""
+FORMAT = 1  # version of the folder's layout, which its marker names
 
 
 Form = Literal["single", "sharded", "safetensors"]

@@ -38,8 +38,7 @@ _DRAWN_FROM_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, Weig
 """Samplers whose order follows from the states of torch's generators alone."""
 
 
-PLACE = "lightning_seqpar"
-"""Key of what a loader's state says of the place in its epoch."""
+PLACE = "lightning_seqpar"  # key of what a loader's state says of the place in its epoch
 
 
 class OrderSeed:

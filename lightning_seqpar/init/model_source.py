@@ -25,8 +25,7 @@ from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.plan.sharding_plan import parse_yaml
 from lightning_seqpar.user_input import cause_of, name_error, nearest, read_text, shown
 
-HEAD_DIM = 8
-"""Features of a head in a shrunken model."""
+HEAD_DIM = 8  # features of a head in a shrunken model
 
 _VOCABULARY = 256
 _BLOCKS = 2

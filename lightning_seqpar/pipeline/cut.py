@@ -160,8 +160,7 @@ def _in_rounds(stages: int, chunks: int, micro_batches: int, *, is_backward: boo
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_MOST_DIMS = 6
-"""More dims no activation has: what is told of a tensor before it is sent has a fixed length."""
+_MOST_DIMS = 6  # more dims no activation has: what is told of a tensor before it is sent has a fixed length
 _FACTS = 8 + _MOST_DIMS
 
 
@@ -281,8 +280,7 @@ class Link:
             work.wait()
 
 
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""The attribute of a model in which DDP looks for what it is to leave alone."""
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # the attribute of a model in which DDP looks for what it is to leave alone
 
 
 def from_holder(local: Tensor, layout: ParamLayout, groups: ParallelGroups) -> Tensor:

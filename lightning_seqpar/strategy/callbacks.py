@@ -54,10 +54,8 @@ class _Copyable(Metric):
         return object.__new__, (self._own_class,), state
 
 
-_SHARED_GROUP = "_lightning_seqpar_group"
-"""Attribute of a metric: the id of the group that it was given here."""
-_SKIPPED = ("_trainer", "_parameters", "_buffers", "_modules")
-"""Attributes in which metrics are not looked for."""
+_SHARED_GROUP = "_lightning_seqpar_group"  # attribute of a metric: the id of the group that it was given here
+_SKIPPED = ("_trainer", "_parameters", "_buffers", "_modules")  # attributes in which metrics are not looked for
 
 
 def _find(value: Any, depth: int, seen: set[int]) -> Iterator[Metric]:

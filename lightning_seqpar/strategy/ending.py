@@ -38,8 +38,7 @@ from lightning_seqpar.user_input import name_error
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VERBOSE = "SEQPAR_VERBOSE"
-"""Environment variable: set, to anything but 0, it has errors told with all frames."""
+VERBOSE = "SEQPAR_VERBOSE"  # environment variable: set, to anything but 0, it has errors told with all frames
 PAUSE = 2.0
 """Seconds that rank 0 gets to come to an error that all ranks raise and, under torchrun, to print it before another rank leaves."""
 NOT_THE_USERS = {"lightning_seqpar", "lightning", "lightning_utilities", "pydantic", "torch"}
@@ -176,8 +175,7 @@ def shortens_refusals(function: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
-PATIENCE = timedelta(seconds=5)
-"""How long a rank whose wait has ended gives the others to say what they waited for."""
+PATIENCE = timedelta(seconds=5)  # how long a rank whose wait has ended gives the others to say what they waited for
 CALL_ON_ALL = "what speaks to all ranks (trainer.save_checkpoint, unshard, a forward after fit) must be called on all of them"
 _COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
 
@@ -410,8 +408,7 @@ def is_shared(error: BaseException, world: dist.ProcessGroup) -> bool:
     return len(said) == world.size() and {*said.values()} == {own}
 
 
-TRAININGS = "LIGHTNING_SEQPAR_TRAININGS"
-"""The environment variable with the number of the process's trainings so far."""
+TRAININGS = "LIGHTNING_SEQPAR_TRAININGS"  # the environment variable with the number of the process's trainings so far
 
 
 class RestartList:

@@ -42,14 +42,10 @@ from lightning_seqpar.user_input import name_error
 
 LIFELINE = "SEQPAR_LIFELINE_FD"
 """Environment variable of a child: the descriptor of a pipe that closes when the main process is gone."""
-REPORTS = "SEQPAR_REPORTS_FD"
-"""Environment variable of a child: the descriptor of a pipe to which it writes what it raised."""
-DONE = b"done"
-"""What the main process writes into the lifeline, once for each child, when it ends well."""
-PUT_OFF = 20.0
-"""Seconds that a training gets to come to the end of a step after SIGTERM."""
-GRACE = 10.0
-"""Seconds that the other ranks get to end by themselves (and print their own message) once one has died."""
+REPORTS = "SEQPAR_REPORTS_FD"  # environment variable of a child: the descriptor of a pipe to which it writes what it raised
+DONE = b"done"  # what the main process writes into the lifeline, once for each child, when it ends well
+PUT_OFF = 20.0  # seconds that a training gets to come to the end of a step after SIGTERM
+GRACE = 10.0  # seconds that the other ranks get to end by themselves (and print their own message) once one has died
 
 
 def describe_exit(code: int) -> str:

@@ -32,8 +32,7 @@ from lightning_seqpar.strategy.steps import Steps, plain_optimizer
 from lightning_seqpar.verify.guards.batch import OutputWatch
 from lightning_seqpar.verify.guards.pipeline import describe_bubble
 
-PATIENCE = timedelta(seconds=60)
-"""How long a rank waits for the others behind a trial."""
+PATIENCE = timedelta(seconds=60)  # how long a rank waits for the others behind a trial
 
 
 class Searches:

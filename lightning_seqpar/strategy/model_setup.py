@@ -41,12 +41,9 @@ from lightning_seqpar.verify.guards.model import refuse_overlaps
 from lightning_seqpar.verify.plan_file import write_plan
 from lightning_seqpar.verify.prover import Proved, Prover
 
-LINES = 8
-"""How many lines the text has unless all of it is asked for."""
-_DETAILS = ("why: ", "rule: ")
-"""What lines on a plan begin with that are left to its file."""
-_MOST = 8
-"""How many ranks, rows or groups are shown before the rest is left out."""
+LINES = 8  # how many lines the text has unless all of it is asked for
+_DETAILS = ("why: ", "rule: ")  # what lines on a plan begin with that are left to its file
+_MOST = 8  # how many ranks, rows or groups are shown before the rest is left out
 
 
 def _ends(items: Sequence[int]) -> list[int | None]:

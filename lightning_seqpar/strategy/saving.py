@@ -88,8 +88,7 @@ class Background:
 
 
 T = TypeVar("T")
-OWN = "lightning_seqpar"
-"""Key of this package's own entry in a checkpoint; plain Lightning ignores it."""
+OWN = "lightning_seqpar"  # key of this package's own entry in a checkpoint; plain Lightning ignores it
 
 
 def take_places(checkpoint: dict[str, Any]) -> list[Any]:

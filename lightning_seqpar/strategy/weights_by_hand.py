@@ -37,8 +37,7 @@ _COPIES = {
     *("empty_like", "zeros_like", "ones_like", "full_like"),
 }
 """Operations that treat each element by itself, and that torch does not call pointwise."""
-_OVER_RANKS = ("c10d", "_c10d_functional")
-"""Namespaces of collectives: whoever sums over ranks knows of parts."""
+_OVER_RANKS = ("c10d", "_c10d_functional")  # namespaces of collectives: whoever sums over ranks knows of parts
 _BY_ONE = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 _REMEDY = (
     "Do it where weights and gradients are whole, on all ranks: with lightning_seqpar.summoned(self): ... (the norm of the whole "

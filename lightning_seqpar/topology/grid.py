@@ -14,8 +14,7 @@ from typing import Any
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.user_input import nearest
 
-PIPELINE = "pp"
-"""The axis of pipeline stages; a topology without it is a pipeline of one stage."""
+PIPELINE = "pp"  # the axis of pipeline stages; a topology without it is a pipeline of one stage
 
 
 def nearest_multiples(number: int, unit: int) -> str:

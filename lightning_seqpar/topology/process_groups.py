@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.user_input import nearest
 
-Axes = str | tuple[str, ...]
-"""One axis, several axes, or one of :data:`NAMED`."""
+Axes = str | tuple[str, ...]  # one axis, several axes, or one of :data:`NAMED`
 
 NAMED = ("embedding", "position_embedding", "fp8_amax")
 """Groups that have a name of their own: those of embeddings, which span no set of axes, and ``fp8_amax``, which is tp × dp."""
