@@ -1,6 +1,4 @@
-"""State dicts of the whole model, with its names, shapes and order at any topology: made from the shards of the ranks, and
-loaded.
-"""
+"""State dicts of the whole model (names, shapes, order), made from the shards of the ranks and loaded into them."""
 
 from __future__ import annotations
 
@@ -131,9 +129,7 @@ class _WriterChoice:
         self._loads = torch.zeros(groups.size(groups.mean_axes), groups.size("tp"), dtype=torch.float64)
 
     def part(self, value: Tensor, layout: ParamLayout | None, stages: Sequence[int] = (), *, alike: bool = True) -> Part:
-        """Makes the part of the next tensor; every rank must ask for the same ones in the same order. Of buffers, which may
-        differ between replicas (not ``alike``), those of the first are written; of stages the first writes.
-        """
+        """Makes the next tensor's part. Of what is not ``alike`` (buffers) the first replica writes; of stages the first one."""
         dp, tp, loads = self._groups.rank(self._groups.mean_axes), self._groups.rank("tp"), self._loads
         here = "pp" not in self._groups.topology.axes or self._groups.rank("pp") == next(iter(stages), 0)
         sharded = layout is not None and layout.shard is not None

@@ -1,6 +1,4 @@
-"""The tensors of a batch, in whatever containers the user put them: mappings, sequences and dataclasses that torch's pytrees
-don't know too.
-"""
+"""The tensors of a batch in whatever containers they are: also mappings and dataclasses that torch's pytrees don't know."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
-    """Makes a batch in which each tensor is replaced by what ``change`` makes of it, with containers of the same types. One
-    that holds no tensors is the very object of the old batch.
-    """
+    """Makes a batch with what ``change`` makes of each tensor. A container that holds none is the very object of the old batch."""
 
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -332,9 +332,7 @@ def _name(func: Any) -> str:
 
 
 class _HiddenCalls(TorchFunctionMode):
-    """Records what the meta device leaves no operation of: functions of ``torch.nn.init`` that return at once for a meta
-    tensor, and tensors that are made of numbers in Python, which lose them.
-    """
+    """Records what the meta device leaves no operation of: some calls of ``torch.nn.init``, and tensors made of numbers."""
 
     def __init__(self, recorder: DeferredInit) -> None:
         super().__init__()

@@ -28,9 +28,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 class _Source:
-    """The path of a module's weights, and which tensors the module had under which names then (a wrapper or an adapter may
-    change these); ``since`` counts the operations that :class:`DeferredInit` had recorded.
-    """
+    """The path of a module's weights, its tensors by their names then, and how many operations were recorded until then."""
 
     def __init__(self, path: str, tensors: dict[str, Tensor], since: int) -> None:
         self.path, self.tensors, self.since = path, tensors, since

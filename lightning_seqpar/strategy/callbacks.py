@@ -21,9 +21,7 @@ from lightning_seqpar.strategy.environment import Environment
 
 
 def share_metrics(environment: Environment) -> None:
-    """Let every metric of the module and the callbacks, and of objects that they have, sync over the replicas: over all ranks
-    sums would be tp times too large. One whose group the user set keeps it.
-    """
+    """Let metrics of the module, callbacks and what these have sync over the replicas, unless the user set a group of theirs."""
     group = environment.groups["dp"]
     for metric in _find([environment.module, *environment.callbacks], depth=4, seen=set()):
         group_of_metric = metric.process_group

@@ -61,9 +61,7 @@ def is_users(file: str) -> bool:
 
 
 def say(message: str) -> None:
-    """Prints to standard error at once: to the descriptor, as torch replaces ``sys.stderr`` by a buffer while it formats an
-    exception.
-    """
+    """Prints to standard error's descriptor, at once: torch replaces ``sys.stderr`` by a buffer while it formats an exception."""
     os.write(2, f"lightning_seqpar: {message}\n".encode())
 
 
@@ -125,9 +123,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 class _Short:
-    """A ``sys.excepthook`` that prints one error, and those of lost ranks, shortly (only rank 0 more than a line), others as
-    before.
-    """
+    """A ``sys.excepthook`` that prints one error, and those of lost ranks, shortly (only rank 0 more than a line)."""
 
     def __init__(self, error: BaseException | None = None, rank: int = 0, *, is_told: bool = False) -> None:
         before = sys.excepthook
@@ -196,9 +192,7 @@ class Wait(NamedTuple):
 
 
 def exchange(world: dist.ProcessGroup, topic: str, own: object, patience: timedelta) -> dict[int, Any]:
-    """What the ranks of a group say of a ``topic`` (the same on all, another one in each call) in its store, as JSON, without
-    those that say nothing within ``patience``. RuntimeError if the store is gone.
-    """
+    """What ranks say of a ``topic``, another in each call, in the store within ``patience``; RuntimeError if that is gone."""
     store = dist.distributed_c10d._world.pg_map[world][1]
     keys = [f"{topic}, rank {rank}" for rank in range(world.size())]
     store.set(keys[world.rank()], json.dumps(own))

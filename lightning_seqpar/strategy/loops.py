@@ -130,9 +130,7 @@ def _described(error: BaseException | None) -> str:
 
 
 def share_losses_of_finders(callbacks: Sequence[Any]) -> None:
-    """Let Lightning's learning-rate finder, a callback made for one search, read the loss of all replicas: by its own each rank
-    would end the search at another step.
-    """
+    """Let the learning-rate finder read the loss of all replicas: by its own each rank would end the search at another step."""
     for finder in callbacks:
         if isinstance(finder, _LRCallback) and "on_train_batch_end" not in vars(finder):
             vars(finder)["on_train_batch_end"] = functools.partial(_read_mean, finder.on_train_batch_end)

@@ -1,6 +1,4 @@
-"""Checkpoints as Lightning asks a strategy for them, to be read at any topology: one ordinary file, or a folder with a part of
-each rank.
-"""
+"""Checkpoints as Lightning asks a strategy for them: one ordinary file, or a folder with a part of each rank, for any topology."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ from lightning_seqpar.verify.guards.callbacks import refuse_saved_shards
 
 
 class Background:
-    """A thread that writes one checkpoint at a time, and then does what must wait until that is complete. Every rank must make
-    the same calls in the same order: writing is collective, over a group that nothing else uses.
-    """
+    """A thread that writes one checkpoint at a time, and then does what must wait for it; collective, in one order on all ranks."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None

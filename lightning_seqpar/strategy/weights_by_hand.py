@@ -147,9 +147,7 @@ class WeightWatch(TorchDispatchMode):
     # ---- where it watches --------------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer) -> None:
-        """Watch each hook that has code in it, around which Lightning calls its profiler, until :meth:`end`. In every step: one
-        that changes weights in each hundredth might never do so where checks are due, and nothing else sees it.
-        """
+        """Watch each hook that has code in it, by Lightning's profiler, in every step: nothing else sees what it does."""
         profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
         self._profiler, vars(profiler)["profile"] = profiler, _Profile(self, trainer, profiler).__getitem__
 

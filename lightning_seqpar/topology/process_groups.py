@@ -231,9 +231,7 @@ class ParallelGroups:
         return self.topology.get_comm_list(rank, *sorted(key))
 
     def ranks(self, axes: Axes) -> list[int]:
-        """World ranks of the group along ``axes``, in its order (of embeddings: those of this rank's pipeline); ``[]`` outside
-        the grid.
-        """
+        """World ranks of the group along ``axes``, in its order; of embeddings, this pipeline's. ``[]`` outside the grid."""
         if axes not in self._ranks_by_axes:
             key, here = self._key(axes), self._grid_rank
             self._ranks_by_axes[axes] = [self._mapping[r] for r in self._grid_ranks(key, here)] if here >= 0 else []
