@@ -311,18 +311,8 @@ _OF_INDEX = {
 """All that an index is made of, beside types of numbers. Other classes of these modules open or empty files when they are made."""
 
 
-class _Reader(FileSystemReader):
-    def __init__(self, path: Path, index: Metadata) -> None:
-        super().__init__(path)
-        self._index = index
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._index
-
-
 class Opened(Source):
-    """A sharded checkpoint whose :attr:`tree` has a meta tensor for each tensor that the ranks wrote. Reading is not
-    collective.
+    """A sharded checkpoint whose :attr:`tree` has a meta tensor for each tensor that the ranks wrote, which each rank reads alone.
 
     ``weights_only`` is torch's, for the rest of it. Raises ValueError if the folder is not whole, damaged, or not one of ours.
     """
@@ -381,7 +371,8 @@ class Opened(Source):
         """Reads parts of tensors, by key, into their memory; raises ValueError for one that is not there, or has another shape."""
         if not parts:
             return
-        index = self.index()
+        index, reader = self.index(), FileSystemReader(self.path)
+        vars(reader)["read_metadata"] = lambda *_, **__: index  # its own would run code that stands in the file
         for key, part in parts.items():
             metadata = index.state_dict_metadata.get(key)
             if not isinstance(metadata, TensorStorageMetadata):
@@ -394,7 +385,7 @@ class Opened(Source):
         with warnings.catch_warnings():  # torch warns that each rank reads alone, which is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
-                load(dict(parts), storage_reader=_Reader(self.path, index), planner=_LoadingPlanner(), no_dist=True)
+                load(dict(parts), storage_reader=reader, planner=_LoadingPlanner(), no_dist=True)
             except CheckpointException as error:
                 causes = "; ".join(describe_error(cause[0]) for cause in error.failures.values())
                 raise ValueError(f"{self.path}: a part can't be read: {causes}") from None
