@@ -237,8 +237,7 @@ class Link:
         tensors = [_facts(x, message, wants_gradient, beside), x.detach().contiguous()]
         works = [dist.isend(one, group=self._there, group_dst=self._peer) for one in tensors if one.numel()]
         self._sent.append((works, tensors))
-        while len(self._sent) > self._depth:
-            self._wait_for_first()
+        self.settle(self._depth)
 
     def receive(self, what: str, message: Message) -> tuple[Tensor, bool, list[float]]:
         """The next tensor from the neighbour, whether it waits for its gradient, and the two numbers beside it."""
@@ -270,14 +269,11 @@ class Link:
             ) from error
         return came, (x, wants_gradient, facts[:2].view(torch.float64).tolist())
 
-    def settle(self) -> None:
-        """Wait until all that was sent has arrived."""
-        while self._sent:
-            self._wait_for_first()
-
-    def _wait_for_first(self) -> None:
-        for work in self._sent.popleft()[0]:
-            work.wait()
+    def settle(self, under_way: int = 0) -> None:
+        """Wait until all that was sent has arrived, but for so many tensors."""
+        while len(self._sent) > under_way:
+            for work in self._sent.popleft()[0]:
+                work.wait()
 
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # the attribute of a model in which DDP looks for what it is to leave alone

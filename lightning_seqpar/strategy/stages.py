@@ -60,7 +60,7 @@ class StageLogs:
         results: Any = trainer._results
         assert results is not None
         should_stop = trainer.should_stop
-        results.log = self._noted(results.log, results) if has_loss else _log_nothing
+        results.log = functools.partial(self._note, results.log, results) if has_loss else _log_nothing
         try:
             yield
         finally:
@@ -109,25 +109,22 @@ class StageLogs:
             results.log(fx, name, value, sync_dist_fn=trainer.strategy.reduce, **options)
             trainer._logger_connector._current_fx = fx
 
-    def _noted(self, log: Callable[..., None], results: Any) -> Callable[..., None]:
-
-        def noted(fx: str, name: str, value: Any, **options: Any) -> None:
-            group = options.pop("sync_dist_group", None)
-            if options.get("sync_dist") and group is not None and group is not self._replicas:
-                raise ValueError(
-                    f"self.log({name!r}, sync_dist_group=...) with pp={self._group.size()}: the stages log what the last one "
-                    "logged, and are in other groups; leave it out to mean over the replicas"
-                )
-            log(fx, name, value, **options)
-            del options["sync_dist_fn"]
-            options["reduce_fx"] = getattr(options["reduce_fx"], "__name__", options["reduce_fx"])
-            options["batch_size"] = options["batch_size"] or results.batch_size
-            dtype = value.dtype if isinstance(value, Tensor) else None
-            if dtype is not None:
-                self._values.append(value.detach().to(torch.float64))
-            self._calls.append((fx, name, dtype, options))
-
-        return noted
+    def _note(self, log: Callable[..., None], results: Any, fx: str, name: str, value: Any, **options: Any) -> None:
+        """Log by ``log``, and keep the call."""
+        group = options.pop("sync_dist_group", None)
+        if options.get("sync_dist") and group is not None and group is not self._replicas:
+            raise ValueError(
+                f"self.log({name!r}, sync_dist_group=...) with pp={self._group.size()}: the stages log what the last one logged, "
+                "and are in other groups; leave it out to mean over the replicas"
+            )
+        log(fx, name, value, **options)
+        del options["sync_dist_fn"]
+        options["reduce_fx"] = getattr(options["reduce_fx"], "__name__", options["reduce_fx"])
+        options["batch_size"] = options["batch_size"] or results.batch_size
+        dtype = value.dtype if isinstance(value, Tensor) else None
+        if dtype is not None:
+            self._values.append(value.detach().to(torch.float64))
+        self._calls.append((fx, name, dtype, options))
 
     def _news(self, name: str, metric: Metric) -> dict[str, Any] | None:
         """What the other stages don't have of a metric's state yet; of lists, which grow, what was added."""
