@@ -1,4 +1,4 @@
-"""Converting a checkpoint from one form to another, tensor by tensor."""
+"""What a checkpoint holds, and its conversion from one form to another, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,19 +18,122 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync
-from lightning_seqpar.checkpoint.contents import FileSource, Form, Source, find_folder, identity, is_meta, walk
+from lightning_seqpar.checkpoint.atomic_files import MARKER, UNFINISHED, beside, missing, sync
 from lightning_seqpar.checkpoint.folder import (
+    Form,
     Opened,
     Part,
     SavingPlanner,
+    Source,
     begin_folder,
+    find_folder,
     finish_folder,
+    is_meta,
     pack,
     split_parts,
+    walk,
 )
+from lightning_seqpar.distributed.autograd import storage_id
+from lightning_seqpar.init.meta_weights import WeightFiles
 
 K = TypeVar("K")
+
+
+@dataclass
+class Contents:
+    """What a checkpoint holds."""
+
+    path: Path
+    form: Form
+    origin: dict[str, Any] = field(default_factory=dict)  # version, topology, epoch, global_step
+    tensors: dict[str, tuple[list[int], str]] = field(default_factory=dict)  # the model's by name: shape and dtype
+    moments: dict[str, tuple[list[int], str]] = field(default_factory=dict)  # the optimizers', by path
+    tied: dict[str, str] = field(default_factory=dict)  # of a name whose tensor has another name too, that first name
+    other: list[str] = field(default_factory=list)  # the checkpoint's other keys
+    model_bytes: int = 0  # of tied tensors one counts
+    optimizer_bytes: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model's tensors hold; tied ones count once."""
+        return sum(torch.Size(shape).numel() for name, (shape, _) in self.tensors.items() if name not in self.tied)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain data, for JSON."""
+        fields = {**vars(self), "path": str(self.path)}
+        return {"complete": True, **fields.pop("origin"), "parameters": self.parameters, **fields}
+
+
+class FileSource(Source):
+    """A checkpoint that is one file. It is mapped into memory, so that only what is used gets read."""
+
+    form: Form = "single"
+
+    def __init__(self, path: Path, *, trust: bool) -> None:
+        if not path.exists():
+            raise missing(path)
+        try:
+            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            hint = "" if trust else "; if it holds objects of yours and you trust who wrote it, add --trust"
+            raise ValueError(f"{path}: it can't be read ({reason}){hint}") from None
+        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+            raise ValueError(f"{path}: it is no checkpoint of Lightning's (no state_dict in it)")
+        self.path, self.tree = path, checkpoint
+        self.origin = {key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint}
+
+
+def identity(tensor: Tensor) -> Any:
+    """A value that two tensors have in common if they are tied."""
+    if tensor.is_meta:  # tied ones are one object
+        return id(tensor)
+    return storage_id(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def contents_of(source: Source) -> Contents:
+    """List what an open checkpoint holds, without reading its tensors."""
+    contents = Contents(source.path, source.form, source.origin)
+    first_names: dict[Any, str] = {}  # by identity of the tensor
+
+    def note(key: str, leaf: Any) -> Any:
+        top, _, name = key.partition("/")
+        if isinstance(leaf, Tensor) and top in ("state_dict", "optimizer_states"):
+            shape_and_dtype = list(leaf.shape), str(leaf.dtype).removeprefix("torch.")
+            if top == "optimizer_states":
+                contents.moments[name] = shape_and_dtype
+                contents.optimizer_bytes += leaf.nbytes
+            else:
+                contents.tensors[name] = shape_and_dtype
+                if (first := first_names.setdefault(identity(leaf), name)) != name:
+                    contents.tied[name] = first
+                else:
+                    contents.model_bytes += leaf.nbytes
+        return leaf
+
+    walk(source.tree, note)
+    contents.other = [key for key in source.tree if key not in ("state_dict", "optimizer_states")]
+    return contents
+
+
+def contents_of_files(path: Path) -> Contents:
+    """Lists the tensors of a folder that ``save_pretrained`` wrote; raises ValueError if a file is missing or damaged."""
+    try:
+        files = WeightFiles(path)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("weights_from: ")) from None
+    contents = Contents(path, "safetensors")
+    for name, (shape, dtype) in files.contents().items():
+        contents.tensors[name] = list(shape), str(dtype).removeprefix("torch.")
+        contents.model_bytes += torch.Size(shape).numel() * dtype.itemsize
+    contents.other = sorted(file.name for file in path.iterdir() if not file.name.endswith(".safetensors"))
+    return contents
+
+
+def is_huggingface(path: Path) -> bool:
+    """Whether a folder holds a model as ``save_pretrained`` writes it."""
+    weights = ("model.safetensors", "model.safetensors.index.json")  # all of them, or the index of several files
+    return path.is_dir() and not (path / MARKER).exists() and any((path / name).is_file() for name in weights)
 
 
 def open_source(path: str | Path, *, trust: bool = False) -> Source:
@@ -105,7 +209,6 @@ class _DeferredPart(Part):
 
 
 def _to_folder(source: Source, target: Path, progress: Callable[[int, int], None]) -> None:
-    """Write the sharded form, as one process: all parts are whole tensors."""
     parts: dict[Any, Part] = {}  # by what tied tensors have in common
     done = 0
 

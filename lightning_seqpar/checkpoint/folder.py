@@ -1,7 +1,7 @@
 """Sharded checkpoints: a folder of which every rank writes and reads its own parts, by torch's distributed checkpointing.
 
-The tensors are those of the whole model: original names, whole shapes, original order. Everything else (loops, callbacks,
-param groups) is in one small file of the folder.
+The tensors are the whole model's: original names, shapes, order. All else (loops, callbacks) is in one small file of the
+folder.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import io
 import json
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,12 +27,10 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -47,14 +47,55 @@ from lightning_seqpar.checkpoint.atomic_files import (
     sync,
     write_synced,
 )
-from lightning_seqpar.checkpoint.contents import Form, Source, find_folder, is_meta, walk
 from lightning_seqpar.layout.param_layout import ParamLayout, empty_like_rows, local_rows, rows_held
 
 K = TypeVar("K")
 STATE = "state.pt"
 """The file of the checkpoint without numbers: a meta tensor takes the place of each tensor that the ranks wrote."""
-FORMAT = 1
-"""Version of the folder's layout, which its marker names."""
+FORMAT = 1  # version of the folder's layout, which its marker names
+
+
+Form = Literal["single", "sharded", "safetensors"]
+
+
+class Source:
+    """A checkpoint whose tensors are read one at a time: those of its ``tree`` may be meta tensors, which :meth:`read` reads."""
+
+    path: Path
+    form: Form
+    tree: dict[str, Any]
+    origin: dict[str, Any]
+
+    def read(self, value: Tensor) -> Tensor:
+        """Read a tensor of :attr:`tree`; returns it with its numbers."""
+        return value
+
+
+def is_meta(value: object) -> bool:
+    """Whether a leaf of a checkpoint is a meta tensor."""
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def walk(tree: Any, visit: Callable[[str, Any], Any], key: str = "") -> Any:
+    """Copy nested plain dicts, lists and tuples, with other leaves: ``visit`` gets a leaf's path (``a/0/b``), and the leaf."""
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)((name, walk(value, visit, f"{key}{name}/")) for name, value in tree.items())
+    if type(tree) in (list, tuple):
+        return type(tree)(walk(value, visit, f"{key}{at}/") for at, value in enumerate(tree))
+    return visit(key[:-1], tree)
+
+
+def find_folder(path: Path) -> Path:
+    """The path, or what a run left beside it that was killed while one checkpoint replaced another: the new one, or the old."""
+    if not path.exists():
+        for end, what in ((UNFINISHED, "the new one"), (REPLACED, "the one before")):
+            if (beside(path, end) / MARKER).is_file():
+                rank_zero_warn(
+                    f"lightning_seqpar: {path} was being replaced when its run ended; {what} is whole, and is read: "
+                    f"{beside(path, end)}"
+                )
+                return beside(path, end)
+    return path
 
 
 class Part:
@@ -71,10 +112,9 @@ class Part:
                 first = 0 if held is None else held[0]
                 self._chunks[torch.Size([first, *[0] * (local.ndim - 1)][: local.ndim])] = self.local, writes
             return
-        is_first_holder, at = shard.is_first_holder(rank), 0
+        is_first_holder, at, rows = shard.is_first_holder(rank), 0, held or (0, local.shape[0])
         for start, stop in shard.ranges[rank]:
             if stop > start:
-                rows = held or (0, local.shape[0])
                 # Of the range's places in the part over tp, those that this rank holds.
                 low, high = at, at + stop - start
                 if shard.dim == 0:
@@ -91,8 +131,8 @@ class Part:
         """The chunk that begins at these indices of the whole tensor, a view of :attr:`local`."""
         return self._chunks[torch.Size([0] * self.local.ndim) if offsets is None else offsets][0]
 
-    def chunks(self) -> list[ChunkStorageMetadata]:
-        """Where each chunk of this rank lies in the whole tensor."""
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # Where each chunk of this rank lies in the whole tensor, as torch's distributed checkpointing asks for it when it reads.
         return [ChunkStorageMetadata(offsets, piece.shape) for offsets, (piece, _) in self._chunks.items()]
 
     def frozen(self) -> Part:
@@ -104,33 +144,25 @@ class Part:
         out.local = torch.empty(0, dtype=self.local.dtype)
         return out
 
-    def write_items(self, key: str) -> Iterator[WriteItem]:
-        """Yields what this rank writes of the tensor ``key``, as torch's distributed checkpointing asks for it."""
+    def __create_write_items__(self, key: str, _: Part) -> list[WriteItem]:
+        items = []
         for offsets, (piece, writes) in self._chunks.items():
             if writes:
                 chunk = ChunkStorageMetadata(offsets, piece.shape)
                 data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.local), self.shape)
-                yield WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
+                items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
 
 
 class SavingPlanner(DefaultSavePlanner):
     """Tells torch's distributed checkpointing to write a dict of :class:`Part` objects."""
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Take over the parts, by their names in the checkpoint."""
-        self.state_dict, self.is_coordinator, self.flatten_state_dict = state_dict, is_coordinator, False
-
-    def create_local_plan(self) -> SavePlan:
-        """The chunks that this rank writes."""
-        self.plan = SavePlan([item for key, part in self.state_dict.items() for item in part.write_items(key)])
-        return self.plan
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The tensor of a chunk."""
-        chunk: Tensor = self.state_dict[index.fqn].piece(index.offset)
-        return chunk
+        return self.state_dict[index.fqn].piece(index.offset)
 
 
 class _LoadingPlanner(DefaultLoadPlanner):
@@ -139,16 +171,12 @@ class _LoadingPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for key, part in self.state_dict.items():
-            metadata = self.metadata.state_dict_metadata[key]
-            assert isinstance(metadata, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(key, metadata, part.chunks())
-        return LoadPlan(items)
+        self.state_dict, self.metadata, self.is_coordinator, self.flatten_state_dict = (
+            state_dict,
+            metadata,
+            is_coordinator,
+            False,
+        )
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         chunk: Tensor = self.state_dict[index.fqn].piece(index.offset)
@@ -224,11 +252,7 @@ def finish_folder(path: Path, state: bytes, facts: Mapping[str, Any]) -> None:
 
 
 def write_folder(
-    path: Path,
-    checkpoint: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    group: ProcessGroup,
-    later: ProcessGroup | None = None,
+    path: Path, checkpoint: Mapping[str, Any], facts: Mapping[str, Any], group: ProcessGroup, later: ProcessGroup | None = None
 ) -> Callable[[], None]:
     """Begins a sharded checkpoint under a name beside its own; returns a function that writes and completes it. Collective.
 
@@ -244,30 +268,26 @@ def write_folder(
         begin_folder(path)
 
     on_first_rank(begin, group, f"the checkpoint {path} can't be begun")
-    if later is None:
-        return lambda: _write(path, parts, packed, facts, group)
-    frozen = {key: part.frozen() for key, part in parts.items()}
-    return lambda: _write(path, frozen, packed, facts, later)
+    over = group if later is None else later
+    if later is not None:
+        parts = {key: part.frozen() for key, part in parts.items()}
 
-
-def _write(
-    path: Path, parts: Mapping[str, Part], packed: Sequence[bytes], facts: Mapping[str, Any], group: ProcessGroup
-) -> None:
-    """Write the parts of all ranks, and complete the checkpoint on the first. ``packed`` is empty on the others."""
-    try:
+    def write() -> None:
         writer = FileSystemWriter(beside(path, UNFINISHED))
-        save(dict(parts), storage_writer=writer, planner=SavingPlanner(), process_group=group)
-    except CheckpointException as error:
-        causes = "; ".join(f"rank {rank}: {describe_error(cause[0])}" for rank, cause in error.failures.items())
-        raise SaveError(f"the checkpoint {path} can't be written: {causes}") from None
-    on_first_rank(lambda: finish_folder(path, packed[0], facts), group, f"the checkpoint {path} can't be finished")
+        try:
+            save(dict(parts), storage_writer=writer, planner=SavingPlanner(), process_group=over)
+        except CheckpointException as error:
+            causes = "; ".join(f"rank {rank}: {describe_error(cause[0])}" for rank, cause in error.failures.items())
+            raise SaveError(f"the checkpoint {path} can't be written: {causes}") from None
+        on_first_rank(lambda: finish_folder(path, packed[0], facts), over, f"the checkpoint {path} can't be finished")
+
+    return write
 
 
 class _Index(pickle.Unpickler):
     """Reads the index of a folder, a pickle, and refuses any class that is not part of an index, which may run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns the class of that name; raises UnpicklingError if indexes are not made of it."""
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
             return PurePosixPath  # the index names the folder as it was called on the system that wrote it
         if (module, name) in _OF_INDEX:
@@ -290,23 +310,10 @@ _OF_INDEX = {
 """All that an index is made of, beside types of numbers. Other classes of these modules open or empty files when they are made."""
 
 
-class _Reader(FileSystemReader):
-    """Reads the files of a folder with an index that was read before."""
-
-    def __init__(self, path: Path, index: Metadata) -> None:
-        super().__init__(path)
-        self._index = index
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index."""
-        return self._index
-
-
 class Opened(Source):
-    """A sharded checkpoint whose :attr:`tree` has a meta tensor for each tensor that the ranks wrote.
+    """A sharded checkpoint whose :attr:`tree` has a meta tensor for each tensor that the ranks wrote, which each rank reads alone.
 
-    Lightning passes the tree around. ``weights_only`` is torch's, for everything that the ranks did not write in parts. Reading is
-    not collective. Raises ValueError if the folder is not whole, damaged, or not one of ours.
+    ``weights_only`` is torch's, for the rest of it. Raises ValueError if the folder is not whole, damaged, or not one of ours.
     """
 
     form: Form = "sharded"
@@ -363,7 +370,8 @@ class Opened(Source):
         """Reads parts of tensors, by key, into their memory; raises ValueError for one that is not there, or has another shape."""
         if not parts:
             return
-        index = self.index()
+        index, reader = self.index(), FileSystemReader(self.path)
+        vars(reader)["read_metadata"] = lambda *_, **__: index  # its own would run code that stands in the file
         for key, part in parts.items():
             metadata = index.state_dict_metadata.get(key)
             if not isinstance(metadata, TensorStorageMetadata):
@@ -376,7 +384,7 @@ class Opened(Source):
         with warnings.catch_warnings():  # torch warns that each rank reads alone, which is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
-                load(dict(parts), storage_reader=_Reader(self.path, index), planner=_LoadingPlanner(), no_dist=True)
+                load(dict(parts), storage_reader=reader, planner=_LoadingPlanner(), no_dist=True)
             except CheckpointException as error:
                 causes = "; ".join(describe_error(cause[0]) for cause in error.failures.values())
                 raise ValueError(f"{self.path}: a part can't be read: {causes}") from None

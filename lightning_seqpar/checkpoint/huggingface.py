@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync, write_synced
-from lightning_seqpar.checkpoint.contents import Form, Source, identity
-from lightning_seqpar.checkpoint.convert import check_free, read_all
-from lightning_seqpar.checkpoint.folder import begin_folder
+from lightning_seqpar.checkpoint.convert import check_free, identity, read_all
+from lightning_seqpar.checkpoint.folder import Form, Source, begin_folder
 from lightning_seqpar.init.meta_weights import WeightFiles
 from lightning_seqpar.init.model_source import model_from_folder
 from lightning_seqpar.user_input import nearest
@@ -52,12 +51,8 @@ class HuggingFaceSource(Source):
         }
         self._names = {id(metas[parameter]): name for parameter, name in first_names.items()}
         state = {_with_dot(prefix) + name: metas[id(value)] for name, value in own.items() if id(value) in metas}
-        self.tree = {
-            "epoch": 0,
-            "global_step": 0,
-            "pytorch-lightning_version": version("lightning"),
-            "state_dict": state,
-        }
+        versions = {"pytorch-lightning_version": version("lightning")}
+        self.tree = {"epoch": 0, "global_step": 0, **versions, "state_dict": state}
 
     def read(self, value: Tensor) -> Tensor:
         """Read a tensor of :attr:`tree`; returns it with its numbers."""
@@ -211,7 +206,6 @@ class HuggingFaceTarget:
         sync(target.parent)
 
     def _copy_others(self, folder: Path) -> None:
-        """Copy the files that hold no weights; the config gets the dtype that is written."""
         for file in sorted(self._like.rglob("*")):
             inner = file.relative_to(self._like)
             hidden = any(part.startswith(".") for part in inner.parts)

@@ -1,7 +1,4 @@
-"""State dicts of the whole model, made from the shards of the ranks and loaded into them.
-
-They have the names, shapes and order of the model as it was written, whatever the topology.
-"""
+"""State dicts of the whole model (names, shapes, order), made from the shards of the ranks and loaded into them."""
 
 from __future__ import annotations
 
@@ -15,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_seqpar.checkpoint.contents import walk
-from lightning_seqpar.checkpoint.folder import Opened, Part, own_memory
+from lightning_seqpar.checkpoint.folder import K, Opened, Part, own_memory, walk
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, gather_rows, is_split, take_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel, refuse_copies
-from lightning_seqpar.pipeline.held_parameters import from_holder
+from lightning_seqpar.pipeline.cut import from_holder
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
@@ -132,10 +128,7 @@ class _WriterChoice:
         self._loads = torch.zeros(groups.size(groups.mean_axes), groups.size("tp"), dtype=torch.float64)
 
     def part(self, value: Tensor, layout: ParamLayout | None, stages: Sequence[int] = (), *, alike: bool = True) -> Part:
-        """Makes the part of the next tensor; every rank must ask for the same ones in the same order.
-
-        Of buffers, which may differ between replicas (not ``alike``), those of the first are written; of stages the first writes.
-        """
+        """Makes the next tensor's part. Of what is not ``alike`` (buffers) the first replica writes; of stages the first one."""
         dp, tp, loads = self._groups.rank(self._groups.mean_axes), self._groups.rank("tp"), self._loads
         here = "pp" not in self._groups.topology.axes or self._groups.rank("pp") == next(iter(stages), 0)
         sharded = layout is not None and layout.shard is not None
@@ -158,21 +151,15 @@ def load_full_state_dict(record: ShardedModel, state: Mapping[str, Any], *, stri
     """Loads the state dict of a whole model into one of shards; each rank takes its part, or reads it from ``opened``."""
     with record.allow_state_dict():
         local = record.model.state_dict(keep_vars=True)
-    rank = record.groups.rank("tp")
     layouts = {name: _layout_of(record, name, value) for name, value in local.items()}
     likes = {name: value for name, value in local.items() if isinstance(value, Tensor)}
     elsewhere = [name for name, layout in layouts.items() if _is_elsewhere(layout, record.groups)]
-    sliced = dict(state)
-    if opened is not None:
-        sliced |= opened.take({name: x for name, x in state.items() if name not in elsewhere}, layouts, rank, likes)
-    for name, layout in layouts.items():
-        read = opened is not None and name in state and opened.key_of(state[name]) is not None
-        if layout is not None and name in sliced and name not in elsewhere and not read:
-            sliced[name] = take_rows(layout.take(sliced[name], rank), local[name])
+    here = {name: value for name, value in state.items() if name not in elsewhere}
+    taken = _take(here, layouts, likes, record.groups.rank("tp"), opened)
     if not elsewhere:
-        return record.model.load_state_dict(sliced, strict=strict)
-    unknown = [name for name in elsewhere if name not in sliced]
-    found = record.model.load_state_dict({n: x for n, x in sliced.items() if n not in elsewhere}, strict=False)
+        return record.model.load_state_dict(taken, strict=strict)
+    unknown = [name for name in elsewhere if name not in state]
+    found = record.model.load_state_dict(taken, strict=False)
     missing = [name for name in found.missing_keys if name not in elsewhere or name in unknown]
     if strict and (missing or found.unexpected_keys):
         raise RuntimeError(
@@ -181,13 +168,27 @@ def load_full_state_dict(record: ShardedModel, state: Mapping[str, Any], *, stri
     return found
 
 
+def _take(
+    values: Mapping[K, Any],
+    layouts: Mapping[K, ParamLayout | None],
+    likes: Mapping[K, Tensor],
+    rank: int,
+    opened: Opened | None,
+) -> dict[K, Any]:
+    """This rank's parts of whole tensors, by any names: read from ``opened``, or cut out. ``likes`` are what they are for."""
+    taken = dict(values) if opened is None else opened.take(values, layouts, rank, likes)
+    for name, value in values.items():
+        if (layout := layouts.get(name)) is not None and taken[name] is value:  # it was not read
+            taken[name] = take_rows(layout.take(value, rank), likes[name])
+    return taken
+
+
 def _is_elsewhere(layout: ParamLayout | None, groups: ParallelGroups) -> bool:
     """Whether only other stages of a pipeline hold a parameter."""
     return layout is not None and bool(layout.stages) and groups.rank("pp") not in layout.stages
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of an optimizer in the order in which its state dict numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -264,16 +265,11 @@ def load_full_optimizer_state(
     layouts = {at: None if layout is None else layout.of(parameter) for at, parameter in likes.items()}
     elsewhere = {index for (index, _), one in layouts.items() if _is_elsewhere(one, groups)}
     flat = {at: value for at, value in flat.items() if at[0] not in elsewhere}
-    taken = flat if opened is None else opened.take(flat, layouts, rank, likes)
+    cut = {at: layouts[at] for at, value in flat.items() if isinstance(value, Tensor) and value.ndim}
     local: dict[Any, Any] = {index: {} for index in state["state"] if index not in elsewhere}
-    for (index, key), value in taken.items():
-        own = layouts[index, key]
-        is_whole = value is flat[index, key]  # it was not read from a folder
-        if own is not None and isinstance(value, Tensor) and value.ndim > 0 and is_whole:
-            value = take_rows(own.take(value, rank), likes[index, key])
-            is_whole = value is flat[index, key]
+    for (index, key), value in _take(flat, cut, likes, rank, opened).items():
         # A copy in memory of its own: the optimizer keeps it, and what was read may be mapped from a file.
-        local[index][key] = own_memory(value) if is_whole else value
+        local[index][key] = own_memory(value) if value is flat[index, key] else value
     optimizer.load_state_dict({**state, "state": local})
 
 

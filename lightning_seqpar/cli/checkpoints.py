@@ -8,8 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_seqpar.checkpoint.contents import Form, Source, contents_of, contents_of_files, is_huggingface
-from lightning_seqpar.checkpoint.convert import check_free, open_source, write_checkpoint
+from lightning_seqpar.checkpoint.convert import (
+    check_free,
+    contents_of,
+    contents_of_files,
+    is_huggingface,
+    open_source,
+    write_checkpoint,
+)
+from lightning_seqpar.checkpoint.folder import Form, Source
 from lightning_seqpar.cli.arguments import told
 from lightning_seqpar.cli.report import human, render_contents, render_tensors
 

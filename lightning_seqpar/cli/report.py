@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_seqpar.checkpoint.contents import Contents
+    from lightning_seqpar.checkpoint.convert import Contents
     from lightning_seqpar.verify.describe import Description
 
 

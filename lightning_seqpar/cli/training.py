@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_seqpar.cli.arguments import INSTALL, cause_of
-from lightning_seqpar.strategy.refusals import VERBOSE, is_verbose
+from lightning_seqpar.strategy.ending import VERBOSE, is_verbose
 from lightning_seqpar.user_input import nearest
 
 _UNKNOWN = re.compile(

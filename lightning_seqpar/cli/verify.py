@@ -19,8 +19,7 @@ from torch import nn
 
 from lightning_seqpar.cli.arguments import add_model_arguments, cause_of, config_of
 from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.init.model_source import TargetModel, batch_named, function_named, load_target
-from lightning_seqpar.init.shrink import shrink
+from lightning_seqpar.init.model_source import TargetModel, batch_named, function_named, load_target, shrink
 from lightning_seqpar.public import Verification, verify_parity
 from lightning_seqpar.verify.trial_inputs import make_batch
 

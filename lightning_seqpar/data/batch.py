@@ -1,7 +1,4 @@
-"""The tensors of a batch, in whatever containers the user put them.
-
-torch's pytrees know lists, tuples, dicts and a few more. Here other mappings, sequences and dataclasses count too.
-"""
+"""The tensors of a batch in whatever containers they are: also mappings and dataclasses that torch's pytrees don't know."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
-    """Makes a batch in which each tensor is replaced by what ``change`` makes of it.
-
-    Containers are of the same types as before. One that holds no tensors is the very object of the old batch.
-    """
+    """Makes a batch with what ``change`` makes of each tensor. A container that holds none is the very object of the old batch."""
 
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -71,7 +65,6 @@ def _items(leaf: Any) -> dict[Any, Any]:
 
 
 def _with(leaf: Any, items: dict[Any, Any]) -> Any:
-    """A container of the type of ``leaf`` with other items, given as :func:`_items` returned them."""
     if isinstance(leaf, Mapping) and not isinstance(leaf, MutableMapping):
         return type(leaf)(items)  # type: ignore[call-arg]
     if isinstance(leaf, Sequence) and not isinstance(leaf, MutableSequence):

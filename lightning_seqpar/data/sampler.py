@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
@@ -13,8 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from torch.distributed import ProcessGroup
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -27,15 +31,14 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_seqpar.distributed.rng import kept_streams, share_streams
+from lightning_seqpar.distributed.rng import SavedStreams, kept_streams, share_streams
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _DRAWN_FROM_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, BatchSampler)
 """Samplers whose order follows from the states of torch's generators alone."""
 
 
-PLACE = "lightning_seqpar"
-"""Key of what a loader's state says of the place in its epoch."""
+PLACE = "lightning_seqpar"  # key of what a loader's state says of the place in its epoch
 
 
 class OrderSeed:
@@ -65,6 +68,7 @@ class ReplicaSampler(Sampler[Any]):
     def __init__(self, order: Any, groups: ParallelGroups, seed: OrderSeed, *, repeat: bool = True, place: int = 0) -> None:
         self.order, self.groups, self.seed, self.repeat, self.place = order, groups, seed, repeat, place
         self.num_replicas, self.rank = groups.size("dp"), groups.rank("dp")
+        self.sampler = self  # of a batch sampler, Lightning calls set_epoch on this attribute
         self._agreed: list[Any] | None = None
         self._began: dict[str, Any] = {}  # from which states the order of this epoch was drawn
         self._resumed: Mapping[str, Any] | None = None
@@ -86,11 +90,6 @@ class ReplicaSampler(Sampler[Any]):
             self._epoch = None
             self.set_epoch(again)
         self._resumed = place if place["items"] else None
-
-    @property
-    def sampler(self) -> ReplicaSampler:
-        """This object itself: of a batch sampler, Lightning calls ``set_epoch`` on its attribute ``sampler``."""
-        return self
 
     def set_epoch(self, epoch: int) -> None:
         """Start an epoch: call the user's sampler's ``set_epoch``, and agree on the order. Collective over all ranks."""
@@ -232,13 +231,11 @@ class _Place:
         return {"_sampler": None, "_items_done": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the loader is."""
         if self._sampler is None or self._items_done is None:
             return {PLACE: {}}
         return {PLACE: self._sampler.place_in_epoch(self._items_done())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the place in the epoch."""
         if self._sampler is not None and state[PLACE]:
             self._sampler.resume(state[PLACE])
 
@@ -258,3 +255,68 @@ def replica_workers(dataloader: DataLoader[Any], dp_rank: int) -> None:
     """Seeds worker processes by replica where Lightning would by rank, by which ranks of one replica augmented differently."""
     if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=dp_rank)
+
+
+class BroadcastLoader:
+    """A loader that is read on the first rank of each replica (``source``), which sends every batch to the others.
+
+    For iterable data sets that give each process other samples. One that gives each process a share must share by replica
+    (``strategy.dp_rank``, ``dp_size``). The states of the reader's random generators are sent with each batch, an exception of it
+    ends all ranks of the replica, and its length is theirs. Making it is collective.
+    """
+
+    def __init__(self, loader: Any, group: ProcessGroup, source: int) -> None:
+        self.loader, self._group, self._source = loader, group, source
+        box = [sized_len(loader)]
+        dist.broadcast_object_list(box, src=source, group=group)
+        self._length = box[0]
+        self._resumes = False
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):  # by which Lightning resumes a loader
+            self.state_dict, self.load_state_dict = loader.state_dict, self._resume
+
+    def __iter__(self) -> Iterator[Any]:
+        reads = dist.get_rank() == self._source
+        reader, end = self._read() if reads else None, object()
+        while True:
+            message: list[Any] = [None]
+            failed: Exception | None = None
+            if reader is not None:
+                try:
+                    batch = next(reader, end)
+                    message = [("end" if batch is end else "batch", pickle.dumps(batch), SavedStreams())]
+                except Exception as error:  # sent to the other ranks first, and raised here afterwards
+                    failed = error
+                    message = [("failed", f"{type(error).__name__}: {error}", SavedStreams())]
+            dist.broadcast_object_list(message, src=self._source, group=self._group)
+            event, value, streams = message[0]
+            if failed is not None:
+                raise failed
+            if not reads:
+                streams.restore()
+            if event == "failed":
+                raise RuntimeError(f"rank {self._source}, which reads the batches of this replica, raised {value}")
+            if event == "end":
+                return
+            yield batch if reads else pickle.loads(value)
+
+    def _read(self) -> Iterator[Any]:
+        """Iterate the user's loader: a generator, so that an error on making its iterator comes with the first batch."""
+        with kept_streams() if self._resumes else contextlib.nullcontext():
+            iterator = iter(self.loader)  # of an epoch that goes on it drew its seed before the checkpoint
+        self._resumes = False
+        yield from iterator
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        self._resumes = bool(state[PLACE].get("items"))
+        self.loader.load_state_dict(state)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"{type(self.loader).__name__} has no length on rank {self._source}, which reads it")
+        return int(self._length)
+
+    def __getattr__(self, name: str) -> Any:
+        # All other attributes (sampler, dataset, batch_size, ...) are those of the user's loader.
+        if name.startswith("__") or name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)

@@ -42,16 +42,6 @@ class TensorRef:
     offset: int
     dtype: torch.dtype
 
-    @property
-    def is_all(self) -> bool:
-        """Whether it is contiguous and begins where its storage begins. If it has as many bytes, it covers the storage."""
-        return self.offset == 0 and torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
 
 @dataclass
 class _Op:
@@ -59,7 +49,7 @@ class _Op:
 
     func: Any
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: dict[str, Any]
     out: Any
     writes: frozenset[int]  # storages that it changes in place
     overwrites: int | None  # that one of them of whose old values nothing is left
@@ -69,7 +59,6 @@ class _Op:
 
     @property
     def name(self) -> str:
-        """The name of what was called."""
         return _name(self.func)
 
     @property
@@ -78,15 +67,17 @@ class _Op:
         tags = getattr(self.func, "tags", None)
         return self.func is not _constant if tags is None else torch.Tag.nondeterministic_seeded in tags
 
+    def given(self) -> list[Any]:
+        """All that stands in its arguments."""
+        return tree_leaves((self.args, self.kwargs))
+
     def reads(self) -> set[int]:
         """The storages whose values before the operation its result depends on."""
         # The first argument is the one that an operation in place changes.
-        others = _storages((self.args[1:], dict(self.kwargs)))
-        return _storages(self.args[:1]) - {self.overwrites} | others
+        return _storages(self.args[:1]) - {self.overwrites} | _storages((self.args[1:], self.kwargs))
 
 
 def _storages(tree: Any) -> set[int]:
-    """The storages of all references in a tree."""
     return {leaf.storage for leaf in tree_leaves(tree) if isinstance(leaf, TensorRef)}
 
 
@@ -116,7 +107,7 @@ class DeferredInit(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs, out))):
-            ref_args, ref_kwargs = tree_map(self._refer, args), tree_map(self._refer, kwargs)
+            ref_args, ref_kwargs = tree_map(self._refer, (args, kwargs))
             known = len(self._storages)
             ref_out = tree_map(self._refer, out)
             made = list(self._storages)[known:]
@@ -131,7 +122,6 @@ class DeferredInit(TorchDispatchMode):
         return out
 
     def _note(self, op: _Op, made: Iterable[int] = ()) -> None:
-        """Record an operation, which made the storages ``made``."""
         if op.is_random:
             self._note_stream(op)
         self._ops.append(op)
@@ -142,7 +132,7 @@ class DeferredInit(TorchDispatchMode):
 
     def _note_stream(self, op: _Op) -> None:
         """Note which generator a random operation draws from, and how the generator came to its present state."""
-        passed = [leaf for leaf in tree_leaves((op.args, dict(op.kwargs))) if isinstance(leaf, torch.Generator)]
+        passed = [leaf for leaf in op.given() if isinstance(leaf, torch.Generator)]
         op.stream = generator_id(passed[0]) if passed else 0
         generator = self._generators.setdefault(op.stream, passed[0] if passed else torch.default_generator)
         state = generator.get_state()
@@ -157,32 +147,27 @@ class DeferredInit(TorchDispatchMode):
 
     def note_constant(self, out: Tensor, value: Tensor) -> None:
         """Records a meta tensor that was made of numbers, which the meta device does not keep, with them."""
-        known = len(self._storages)
         ref = self.ref(out)
-        self._note(_Op(_constant, (value,), {}, ref, frozenset(), None), list(self._storages)[known:])
+        self._note(_Op(_constant, (value,), {}, ref, frozenset(), None), [ref.storage])
 
     @property
     def shared(self) -> tuple[list[Tensor], list[Tensor]]:
         """The parts of the record that may differ between ranks: states of generators, and tensors of given numbers."""
-        return self._states, [
-            leaf for op in self._ops for leaf in tree_leaves((op.args, dict(op.kwargs))) if isinstance(leaf, Tensor)
-        ]
+        return self._states, [leaf for op in self._ops for leaf in op.given() if isinstance(leaf, Tensor)]
 
     @shared.setter
     def shared(self, states_and_numbers: tuple[list[Tensor], list[Tensor]]) -> None:
-        self._states = states_and_numbers[0]
-        numbers = iter(states_and_numbers[1])
+        self._states, numbers = states_and_numbers[0], iter(states_and_numbers[1])
         for op in self._ops:
-            op.args, op.kwargs = tree_map(lambda x: next(numbers) if isinstance(x, Tensor) else x, (op.args, dict(op.kwargs)))
+            op.args, op.kwargs = tree_map(lambda x: next(numbers) if isinstance(x, Tensor) else x, (op.args, op.kwargs))
 
     def digest(self) -> str:
         """A digest of the record without :attr:`shared`, to compare it over ranks."""
         digest = hashlib.sha256()
         for op in self._ops:
-            leaves = tree_leaves((op.args, dict(op.kwargs)))
             plain = [
                 (leaf.shape, str(leaf.dtype)) if isinstance(leaf, TensorRef | Tensor) else repr(leaf)
-                for leaf in leaves
+                for leaf in op.given()
                 if not isinstance(leaf, torch.Generator)
             ]
             digest.update(repr((op.name, plain)).encode())
@@ -207,17 +192,16 @@ class DeferredInit(TorchDispatchMode):
         ``elsewhere`` has the storages that files fill: the name of the tensor there, and how many operations came before.
         """
         needed = self._needed({ref.storage for ref in wanted})
-        for at, (op, is_needed) in enumerate(zip(self._ops, needed, strict=True)):
-            taken = (op.reads() - op.writes) & elsewhere.keys() if is_needed else set()
-            if taken := {key for key in taken if at >= elsewhere[key][1]}:
+        for at, op in enumerate(self._ops):
+            read = op.reads() - op.writes if needed[at] else set()
+            if taken := [elsewhere[key][0] for key in read & elsewhere.keys() if at >= elsewhere[key][1]]:
                 raise ValueError(
-                    f"{elsewhere[next(iter(taken))][0]}: weights_from gives its numbers, and {op.name} has made another tensor of "
+                    f"{taken[0]}: weights_from gives its numbers, and {op.name} has made another tensor of "
                     "it since, which would have those of the initialisation (a trained copy, such as PEFT's modules_to_save, or a "
                     "resized layer?); make the model outside torch.device('meta') and load it whole"
                 )
-            if is_needed and (unknown := op.reads() - op.writes - self._filled):
-                leaves = tree_leaves((op.args, dict(op.kwargs)))
-                refs = [leaf for leaf in leaves if isinstance(leaf, TensorRef) and leaf.storage in unknown]
+            if unknown := read - self._filled:
+                refs = [leaf for leaf in op.given() if isinstance(leaf, TensorRef) and leaf.storage in unknown]
                 raise ValueError(
                     f"a model of the meta device: {op.name} reads a tensor of shape {list(refs[0].shape)} whose numbers are not "
                     "known (made outside configure_model, or of numbers that the meta device forgot); make it with its numbers "
@@ -232,7 +216,9 @@ class DeferredInit(TorchDispatchMode):
 
     def _covered_by(self, ref: TensorRef) -> int | None:
         """The storage of which a tensor is all; None if it is a part of one."""
-        return ref.storage if ref.is_all and ref.nbytes == self._storages[ref.storage].nbytes() else None
+        nbytes = torch.Size(ref.shape).numel() * ref.dtype.itemsize
+        is_contiguous = torch.empty_strided(ref.shape, ref.stride, device="meta").is_contiguous()
+        return ref.storage if is_contiguous and nbytes == self._storages[ref.storage].nbytes() else None
 
     def __enter__(self) -> DeferredInit:
         self._depth += 1
@@ -265,11 +251,11 @@ class DeferredInit(TorchDispatchMode):
         return storage_id(tensor) in self._filled
 
     def replay(self, wanted: Iterable[TensorRef], take: Callable[[int, Callable[[TensorRef], Tensor]], None]) -> None:
-        """Does what was recorded on real tensors, so far as ``wanted`` depends on it.
+        """Does what was recorded on real tensors, so far as ``wanted`` depends on it; a storage exists from its first use to
+        its last.
 
-        A storage exists only from the first operation that uses it to the last. ``take`` is called once for each storage of wanted
-        tensors, when it has its final values: with its id and a function from a reference into it to the real tensor, which must
-        not be used after the call.
+        ``take`` is called once for each storage of wanted tensors, when it has its final values: with its id and a function
+        from a reference into it to the real tensor, which must not be used after the call.
         """
         wanted_storages = {ref.storage for ref in wanted}
         needed = self._needed(wanted_storages)
@@ -342,15 +328,11 @@ def _as_recorded(op: _Op, ref: TensorRef, made: Tensor) -> Tensor:
 
 
 def _name(func: Any) -> str:
-    """The name of an operation or function, without its overload."""
     return func.__name__ if inspect.isfunction(func) else str(func.name()).split("::")[-1].split(".")[0]
 
 
 class _HiddenCalls(TorchFunctionMode):
-    """A function mode that records what the meta device leaves no operation of.
-
-    Some functions of ``torch.nn.init`` return at once for a meta tensor, and tensors that are made of numbers in Python lose them.
-    """
+    """Records what the meta device leaves no operation of: some calls of ``torch.nn.init``, and tensors made of numbers."""
 
     def __init__(self, recorder: DeferredInit) -> None:
         super().__init__()
@@ -382,7 +364,6 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 def _fresh(ref: TensorRef) -> Tensor:
-    """A new tensor of zeros like the one that was recorded."""
     return torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype).zero_()
 
 
@@ -402,4 +383,4 @@ def _run(op: _Op, tensor: Callable[[TensorRef], Tensor], generators: Mapping[int
         return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value
 
     with default_dtype(op.dtype):
-        return op.func(*tree_map(real, op.args), **tree_map(real, dict(op.kwargs)))
+        return op.func(*tree_map(real, op.args), **tree_map(real, op.kwargs))

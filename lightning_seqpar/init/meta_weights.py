@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.init.deferred import DeferredInit, TensorRef
-from lightning_seqpar.init.weight_files import TensorFiles
 from lightning_seqpar.layout.linear_kind import is_adapted
 from lightning_seqpar.layout.param_layout import ParamLayout, Shard, empty_on_cpu, local_rows, rows_held
 from lightning_seqpar.parallel.sharded_model import ShardedModel
@@ -25,17 +25,11 @@ _SOURCE = "_seqpar_weights"  # the attribute of a module on the meta device that
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-class _Source(str):
-    """The path of a module's weights, and which tensors the module had under which names when :func:`weights_from` was called.
-
-    Later a wrapper or an adapter may change the names. ``since`` counts the operations that :class:`DeferredInit` had recorded.
-    """
-
-    def __new__(cls, path: str, tensors: dict[str, Tensor], since: int) -> _Source:
-        return super().__new__(cls, path)
+class _Source:
+    """The path of a module's weights, its tensors by their names then, and how many operations were recorded until then."""
 
     def __init__(self, path: str, tensors: dict[str, Tensor], since: int) -> None:
-        self.tensors, self.since = tensors, since
+        self.path, self.tensors, self.since = path, tensors, since
         # Kept alive, so that no other storage gets the same id: a cast gives a parameter another storage.
         self.storages = {storage_id(tensor): (name, tensor.untyped_storage()) for name, tensor in tensors.items()}
         self._versions = {name: tensor._version for name, tensor in tensors.items()}
@@ -44,19 +38,17 @@ class _Source(str):
             self._names[id(tensor)].append(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Source:
-        copied = _Source(str(self), copy.deepcopy(self.tensors, memo), self.since)
+        copied = _Source(self.path, copy.deepcopy(self.tensors, memo), self.since)
         copied._versions.update(dict.fromkeys(self.changed(), -1))
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Source, (str(self), self.tensors, self.since)
+        return _Source, (self.path, self.tensors, self.since)
 
     def names(self, tensor: Tensor) -> list[str]:
-        """The names that a tensor had in the module."""
         return self._names.get(id(tensor), [])
 
     def changed(self) -> list[str]:
-        """The names of tensors that were changed in place since."""
         return [name for name, tensor in self.tensors.items() if tensor._version != self._versions[name]]
 
 
@@ -84,37 +76,88 @@ def weights_from(module: _Module, path: str | Path) -> _Module:
     files = WeightFiles(path, module)
     files.check()
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    filled = {name: tensor for name, tensor in tensors if files.has(name)}
     with torch.no_grad():
-        for name, tensor in {id(tensor): (name, tensor) for name, tensor in filled.items()}.values():
-            if not tensor.is_meta:
+        for name, tensor in tensors:
+            if not tensor.is_meta and files.has(name):
                 tensor.copy_(files.read(name))
-    if any(tensor.is_meta for tensor in filled.values()):
-        meta = {name: tensor for name, tensor in filled.items() if tensor.is_meta}
+    if meta := {name: tensor for name, tensor in tensors if tensor.is_meta and files.has(name)}:
         module.__dict__[_SOURCE] = _Source(str(path), meta, DeferredInit.count())
     return module
 
 
-class WeightFiles(TensorFiles):
-    """Reads safetensors files by the names that their tensors have in a module.
+class WeightFiles:
+    """Reads a safetensors file, those of an index, or a folder with either, by the names that their tensors have in a module.
 
-    Where it is a Hugging Face model, files may also use the names that its library writes.
+    A Hugging Face model's files may also use the names that its library writes. Without a module, names are those in the files.
     """
 
-    def __init__(self, path: str | Path, module: nn.Module) -> None:
-        super().__init__(path)
-        self._module = module
+    def __init__(self, path: str | Path, module: nn.Module | None = None) -> None:
+        self.path = Path(path)
+        self._files = self._find()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file in sorted(set(self._files.values())):
+            with self._open(file) as opened:
+                self._shapes.update({key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()})  # noqa: SIM118
+        self._module: Any = module
         self._renamed: dict[str, str] = {}
         self._converted: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
         if hasattr(module, "base_model_prefix") and hasattr(module, "config"):
             self._read_mapping()
 
+    def _find(self) -> dict[str, Path]:
+        path = self.path
+        if path.is_dir():
+            usual = [f for f in ("model.safetensors.index.json", "model.safetensors") if (path / f).is_file()]
+            others = sorted(file.name for file in path.glob("*.safetensors"))
+            if not usual and len(others) != 1:
+                raise ValueError(
+                    f"weights_from: {str(path)!r} holds no model.safetensors and no model.safetensors.index.json (there is: "
+                    f"{', '.join(sorted(f.name for f in path.iterdir())[:5]) or 'nothing'}); save the model with "
+                    "save_pretrained, which writes them"
+                )
+            path = path / (usual or others)[0]
+        if not path.is_file():
+            raise ValueError(f"weights_from: {str(path)!r} does not exist; give a safetensors file, its index, or a folder")
+        if path.name.endswith(".json"):
+            index = json.loads(path.read_text())
+            if not isinstance(index, Mapping) or not isinstance(index.get("weight_map"), Mapping):
+                raise ValueError(f"weights_from: {str(path)!r} has no 'weight_map'; give a model.safetensors.index.json")
+            files = {key: path.parent / name for key, name in index["weight_map"].items()}
+            if missing := sorted({file.name for file in files.values() if not file.is_file()}):
+                raise ValueError(f"weights_from: {str(path)!r} names {missing[0]}, which is not beside it")
+            return files
+        if path.suffix != ".safetensors":
+            raise ValueError(f"weights_from: {str(path)!r} is no safetensors file; save the model with save_pretrained")
+        with self._open(path) as opened:
+            return dict.fromkeys(opened.keys(), path)
+
+    @staticmethod
+    def _open(file: Path) -> Any:
+        """Open one file; raises ValueError if it can't be read, and ImportError without the extra ``hf``."""
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError:
+            raise ImportError("reading weights needs safetensors: pip install 'lightning-seqpar[hf]'") from None
+        try:
+            return safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"weights_from: {str(file)!r} can't be read: {error}") from None
+
+    def contents(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor, by its name in the files."""
+        return {key: (self._shapes[key], self._dtype(key)) for key in self._files}
+
+    def _dtype(self, key: str) -> torch.dtype:
+        with self._open(self._files[key]) as opened:
+            if not self._shapes[key]:
+                return opened.get_tensor(key).dtype  # type: ignore[no-any-return]
+            return opened.get_slice(key)[:0].dtype  # type: ignore[no-any-return]
+
     def _read_mapping(self) -> None:
         """Finds what has another name in a Hugging Face model's files, or is made of several tensors there (stacked experts)."""
         from transformers import conversion_mapping, core_model_loading
 
-        model: Any = self._module
-        transforms: list[Any] = list(conversion_mapping.get_model_conversion_mapping(model))
+        transforms: list[Any] = list(conversion_mapping.get_model_conversion_mapping(self._module))
         converters = [each for each in transforms if isinstance(each, core_model_loading.WeightConverter)]
         renamings = [each for each in transforms if each not in converters]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -128,23 +171,22 @@ class WeightFiles(TensorFiles):
     def _names(self, name: str) -> list[str]:
         """A name of the module with and without the prefix that its library gives the base model."""
         prefix = getattr(self._module, "base_model_prefix", "")
-        if not prefix:
-            return [name]
-        return [name, name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"]
+        short = name.removeprefix(f"{prefix}.")
+        return [name, short if short != name else f"{prefix}.{name}"] if prefix else [name]
 
     def _key(self, name: str) -> str | None:
         """The name in the files of the tensor that is the module's ``name``; None if there is no such tensor."""
         keys = (self._renamed.get(candidate, candidate) for candidate in self._names(name))
         return next((key for key in keys if key in self._files), None)
 
-    def _parts(self, name: str) -> tuple[str, Any, list[tuple[str, str]]] | None:
-        """Returns the library's name, the converter, patterns and names in the files, if ``name`` is made of several tensors."""
-        found = next((one for one in self._names(name) if one in self._converted), None)
-        return None if found is None else (found, *self._converted[found])
+    def _parts(self, name: str) -> tuple[str, Any, list[tuple[str, str]]]:
+        """Returns the library's name, the converter, patterns and names in the files, of what is made of several tensors."""
+        found = next(one for one in self._names(name) if one in self._converted)
+        return found, *self._converted[found]
 
     def has(self, name: str) -> bool:
         """Whether the files hold the module's tensor ``name``."""
-        return self._key(name) is not None or self._parts(name) is not None
+        return self._key(name) is not None or any(one in self._converted for one in self._names(name))
 
     def check(self) -> None:
         """Raises ValueError unless the files hold every parameter, with its shape."""
@@ -164,7 +206,13 @@ class WeightFiles(TensorFiles):
                 "its state_dict() by safetensors.torch.save_model"
             )
         for tied in names.values():
-            self._check_tied(tied)
+            first, *others = dict.fromkeys(key for name in tied if (key := self._key(name)) is not None) or [""]
+            for key in others:
+                if not torch.equal(self._read_key(first), self._read_key(key)):
+                    raise ValueError(
+                        f"weights_from: {str(self.path)!r} holds {first} and {key}, which differ, and the model ties them; set "
+                        "tie_word_embeddings to false in its config if they were trained apart"
+                    )
         for parameter, key in keys.items():
             shape = tuple(parameter.shape)
             if key is not None and self._shapes[key] != shape:
@@ -173,31 +221,25 @@ class WeightFiles(TensorFiles):
                     f"{names[parameter][0]} has {list(shape)}; it belongs to another configuration"
                 )
 
-    def _check_tied(self, names: list[str]) -> None:
-        """Raise ValueError if a parameter that the module has under several names has different values in the files."""
-        first, *others = dict.fromkeys(key for name in names if (key := self._key(name)) is not None) or [""]
-        for key in others:
-            if not torch.equal(self._read_key(first), self._read_key(key)):
-                raise ValueError(
-                    f"weights_from: {str(self.path)!r} holds {first} and {key}, which differ, and the model ties them; set "
-                    "tie_word_embeddings to false in its config if they were trained apart"
-                )
-
     def _read_key(self, key: str) -> Tensor:
-        """Read a whole tensor by its name in the files."""
         with self._open(self._files[key]) as opened:
             return opened.get_tensor(key)  # type: ignore[no-any-return]
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that the module's tensor ``name`` has in the files."""
-        key, parts = self._key(name), self._parts(name)
-        return self._dtype(key if key is not None or parts is None else parts[2][0][1])
+        key = self._key(name)
+        return self._dtype(self._parts(name)[2][0][1] if key is None else key)
 
     def read(self, name: str, shard: Shard | None = None, rank: int = 0) -> Tensor:
         """Reads the module's tensor ``name``, or a rank's part of it: nothing else, unless it is made of several tensors."""
         key = self._key(name)
-        if key is None:
-            whole = self._convert(name)
+        if key is None:  # it is made of several tensors of the files
+            target, converter, sources = self._parts(name)
+            fresh = converter.copy(converter.source_patterns, converter.target_patterns, operations=converter.operations)
+            for pattern, part in sources:
+                fresh.add_tensor(target, part, pattern, self._read_key(part))
+            converted = fresh.convert(target, model=self._module, config=self._module.config)[target]
+            whole: Tensor = converted[0] if isinstance(converted, list) else converted
             return whole if shard is None else shard.take(whole, rank)
         if shard is None:
             return self._read_key(key)
@@ -206,18 +248,6 @@ class WeightFiles(TensorFiles):
             before = (slice(None),) * shard.dim
             ranges = [(*before, slice(start, stop)) for start, stop in shard.ranges[rank]]
             return shard.join([sliced[indices] for indices in ranges])
-
-    def _convert(self, name: str) -> Tensor:
-        """Make the module's tensor ``name`` of several tensors of the files."""
-        parts = self._parts(name)
-        assert parts is not None
-        target, converter, sources = parts
-        fresh = converter.copy(converter.source_patterns, converter.target_patterns, operations=converter.operations)
-        for pattern, key in sources:
-            with self._open(self._files[key]) as opened:
-                fresh.add_tensor(target, key, pattern, opened.get_tensor(key))
-        converted = fresh.convert(target, model=self._module, config=self._module.config)[target]
-        return converted[0] if isinstance(converted, list) else converted  # type: ignore[no-any-return]
 
 
 # ---- models without numbers ------------------------------------------------------------------------------------
@@ -234,9 +264,8 @@ class _Place:
 
 
 class LateWeights:
-    """Gives values to the meta tensors of a model; made before the model is changed in any way.
-
-    ``recorder`` has the record of its initialisation, if there is one, and ``state`` weights of a checkpoint, which come first.
+    """Gives values to the meta tensors of a model; made before the model is changed in any way: from ``state``, a checkpoint's
+    weights, from files, or from ``recorder``, which has the record of its initialisation.
     """
 
     def __init__(
@@ -244,7 +273,7 @@ class LateWeights:
     ) -> None:
         self._model, self._state = model, state or {}
         self._sources: dict[str, tuple[_Source, WeightFiles]] = {
-            name: (source, WeightFiles(source, module))
+            name: (source, WeightFiles(source.path, module))
             for name, module in model.named_modules()
             if (source := module.__dict__.get(_SOURCE)) is not None
         }
@@ -297,7 +326,6 @@ class LateWeights:
             initialize()
 
     def _is_blank(self, tensor: Tensor) -> bool:
-        """Whether a meta tensor gets no values from the record."""
         return tensor.is_meta and not self.recorder.fills(tensor)
 
     def check(self) -> None:
@@ -314,7 +342,7 @@ class LateWeights:
             for _, source, files, inner in self._around(place.name):
                 if isinstance(tensor, nn.Parameter) and files.has(inner):  # another one than files were to fill
                     raise ValueError(
-                        f"{place.name}: it came after weights_from({str(source)!r}), which holds numbers of that name; change "
+                        f"{place.name}: it came after weights_from({source.path!r}), which holds numbers of that name; change "
                         "layers (a resized embedding, a new head) before weights_from, or make the model outside "
                         "torch.device('meta')"
                     )
@@ -368,13 +396,11 @@ class LateWeights:
                 continue
             if (path, name) in self._changed:
                 raise ValueError(
-                    f"{place.name}: it was changed in place after weights_from({str(source)!r}), whose numbers are read later "
+                    f"{place.name}: it was changed in place after weights_from({source.path!r}), whose numbers are read later "
                     "and would undo that; change weights in the files, or make the model outside torch.device('meta')"
                 )
             return files, name
         return None
-
-    # ---- filling ---------------------------------------------------------------------------------------------
 
     def fill_buffers(self) -> None:
         """Give tensors that are no parameters their values, whole, before the model is sharded."""
@@ -414,7 +440,6 @@ class LateWeights:
             self.recorder.replay([place.ref for places in drawn.values() for place in places], draw)
 
     def _read(self, place: _Place, layout: ParamLayout | None, rank: int) -> bool:
-        """Fills a tensor from the checkpoint or a file; returns whether one of them has it."""
         if place.name in self._state:
             whole = self._state[place.name]
             _set(place, whole if layout is None else layout.take(whole, rank))

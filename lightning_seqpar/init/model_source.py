@@ -1,4 +1,4 @@
-"""The model that ``seqpar plan`` and ``seqpar verify`` are given: of a YAML file, a Hugging Face folder, or a factory."""
+"""The model that ``seqpar plan`` and ``verify`` are given: of a YAML file, a Hugging Face folder or a factory; a small one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import copy
 import functools
 import importlib
 import json
+import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,116 @@ from torch import nn
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.plan.sharding_plan import parse_yaml
 from lightning_seqpar.user_input import cause_of, name_error, nearest, read_text, shown
+
+HEAD_DIM = 8  # features of a head in a shrunken model
+
+_VOCABULARY = 256
+_BLOCKS = 2
+
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "n_heads")
+_WIDTH = ("hidden_size", "n_embd", "d_model", "dim", "hidden_dim")
+_WIDTHS = (
+    "intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size", "hidden_dim", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "word_embed_proj_dim", "embedding_size",
+    "q_lora_rank", "kv_lora_rank", "intermediate_size_mlp", "dense_intermediate_size",
+)  # fmt: skip
+"""Fields that are scaled as the width is."""
+
+_OF_HEADS = (
+    "head_dim", "d_kv", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rotary_dim", "global_head_dim",
+)  # fmt: skip
+"""Fields that are features of one head, or a part of them."""
+
+_DEPTHS = (
+    "num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "n_layers",
+    "num_encoder_layers",
+)  # fmt: skip
+
+
+def shrink(config: Any, *, width: bool = True) -> list[str]:
+    """Makes a configuration of Hugging Face's small, in place; lists what was changed, as ``hidden_size 4096 → 256``.
+
+    Heads get 8 features, and other widths (if ``width``) shrink alike; the vocabulary keeps its remainder of 64, and as many blocks
+    stay as show every kind. Numbers of heads and experts stay: how they meet the ranks is what a trial is about.
+    """
+    changes: list[str] = []
+    for one in _with_parts(config):
+        if width:
+            _shrink_width(one, changes)
+        _shrink_depth(one, changes)
+    return list(dict.fromkeys(changes))
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    """A configuration and those that stand in it, such as ``text_config``."""
+    yield config
+    for name in getattr(config, "sub_configs", {}):
+        part = getattr(config, name, None)
+        if part is not None:
+            yield from _with_parts(part)
+
+
+def _own(config: Any, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    """Fields of these names that a configuration itself has as positive numbers."""
+    for name in names:
+        value = vars(config).get(name)
+        if type(value) is int and value > 0:
+            yield name, value
+
+
+def _set(config: Any, name: str, value: Any, changes: list[str]) -> None:
+    before = getattr(config, name)
+    if before != value:
+        setattr(config, name, value)
+        if not isinstance(value, list | dict):
+            changes.append(f"{name} {before} → {value}")
+
+
+def _shrink_width(config: Any, changes: list[str]) -> None:
+    heads = next((value for _, value in _own(config, _HEADS)), None)
+    width_name, width = next(_own(config, _WIDTH), ("", 0))
+    if heads is not None and width:
+        per_head = next((value for name, value in _own(config, ("head_dim", "d_kv"))), width // heads)
+        nope = vars(config).get("qk_nope_head_dim")
+        per_head = nope if isinstance(nope, int) and nope > 0 else per_head
+        # A model as small as that already would grow.
+        scale = min(1.0, HEAD_DIM / max(1, per_head))
+        for name, value in _own(config, _OF_HEADS):
+            _set(config, name, max(2, 2 * round(value * scale / 2)), changes)
+        unit = heads if width % heads == 0 else 1
+        _set(config, width_name, max(unit, unit * round(width * scale / unit)), changes)
+        for name, value in _own(config, _WIDTHS):
+            if name != width_name:
+                step = math.gcd(value, 16)
+                _set(config, name, max(step, step * round(value * scale / step)), changes)
+        _shrink_sections(config, scale)
+
+
+def _shrink_depth(config: Any, changes: list[str]) -> None:
+    for name, value in _own(config, ("vocab_size",)):
+        _set(config, name, min(value, _VOCABULARY + value % 64), changes)
+        for special, token in list(vars(config).items()):
+            if special.endswith("token_id") and isinstance(token, int) and token >= config.vocab_size:
+                setattr(config, special, config.vocab_size - 1)
+    kinds = [value for name, value in vars(config).items() if name.endswith("layer_types") and isinstance(value, list)]
+    showing_all = [max(one.index(kind) for kind in set(one)) + 1 for one in kinds if one]
+    for name, value in _own(config, _DEPTHS):
+        blocks = min(value, max([_BLOCKS, *showing_all]))
+        lists = [key for key, one in vars(config).items() if isinstance(one, list) and len(one) == value]
+        _set(config, name, blocks, changes)
+        for key in lists:
+            setattr(config, key, getattr(config, key)[:blocks])
+
+
+def _shrink_sections(config: Any, scale: float) -> None:
+    """Scale the sections of a rotary embedding, which must add up to half a head."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = vars(config).get(name)
+        if isinstance(rope, dict) and isinstance(rope.get("mrope_section"), list):
+            half = HEAD_DIM // 2
+            sections = [max(1, round(one * scale)) for one in rope["mrope_section"]]
+            sections[-1] += half - sum(sections)
+            setattr(config, name, {**rope, "mrope_section": sections})
 
 
 @dataclass
@@ -51,17 +162,10 @@ def load_target(
 ) -> TargetModel:
     """Makes the model that ``target`` names, on the meta device where its code allows that.
 
-    Args:
-        target: the path of a YAML file of Lightning's command line, the folder of a Hugging Face model (or its
-            ``config.json``), or ``package.module:factory``, a class or function that takes no arguments.
-        dtype: the dtype of the parameters; None for the model's own.
-        memory: make it on the CPU, with numbers.
-        change: is called with the configuration of a Hugging Face folder before its model is made.
-        foreign: allow a YAML file to name a strategy that is not ours.
-
-    Raises:
-        ValueError: if the target names no model, or the model can't be made.
-        ImportError: without the extra that the target needs.
+    That is a YAML file of Lightning's command line, the folder of a Hugging Face model (or its ``config.json``), of whose
+    configuration ``change`` may make another one, or ``package.module:factory``, which takes no arguments. With ``memory`` it is
+    made on the CPU, with numbers; with ``foreign`` a YAML file may name a strategy that is not ours. Raises ValueError if the
+    target names no model, or it can't be made, and ImportError without the extra that it needs.
     """
     path = Path(target)
     is_folder = path.is_dir() or path.name == "config.json"
@@ -143,10 +247,7 @@ def batch_named(path: str | None, target: TargetModel) -> Any:
 
 
 def model_from_folder(
-    folder: Path,
-    dtype: torch.dtype | None = None,
-    memory: bool = False,
-    change: Callable[[Any], Any] | None = None,
+    folder: Path, dtype: torch.dtype | None = None, memory: bool = False, change: Callable[[Any], Any] | None = None
 ) -> nn.Module:
     """Makes the model of a Hugging Face folder's ``config.json`` as :func:`load_target` does; no weights are read."""
     file = folder / "config.json"
@@ -211,7 +312,12 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
     target.strategy, target.fields = _strategy_of(trainer.get("strategy"), file, foreign)
     if "data" in data or (isinstance(model, LightningModule) and is_overridden("train_dataloader", model)):
         try:
-            target.batch = _first_batch(data["data"]) if "data" in data else next(iter(model.train_dataloader()))
+            loads: Any = model
+            if "data" in data:
+                loads = _instance(LightningDataModule, "data", data["data"])()
+                loads.prepare_data()
+                loads.setup("fit")
+            target.batch = next(iter(loads.train_dataloader()))
         except Exception as error:  # of the user's data code: noted, since the plan can be shown without a batch
             target.notes.append(
                 f"the first training batch can't be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -229,14 +335,6 @@ def _instance(kind: type, name: str, settings: Any) -> Callable[[], Any]:
     parser.add_subclass_arguments(kind, name)
     parsed = parser.parse_object({name: settings})
     return lambda: getattr(parser.instantiate_classes(parsed), name)
-
-
-def _first_batch(settings: Any) -> Any:
-    """The first training batch of the data module that a YAML file describes."""
-    data = _instance(LightningDataModule, "data", settings)()
-    data.prepare_data()
-    data.setup("fit")
-    return next(iter(data.train_dataloader()))
 
 
 def _strategy_of(setting: Any, file: Path, foreign: bool) -> tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]:
@@ -265,7 +363,6 @@ def _strategy_of(setting: Any, file: Path, foreign: bool) -> tuple[tuple[str, di
 
 
 def _mapping(value: Any, name: str, file: Path) -> dict[str, Any]:
-    """Copies a mapping below ``trainer.strategy`` of a YAML file; empty for nothing, ValueError for anything else."""
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{file}: {name}={shown(value)} of trainer.strategy is no mapping; write arguments by name, as tp: 2")
     return dict(value or {})

@@ -39,7 +39,7 @@ from lightning_seqpar.parallel.sharded_model import (
     record_of,
     refuse_copies,
 )
-from lightning_seqpar.pipeline.held_parameters import from_holder
+from lightning_seqpar.pipeline.cut import from_holder
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.hooks import begin_on_shards, draw_alike, end_on_shards, return_whole
 from lightning_seqpar.region.sequence_region import SequenceRegion

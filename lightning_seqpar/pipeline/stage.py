@@ -16,9 +16,9 @@ if each were a stage of its own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,17 +29,14 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.rng import SavedStreams, StageStreams
-from lightning_seqpar.pipeline.cut import Cut, CutStack
-from lightning_seqpar.pipeline.held_parameters import HeldParameters
-from lightning_seqpar.pipeline.link import Link, Message, from_stage, refuse_nested
+from lightning_seqpar.pipeline.cut import Cut, CutStack, HeldParameters, Link, Message, from_stage, refuse_nested
 from lightning_seqpar.region.hooks import find_argument, put_argument
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 class StageEndError(Exception):
-    """The user's step came to a block of a stage behind: what follows runs there. No error, but a way out of the step.
-
-    An ``Exception``, since torch calls hooks that must end what others began for those alone.
+    """The user's step came to a block of a stage behind: what follows runs there. No error, but a way out of the step, and an
+    ``Exception``, since torch calls hooks that must end what others began for those alone.
     """
 
     def __init__(self) -> None:
@@ -66,8 +63,6 @@ class _HandOn(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """Forward: the activation that a stage before has sent. Backward: send its gradient back."""
-
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, came: list[Tensor], link: Link, message: Message) -> Tensor:
         ctx.link, ctx.message = link, message
@@ -139,6 +134,9 @@ class Stage(HeldParameters):
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._install()
         self.leave_out(device)
+
+    def __deepcopy__(self, memo: Any) -> Stage:
+        return self  # the hooks of a copied model, as those of the model
 
     def _links(self, groups: ParallelGroups) -> tuple[Link | None, Link | None]:
         """The ways to the stage before and to the one behind; the first and the last are neighbours where there are more chunks."""
@@ -220,7 +218,7 @@ class Stage(HeldParameters):
         passed = {name: self._modules[name] for name, chunk in self._own.items() if chunk < self._chunk}
         kept = {name: vars(module).get("forward") for name, module in passed.items()}
         for name, module in passed.items():
-            module.forward = self._elsewhere_at(name, self._own[name])
+            module.forward = partial(self._elsewhere_at, name, self._own[name])
         try:
             yield
         finally:
@@ -268,23 +266,21 @@ class Stage(HeldParameters):
         blocks = self._cut.blocks
         return {at: [(blocks[c][0], blocks[c][-1]) for c in self._cut.chunks(at)] for at in range(self.count)}
 
-    # ---- the cut -----------------------------------------------------------------------------------------------
-
     def _install(self) -> None:
         for name, chunk in self._own.items():
             module, stack = self._modules[name], self._cut.stack_of(name)
             # Streams in front of all other hooks, of which some may draw; the activation behind them, in its final form.
-            self._handles.append(module.register_forward_pre_hook(self._begin_at(name, chunk), prepend=True))
+            begin, take, give = (partial(hook, name, chunk) for hook in (self._begin_at, self._take_at, self._give_at))
+            self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
             if self._cut.goes_on(chunk):
-                take = self._take_at(name, chunk, stack)
                 self._handles.append(module.register_forward_pre_hook(take, with_kwargs=True))
             if name == stack.blocks[-1]:  # in front of all other hooks, as others have it from the block's forward
-                self._handles.append(module.register_forward_hook(self._give_at(chunk, stack), prepend=True))
+                self._handles.append(module.register_forward_hook(give, prepend=True))
         for name, chunk in self._elsewhere.items():
-            self._modules[name].forward = self._elsewhere_at(name, chunk)
+            self._modules[name].forward = partial(self._elsewhere_at, name, chunk)
         for number, stack in enumerate(self._cut.stacks[:-1]):  # behind all other hooks, of which some end streams
             end = self._modules[stack.blocks[-1]]
-            self._handles.append(end.register_forward_hook(functools.partial(self._begin_between, number)))
+            self._handles.append(end.register_forward_hook(partial(self._begin_between, number)))
 
     @property
     def _switches_streams(self) -> bool:
@@ -292,30 +288,25 @@ class Stage(HeldParameters):
         return self._cut.draws and self._model.training and self._own_streams
 
     def _passes_by(self, chunk: int) -> bool:
-        """Whether a chunk of this stage is not the one that a training step runs."""
         return self._runs and chunk != self._chunk
 
-    def _begin_at(self, name: str, chunk: int) -> Callable[..., None]:
+    def _begin_at(self, name: str, chunk: int, *call: Any) -> None:
         """A pre-hook of this stage's blocks: the first that runs begins its chunk."""
-        # An encoder whose end this stage has may be left out, where its output is known (a decoder that generates).
-        waits = self._cut.goes_on(chunk) and name in self._cut.stack_of(self._cut.blocks[chunk][0]).blocks
-
-        def hook(module: nn.Module, args: Any) -> None:
-            if self._passes_by(chunk):
-                return
-            if self._runs and name in self._ran:
-                raise RuntimeError(
-                    f"stage {self.number} of {self.count}: {name} is called once more in a training step, in which the stages "
-                    "before have ended theirs. A model that runs its blocks several times in a step can't be cut; use pp=1"
-                )
-            self._ran.add(name)
-            if self._begun != chunk:
-                self._begun, self._is_awaited = chunk, waits
-                self._streams.enter_blocks()
-                if self._switches_streams:
-                    self._streams.begin_stage(chunk)
-
-        return hook
+        if self._passes_by(chunk):
+            return
+        if self._runs and name in self._ran:
+            raise RuntimeError(
+                f"stage {self.number} of {self.count}: {name} is called once more in a training step, in which the stages before "
+                "have ended theirs. A model that runs its blocks several times in a step can't be cut; use pp=1"
+            )
+        self._ran.add(name)
+        if self._begun != chunk:
+            # An encoder whose end this stage has may be left out, where its output is known (a decoder that generates).
+            waits = self._cut.goes_on(chunk) and name in self._cut.stack_of(self._cut.blocks[chunk][0]).blocks
+            self._begun, self._is_awaited = chunk, waits
+            self._streams.enter_blocks()
+            if self._switches_streams:
+                self._streams.begin_stage(chunk)
 
     def _check_beside(self, name: str, came: Sequence[float], own: Tensor) -> None:
         """What a block is given beside its activation must be the same where it runs as on the stage before."""
@@ -327,24 +318,20 @@ class Stage(HeldParameters):
                 "cache (use_cache=False), or use pp=1"
             )
 
-    def _take_at(self, name: str, chunk: int, stack: CutStack) -> Callable[..., Any]:
+    def _take_at(self, name: str, chunk: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A pre-hook of this stage's blocks: in front of the first that runs, what the stage before has made comes in."""
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not self._is_awaited or self._passes_by(chunk):
-                return None
-            self._is_awaited = False
-            assert self._before is not None
-            found = [find_argument(name, arg, args, kwargs) for arg in stack.carries]
-            beside = _beside([nothing for _, nothing in found], args, kwargs)
-            for slot, (where, nothing) in enumerate(found):
-                x, came = self._take(self._before, Message(self._micro_batch, chunk, slot), nothing)
-                if slot == 0:
-                    self._check_beside(name, came, beside)
-                args, kwargs = put_argument(where, x, args, kwargs)
-            return args, kwargs
-
-        return hook
+        if not self._is_awaited or self._passes_by(chunk):
+            return None
+        self._is_awaited = False
+        assert self._before is not None
+        found = [find_argument(name, arg, args, kwargs) for arg in self._cut.stack_of(name).carries]
+        beside = _beside([nothing for _, nothing in found], args, kwargs)
+        for slot, (where, nothing) in enumerate(found):
+            x, came = self._take(self._before, Message(self._micro_batch, chunk, slot), nothing)
+            if slot == 0:
+                self._check_beside(name, came, beside)
+            args, kwargs = put_argument(where, x, args, kwargs)
+        return args, kwargs
 
     def _take(self, link: Link, message: Message, nothing: Any) -> tuple[Tensor, list[float]]:
         """A tensor from another stage, in the place of ``nothing``, and the two numbers beside it."""
@@ -354,7 +341,6 @@ class Stage(HeldParameters):
         return _placed_as(nothing, x), came
 
     def _hand_over(self, link: Link, message: Message, x: Any, beside: Tensor | None = None) -> None:
-        """Send a tensor to another stage; while it trains its gradient comes back by what is noted."""
         if self._goes_on:
             link.send(local_of(x), message, beside=beside)
         else:
@@ -375,7 +361,7 @@ class Stage(HeldParameters):
             message = Message(self._micro_batch, chunk, slot)
             self._hand_over(self._behind, message, x, _beside(found, args, kwargs) if slot == 0 else None)
 
-    def _elsewhere_at(self, name: str, chunk: int) -> Callable[..., Any]:
+    def _elsewhere_at(self, name: str, chunk: int, *args: Any, **kwargs: Any) -> Any:
         """The forward of a block that is not run here.
 
         In front of this stage's chunk it passes by: what it returns is no number, so that nobody takes it for one; the last block
@@ -384,27 +370,23 @@ class Stage(HeldParameters):
         """
         stack = self._cut.stack_of(name)
         begins = name == self._cut.blocks[chunk][0] and self._cut.goes_on(chunk)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            x = find_argument(name, stack.arg, args, kwargs)[1]
-            if not self._goes_on and chunk > self._chunk:
-                if self._begun is None:
-                    raise self._not_begun(name)
-                if self._cut.goes_on(chunk):
-                    self._hand_on(name, chunk, stack, args, kwargs)
-                raise StageEndError
-            if self._goes_on and begins and chunk - 1 in self._chunks:
-                if self._begun != chunk - 1:
-                    raise self._not_begun(name)
+        x = find_argument(name, stack.arg, args, kwargs)[1]
+        if not self._goes_on and chunk > self._chunk:
+            if self._begun is None:
+                raise self._not_begun(name)
+            if self._cut.goes_on(chunk):
                 self._hand_on(name, chunk, stack, args, kwargs)
-            if name != stack.blocks[-1]:
-                return stack.as_returned(_nothing_like(x))
-            if self._goes_on:
-                x, *beside = self._rejoin(chunk, stack, [None] * len(stack.carries), x)
-                return stack.as_returned(x, dict(zip(stack.places, beside, strict=True)))
-            return stack.as_returned(self._from_end(chunk, stack, x))
-
-        return forward
+            raise StageEndError
+        if self._goes_on and begins and chunk - 1 in self._chunks:
+            if self._begun != chunk - 1:
+                raise self._not_begun(name)
+            self._hand_on(name, chunk, stack, args, kwargs)
+        if name != stack.blocks[-1]:
+            return stack.as_returned(_nothing_like(x))
+        if self._goes_on:
+            x, *beside = self._rejoin(chunk, stack, [None] * len(stack.carries), x)
+            return stack.as_returned(x, dict(zip(stack.places, beside, strict=True)))
+        return stack.as_returned(self._from_end(chunk, stack, x))
 
     def _not_begun(self, name: str) -> RuntimeError:
         return RuntimeError(
@@ -419,25 +401,20 @@ class Stage(HeldParameters):
         refuse_nested(x)
         return self._take(self._peers[chunk % self.count], self._end_of(stack, reader), x)[0]
 
-    def _give_at(self, chunk: int, stack: CutStack) -> Callable[..., Any]:
+    def _give_at(self, name: str, chunk: int, module: nn.Module, args: Any, out: Any) -> None:
         """A hook behind the last block of a stack, which is this stage's: other stages get what it returned."""
-
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            if self._passes_by(chunk):
-                return
-            x = out[0] if stack.returned else out
-            refuse_nested(x)
-            if self._goes_on:
-                self._rejoin(chunk, stack, [local_of(x), *(out[at] for at in stack.places)], x)
-                return
-            for reader in stack.readers:  # a copy, since what comes behind may change it in place
-                sent = local_of(x).clone()
-                self._hand_over(self._peers[reader % self.count], self._end_of(stack, reader), sent)
-
-        return hook
+        if self._passes_by(chunk):
+            return
+        stack = self._cut.stack_of(name)
+        x = out[0] if stack.returned else out
+        refuse_nested(x)
+        if self._goes_on:
+            self._rejoin(chunk, stack, [local_of(x), *(out[at] for at in stack.places)], x)
+            return
+        for reader in stack.readers:  # a copy, since what comes behind may change it in place
+            self._hand_over(self._peers[reader % self.count], self._end_of(stack, reader), local_of(x).clone())
 
     def _end_of(self, stack: CutStack, reader: int) -> Message:
-        """What carries the last output of a stack to a chunk."""
         return Message(self._micro_batch, reader, -1 - self._cut.stacks.index(stack))
 
     def _begin_between(self, number: int, *call: Any) -> None:

@@ -1,10 +1,9 @@
-"""The processes of a run, their groups, and collectives over them for Lightning."""
+"""The processes of a run, and their groups."""
 
 from __future__ import annotations
 
 import atexit
 import os
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,24 +12,20 @@ from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection,
     _distributed_is_initialized,
     _init_dist_connection,
-    _sync_ddp_if_available,
 )
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_seqpar.config import VERSION, ParallelConfig
-from lightning_seqpar.distributed.collectives import gather_from_sequence_parallel_region
-from lightning_seqpar.distributed.host import default_backend, host_device
+from lightning_seqpar.distributed.host import default_backend
 from lightning_seqpar.distributed.rendezvous import Phases, check_agreement, describe_start, keep_gloo_local, serve_store
 from lightning_seqpar.distributed.rng import share_streams
-from lightning_seqpar.nn.sharded_logits import whole_logits
-from lightning_seqpar.pipeline.link import count_channels
+from lightning_seqpar.pipeline.cut import count_channels
 from lightning_seqpar.strategy.ending import Ending
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.topology.grid import ProcessTopology
@@ -38,7 +33,7 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 class Environment:
-    """The processes of a run, their groups, and collectives over them."""
+    """The processes of a run, their groups, and what belongs to one run of the Trainer."""
 
     def __init__(self, strategy: ParallelStrategy, config: ParallelConfig) -> None:
         self.strategy, self.config, self.ending = strategy, config, Ending()
@@ -68,6 +63,11 @@ class Environment:
         return self.trainer.state.fn == TrainerFn.FITTING
 
     @property
+    def begins_window(self) -> bool:
+        """Whether the current training batch is the first of those whose gradients are accumulated."""
+        return self.trainer.fit_loop.batch_idx % self.trainer.accumulate_grad_batches == 0
+
+    @property
     def launcher(self) -> SeqParallelLauncher | None:
         """The launcher of the ranks; None before Lightning asks for it, or if somebody has put another in its place."""
         launcher = self.strategy.launcher
@@ -83,11 +83,6 @@ class Environment:
         """DDP around the model; None if nothing of it is reduced over the replicas."""
         model: Any = self.strategy._model
         return model if type(model) is DistributedDataParallel else None  # isinstance asks its metaclass
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes."""
-        return self.strategy.num_nodes  # type: ignore[attr-defined, no-any-return]
 
     @property
     def num_processes(self) -> int:
@@ -126,6 +121,11 @@ class Environment:
         """Whether an exception ends the run on ranks that may be at different places of it, so that nothing collective works."""
         return self._groups is not None and self.ending.is_apart(self.trainer, self.world)
 
+    @property
+    def answers(self) -> bool:
+        """Whether collectives over the groups work now."""
+        return self._groups is not None and not self.is_apart
+
     def share_streams(self) -> None:
         """Let the ranks of a replica share its random streams. Collective."""
         axes = self.groups.replica_axes
@@ -156,16 +156,16 @@ class Environment:
 
     def _connect(self, backend: str) -> None:
         """Connect to the other ranks, and compare what all were started with. Collective."""
-        cluster = self.strategy.cluster_environment
+        cluster, num_nodes = self.strategy.cluster_environment, self.strategy.num_nodes  # type: ignore[attr-defined]
         assert cluster is not None
         first = not _distributed_is_initialized()
         try:
             served = None
             if first:  # listen where the other ranks look for this one, and not on every interface of the node
-                place, one_node = (cluster.main_address, cluster.main_port), self.num_nodes == 1
-                keep_gloo_local(place[0], one_node=one_node)
+                keep_gloo_local(cluster.main_address, one_node=num_nodes == 1)
                 if not self.strategy.global_rank and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                    served = serve_store(*place, self.config.timeout, one_node=one_node)
+                    where = cluster.main_address, cluster.main_port
+                    served = serve_store(*where, self.config.timeout, one_node=num_nodes == 1)
             _init_dist_connection(
                 cluster,
                 backend,
@@ -186,9 +186,9 @@ class Environment:
             atexit.register(_destroy_dist_connection)
         world = dist.group.WORLD
         assert world is not None
-        if world.size() != self.num_nodes * self.num_processes:
+        if world.size() != num_nodes * self.num_processes:
             raise ValueError(
-                f"this process is one of {world.size()} ranks already, but this Trainer asks for {self.num_nodes} × "
+                f"this process is one of {world.size()} ranks already, but this Trainer asks for {num_nodes} × "
                 f"{self.num_processes}: a process belongs to one world; use the same devices and num_nodes in every Trainer "
                 "of a script, or one script for each size"
             )
@@ -202,52 +202,3 @@ class Environment:
         rank, size = self.strategy.global_rank, self.strategy.world_size
         store, *_ = next(rendezvous("env://", rank, size, timeout=self.config.timeout))
         return {"store": PrefixStore(f"attempt {attempt}", store)}
-
-    # ---- collectives for Lightning: values over the replicas, barriers and decisions over the world ---------------
-    # Before set-up, when there are no groups yet, and where the ranks are apart, each of them answers as on one process.
-
-    def reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
-        """Reduce a tensor over the replicas; the ranks of one replica have the same value. Other objects stay as they are."""
-        if not isinstance(tensor, Tensor) or self._groups is None or self.is_apart:
-            return tensor
-        tensor = whole_logits(tensor).to(self.device)
-        over = self.groups["dp"] if group is None else group
-        if not (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")):
-            return _sync_ddp_if_available(tensor, over, reduce_op=reduce_op)
-        # Not every backend has averages, and Lightning knows of gloo only where it is the group's one backend.
-        total = _sync_ddp_if_available(tensor, over, reduce_op="sum")
-        return total.div_(over.size()) if total.is_floating_point() else total.copy_(total / over.size())
-
-    def all_gather(self, tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
-        """Gather a tensor over the replicas, as :meth:`SeqParallelStrategy.all_gather` says."""
-        if self._groups is None:
-            return tensor
-        tensor = whole_logits(tensor)
-        over = self.groups["dp"] if group is None or group is dist.group.WORLD else group
-        if over.size() == 1:
-            return tensor
-        # Lightning's own takes the numbers of ranks within a group for those of the world in its backward.
-        with nullcontext() if sync_grads else torch.no_grad():
-            return gather_from_sequence_parallel_region(tensor.contiguous().unsqueeze(0), 0, over)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether ``decision`` is true on all ranks of the world, or with ``all=False`` on any."""
-        if self._groups is None or self.is_apart:
-            return decision
-        reduced = torch.tensor(int(decision), device=host_device(self.world, self.device))
-        dist.all_reduce(reduced, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self.world)
-        return bool(reduced)
-
-    def barrier(self) -> None:
-        """Wait for every rank of the world."""
-        if _distributed_is_initialized() and self._groups is not None and not self.is_apart:
-            devices = [self.device.index] if self.device.type == "cuda" else None
-            dist.barrier(group=self.world, device_ids=devices)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send an object of rank ``src`` to every rank of the world, and return it."""
-        if not _distributed_is_initialized() or self._groups is None or self.is_apart:
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src=src, group=self.world)
-        return box[0]

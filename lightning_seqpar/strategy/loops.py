@@ -1,25 +1,209 @@
-"""The start and the end of Lightning's loops: settings on which ranks must agree, and the ranks whose prediction writers write."""
+"""Lightning's loops: the data that a rank reads in them, what ranks agree on at their start and their end, and the finders.
+
+Of the batch-size finder all ranks try the same sizes, and end or go on together; of the learning-rate finder all read one loss.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
 
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.tuner.lr_finder import _LRCallback
+from lightning.pytorch.utilities.memory import is_oom_error
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.utils.data import DataLoader
 
+from lightning_seqpar.data.sampler import BroadcastLoader, OrderSeed, inject_sampler, replica_workers
 from lightning_seqpar.distributed.host import any_rank_has
 from lightning_seqpar.distributed.rendezvous import check_agreement, describe_optimizer
 from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.strategy.callbacks import share_metrics
+from lightning_seqpar.strategy.ending import exchange
 from lightning_seqpar.strategy.environment import Environment
-from lightning_seqpar.strategy.metrics import share_losses_of_finders, share_metrics
 from lightning_seqpar.strategy.steps import Steps, plain_optimizer
-from lightning_seqpar.strategy.tuning import Searches
 from lightning_seqpar.verify.guards.batch import OutputWatch
 from lightning_seqpar.verify.guards.pipeline import describe_bubble
+
+PATIENCE = timedelta(seconds=60)  # how long a rank waits for the others behind a trial
+
+
+class Searches:
+    """Lets Lightning's batch-size finder search, from the checkpoint that it saves first to the removal of that.
+
+    Behind each trial the ranks meet in the store of the world's process group, whether the trial ran or raised: a rank that ran out
+    of memory alone would try another size than the others, who wait for it in a collective of the trial. They go on if the trial
+    ended alike on all of them, and each has started as many collectives as the others of its groups.
+    """
+
+    def __init__(self, environment: Environment, steps: Steps) -> None:
+        self._env, self._steps = environment, steps
+        # The checkpoint's path: as this rank named it, and as the first did; empty for no search.
+        self._own = self._place = ""
+        self.has_tried = False  # whether a loop has begun since the ranks met
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether a search runs: one rank may have run out of memory where others end, and :meth:`meet` tells."""
+        return self._own != ""
+
+    def begin(self, filepath: Any) -> Any:
+        """Begin a search, if a checkpoint is the finder's; returns the path at which all ranks write it. Collective."""
+        if self._env.has_groups and Path(filepath).name.startswith(".scale_batch_size_"):
+            self._own, self._place = str(filepath), self._env.strategy.broadcast(str(filepath))
+            self._size: int | None = None  # of the batches of the trial, if its loader tells
+            self._largest: int | None = None  # that ran
+            self.has_tried = self._sees_batches = False  # loaders are those of the search
+            self._trials, self._end = 0, ""
+            self._outer = sys.exc_info()[1]  # somebody may search where an exception is handled
+        return self.place_of(filepath)
+
+    def place_of(self, filepath: Any) -> Any:
+        """The path of a checkpoint, of which the finder draws a name on each rank, as the first rank named it."""
+        return self._place if self.owns(filepath) else filepath
+
+    def owns(self, filepath: Any) -> bool:
+        """Whether a checkpoint is the one with which the search began."""
+        return self.is_trial and str(filepath) == self._own
+
+    def end(self) -> None:
+        """End the search."""
+        self._own = ""
+
+    def note_loader(self, dataloader: object) -> None:
+        """Note the size of the batches."""
+        if self.is_trial and self._sees_batches:
+            self._size = getattr(dataloader, "batch_size", None)
+
+    def meet(self, *, training: bool) -> None:
+        """Wait for the end of a trial on all ranks; ValueError if it ended otherwise on another, or that does not come."""
+        if not self.is_trial:
+            return
+        raised = sys.exc_info()[1]
+        error = None if raised is self._outer else raised
+        if self._end:
+            raise ValueError(self._end) from error
+        self._trials += 1
+        world, patience = self._env.world, min(PATIENCE, self._env.config.timeout / 2)
+        ended, collectives = _described(error), self._env.groups.sequence_numbers()
+        said = exchange(world, f"{self._place}, trial {self._trials}", [ended, collectives], patience)
+        if missing := [str(rank) for rank in range(world.size()) if rank not in said]:
+            names = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
+            self._refuse(ended, f"{names} did not within {patience.total_seconds():.0f} s", error)
+        for rank, (end, others) in said.items():
+            if end != ended:
+                self._refuse(ended, f"rank {rank} {end}", error)
+            if any(others[name] != collectives[name] for name in others.keys() & collectives.keys()):
+                self._refuse(ended, f"rank {rank} did so at another point of the step", error)
+        if error is None and self.has_tried and self._size is not None:
+            self._largest = max(self._size, self._largest or 0)
+        self.has_tried, self._sees_batches = False, training or not self._env.fits
+        if error is not None and is_oom_error(error):
+            self._steps.forget_step()
+
+    def _refuse(self, ended: str, others: str, error: BaseException | None) -> NoReturn:
+        """Raise ValueError: the ranks are not where they would have to be to go on."""
+        ran = (
+            "No size ran before; begin with a smaller one (init_val)"
+            if self._largest is None
+            else f"The largest that ran is {self._largest}: set the batch size to {self._largest}, and leave the finder out"
+        )
+        size = "a batch size" if self._size is None else f"batch size {self._size}"
+        self._end = (
+            f"the batch-size finder can't go on: at {size} rank {self._env.world.rank()} {ended}, and {others}, so that ranks wait "
+            f"for each other. {ran}"
+        )
+        raise ValueError(self._end) from error
+
+
+def _described(error: BaseException | None) -> str:
+    if error is None:
+        return "came to the end of the trial"
+    return "ran out of memory" if is_oom_error(error) else f"raised {type(error).__name__}"
+
+
+def share_losses_of_finders(callbacks: Sequence[Any]) -> None:
+    """Let the learning-rate finder read the loss of all replicas: by its own each rank would end the search at another step."""
+    for finder in callbacks:
+        if isinstance(finder, _LRCallback) and "on_train_batch_end" not in vars(finder):
+            vars(finder)["on_train_batch_end"] = functools.partial(_read_mean, finder.on_train_batch_end)
+
+
+def _read_mean(read: Callable[..., None], trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
+    if isinstance(outputs, Mapping) and isinstance(loss := outputs.get("loss"), Tensor):
+        outputs = {**outputs, "loss": trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")}
+    read(trainer, pl_module, outputs, *batch)
+
+
+class Loaders:
+    """Divides samples among the replicas."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._env = environment
+        self._user_sampler_flag: bool | None = None
+        self.order_seed = OrderSeed()
+        self.places: list[Any] = []  # of the training's loaders in their epoch, in the checkpoint that is restored
+        self.begin(training=False)
+
+    def take_over_samplers(self) -> None:
+        """Keep Lightning from replacing samplers by its own, which shuffles; :func:`inject_sampler` keeps the user's order."""
+        connector = self._env.trainer._accelerator_connector
+        if self._user_sampler_flag is None:
+            self._user_sampler_flag = connector.use_distributed_sampler
+        connector.use_distributed_sampler = False
+
+    def begin(self, *, training: bool) -> None:
+        """Note that Lightning is about to make the loaders of a loop."""
+        self._loaders, self._loads_training = 0, training  # how many of the loop were processed
+
+    @property
+    def _epoch_to_load(self) -> int:
+        """The epoch of which loaders are made: the next one, where a run resumes from behind the last batch of one."""
+        loop: Any = self._env.trainer.fit_loop
+        progress = loop.epoch_progress.current
+        ended = loop.restarting and loop.epoch_loop.batch_progress.is_last_batch and progress.started > progress.processed
+        return int(progress.processed + ended)
+
+    def _batches_done(self) -> int:
+        """How many batches of the epoch are done, if it is in its middle and has one loader; else 0."""
+        loop: Any = self._env.trainer.fit_loop
+        loaders, progress = loop._combined_loader, loop.epoch_loop.batch_progress
+        if loaders is None or len(loaders.flattened) != 1 or progress.is_last_batch:
+            return 0
+        done = int(progress.current.processed)
+        return done if done < self._env.trainer.num_training_batches else 0
+
+    def divide(self, dataloader: object) -> object:
+        """Divide the samples among the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
+        if isinstance(dataloader, BroadcastLoader):
+            dataloader = dataloader.loader  # Lightning processes a loader that it keeps once more
+        if isinstance(dataloader, DataLoader):
+            if self._user_sampler_flag:
+                dataloader = inject_sampler(
+                    dataloader,
+                    self._env.groups,
+                    self.order_seed,
+                    predicting=self._env.trainer.predicting,
+                    place=self._loaders,
+                    epoch=self._epoch_to_load,
+                    batches_done=self._batches_done if self._loads_training else None,
+                )
+                self._loaders += 1
+            replica_workers(dataloader, self._env.groups.rank("dp"))
+        axes = self._env.groups.replica_axes
+        if self._env.config.broadcast_batch and self._env.groups.size(axes) > 1:
+            group = self._env.groups.gloo(axes) if self._env.config.gloo_twins else self._env.groups[axes]
+            dataloader = BroadcastLoader(dataloader, group, self._env.groups.source(axes))
+        if self._loads_training and self.places and hasattr(dataloader, "load_state_dict"):
+            dataloader.load_state_dict(self.places.pop(0))
+        return dataloader
 
 
 class Loops:
@@ -31,22 +215,22 @@ class Loops:
         self._validated_at = 0.0  # by time.monotonic()
         self._interval: float | None = None  # between validations, in seconds
 
-    def _listen(self) -> None:
-        """Share metrics, and replace Lightning's signal handlers, which it has registered by now."""
-        self._searches.note_loop()
+    def _begin(self) -> None:
+        self._searches.has_tried = True
         share_metrics(self._env)
-        if (launcher := self._env.launcher) is not None:
+        if (launcher := self._env.launcher) is not None:  # Lightning has registered its handlers by now
             launcher.take_signals(self._env.trainer._signal_connector._original_handlers, self._env.ending)
 
     def begin_training(self) -> None:
         """Compare the settings of the training over the ranks, and log the global batch. Collective."""
         env, trainer = self._env, self._env.trainer
         self._interval = trainer._val_check_time_interval  # type: ignore[attr-defined]
-        self._listen()
+        self._begin()
         if env.world.size() > 1 and env.launcher is not None:
             env.ending.take_requeue_signal(trainer)
             ask = functools.partial(any_rank_has, group=env.world, device=env.device)
-            env.ending.begin(trainer, ask, env.launcher.expect_end)
+            watch = env.launcher.watch
+            env.ending.begin(trainer, ask, (lambda: None) if watch is None else watch.expect_end)
         self._steps.stages.enter_loops()
         dp = env.groups.size("dp")
         if dp > 1:
@@ -66,18 +250,15 @@ class Loops:
 
     def _describe_training(self) -> dict[str, Any]:
         """The settings that must be the same on all ranks of the world, so that they take the same steps."""
-        trainer = self._env.trainer
+        trainer: Any = self._env.trainer
+        names = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "check_val_every_n_epoch")
         return {
-            "max_steps": trainer.max_steps,
-            "max_epochs": trainer.max_epochs,
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "gradient_clip_val": trainer.gradient_clip_val,
+            **{name: getattr(trainer, name) for name in names},
             "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm),
             "precision": str(trainer.precision),
             # A time interval ("00:01:00:00") is kept elsewhere, and the Trainer then has no attribute of the first name.
             "val_check_interval": getattr(trainer, "val_check_interval", None),
-            "val_check_interval in seconds": trainer._val_check_time_interval,  # type: ignore[attr-defined]
-            "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+            "val_check_interval in seconds": trainer._val_check_time_interval,
             **{
                 f"optimizer {number}": describe_optimizer(plain_optimizer(optimizer))
                 for number, optimizer in enumerate(self._env.strategy.optimizers)
@@ -87,17 +268,12 @@ class Loops:
 
     def begin_batch(self, batch_idx: int) -> None:
         """Compare the number of batches at an epoch's start; by a time interval agree whether a validation is due. Collective."""
-        if self._interval is not None and (
-            self._steps.stages.stage is None or batch_idx % self._env.trainer.accumulate_grad_batches == 0
-        ):
+        if self._interval is not None and (self._steps.stages.stage is None or self._env.begins_window):
             self._agree_on_time(self._interval)
         if batch_idx == 0:
             self._steps.schedule.begin_loop("training")
-            check_agreement(
-                {"training batches in an epoch": self._env.trainer.num_training_batches},
-                self._env.world,
-                self._env.device,
-            )
+            batches = {"training batches in an epoch": self._env.trainer.num_training_batches}
+            check_agreement(batches, self._env.world, self._env.device)
 
     def _agree_on_time(self, interval: float) -> None:
         """Let all ranks validate behind this batch if the interval is over by one rank's clock.
@@ -107,7 +283,7 @@ class Loops:
         trainer: Any = self._env.trainer
         if math.isfinite(trainer._last_val_time):  # Lightning's, from the start or the end of a validation
             self._validated_at = trainer._last_val_time
-        due = self._env.reduce_boolean_decision(time.monotonic() - self._validated_at >= interval, all=False)
+        due = self._env.strategy.reduce_boolean_decision(time.monotonic() - self._validated_at >= interval, all=False)
         trainer._last_val_time = -math.inf if due else math.inf
 
     def end_training(self) -> None:
@@ -118,14 +294,11 @@ class Loops:
             self._env.ending.act()
 
     def begin_evaluation(self, loop: str) -> None:
-        """Begin a loop without training: the ranks of a replica compare their numbers of batches. Collective.
-
-        In predictions only the first rank of each replica has prediction writers.
-        """
+        """Begin a loop without training: the ranks of a replica compare their numbers of batches. Collective."""
         trainer = self._env.trainer
         kind = "sanity_val" if trainer.sanity_checking else "val" if loop == "validation" else loop
         counts: Sequence[int | float] = getattr(trainer, f"num_{kind}_batches")
-        self._listen()
+        self._begin()
         self._steps.schedule.begin_loop(loop)
         self._steps.outputs = OutputWatch()  # an earlier loop may have ended in the middle
         groups = self._env.groups

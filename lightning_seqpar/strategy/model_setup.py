@@ -1,4 +1,4 @@
-"""The set-up of a model: a plan is found and proved, and the model is sharded by it."""
+"""The set-up of a model: a plan is found and proved, the model is sharded by it, and rank 0 logs what became of it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.distributed.rendezvous import check_agreement, describe_model
 from lightning_seqpar.init.deferred import DeferredInit
@@ -32,15 +33,141 @@ from lightning_seqpar.parallel.sharded_model import ModuleChange, ShardedModel, 
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
-from lightning_seqpar.strategy.averages import averages_of, save_whole, shard_average
+from lightning_seqpar.strategy.callbacks import averages_of, save_whole, shard_average
+from lightning_seqpar.strategy.ending import is_verbose
 from lightning_seqpar.strategy.environment import Environment
-from lightning_seqpar.strategy.refusals import is_verbose
-from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize
+from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.config import syncs_batch_norms
 from lightning_seqpar.verify.guards.model import refuse_overlaps
 from lightning_seqpar.verify.plan_file import write_plan
 from lightning_seqpar.verify.prover import Proved, Prover
+
+LINES = 8  # how many lines the text has unless all of it is asked for
+_DETAILS = ("why: ", "rule: ")  # what lines on a plan begin with that are left to its file
+_MOST = 8  # how many ranks, rows or groups are shown before the rest is left out
+
+
+def _ends(items: Sequence[int]) -> list[int | None]:
+    """All items if they are few; else the first ones, None for those that are left out, and the last."""
+    return list(items) if len(items) <= _MOST else [*items[: _MOST - 2], None, items[-1]]
+
+
+def groups_of(topology: ProcessTopology) -> list[str]:
+    """Lines with the ranks of each group, an axis a line: ``tp  [0 1] [2 3]``. Axes of size 1 are left out."""
+    lines = []
+    for axis, size in topology.larger_axes:
+        lists = topology.get_axis_comm_lists(axis)
+        few = _MOST // 2 if size <= _MOST // 2 else 2
+        shown = " ".join(
+            f"[{' '.join('...' if i is None else str(ranks[i]) for i in _ends(range(len(ranks))))}]" for ranks in lists[:few]
+        )
+        more = f" ... ({len(lists)} groups)" if len(lists) > few else ""
+        lines.append(f"{axis:<4}{shown}{more}")
+    return lines
+
+
+def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None = None) -> tuple[list[str], list[str]]:
+    """Which features are on, and which are off, each in a few words; ``coverage`` says where sequence parallelism is off."""
+    has_sp = config.sp and tp > 1 and (coverage is None or coverage.sp)
+    sp_off = coverage.sp_off if coverage is not None else ""
+    chunks = f" of {config.virtual_pp} chunks" if (config.virtual_pp or 1) > 1 else ""
+    entries = [
+        ("tp", "linears split", tp > 1),
+        *([("pp", f"{config.pp} stages{chunks}, one forward and one backward in turns", True)] * (config.pp > 1)),
+        *([("cp", f"parts of the sequence, attention: {config.cp_method}", True)] * (config.cp > 1)),
+        ("sp", f"sequence parallelism{f'; not in {sp_off}' if sp_off else ''}", has_sp),
+        (config.data_parallel, "over the replicas", dp > 1),
+        *([("broadcast_batch", "one rank of each replica reads", True)] * (config.broadcast_batch and tp > 1)),
+        *([("gloo_twins", "a gloo group beside each", True)] * config.gloo_twins),
+    ]
+    why_off = {config.data_parallel: " (one replica)", **({"sp": f" ({sp_off})"} if sp_off else {})}
+    off = [f"{name}{why_off.get(name, '')}" for name, _, on in entries if not on]
+    return [f"{name} ({what})" for name, what, on in entries if on], off
+
+
+def _memory(config: ParallelConfig, tp: int) -> list[str]:
+    """A line on what is kept for the backward, and what is made again; none for nothing."""
+    told = []
+    if tp > 1:
+        kept = "gathered again in the backward" if config.regather else "kept whole"
+        told.append(f"regather {str(config.regather).lower()}: what columns read is {kept}")
+    if config.recompute != "none":
+        what = {
+            "activations": "norms and what follows the columns of MLPs run again in the backward",
+            "selective": "norms, what follows the columns of MLPs, and the attention run again in the backward",
+            "full": "each block runs again in the backward, and only its input is kept",
+        }
+        told.append(f"recompute {config.recompute}: {what[config.recompute]}")
+    if config.tile_mlp is not None:
+        told.append(f"tile_mlp: MLPs compute {config.tile_mlp} tokens at once")
+    if config.loss_chunk is not None:
+        told.append(f"loss_chunk: logits of {config.loss_chunk} tokens at once")
+    return ["; ".join(told)] * bool(told)
+
+
+def describe_compiled(record: ShardedModel) -> str:
+    """A line on compiled blocks: how many."""
+    blocks = {name for region in record.regions for name in region.blocks}
+    return f"compile: {len(blocks)} blocks, one graph for each kind"
+
+
+def describe_stages(record: ShardedModel) -> list[str]:
+    """Lines on the stages of a pipeline: which blocks each has, and what several of them hold."""
+    stage = record.stage
+    if stage is None:
+        return []
+    named = [
+        f"{one} {' and '.join(first if first == last else f'{first} to {last}' for first, last in ends)}"
+        for one, ends in stage.ends.items()
+    ]
+    shared = sorted(name for name in record.layout if len(stage.shared(name)) > 1)
+    lines = [f"stages: {', '.join(named)}; what is in front of the blocks runs on each, what is behind them on the last"]
+    if shared:
+        more = " ..." if len(shared) > 3 else ""
+        lines.append(f"several stages hold {', '.join(shared[:3])}{more}; the gradients are summed")
+    return lines
+
+
+def _in_rows(rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Lines with a name in front of the first line of each row; rows without lines are left out."""
+    return [f"  {name if at == 0 else '':<8}{line}" for name, body in rows for at, line in enumerate(body)]
+
+
+def summarize(
+    topology: ProcessTopology,
+    config: ParallelConfig,
+    ranks_per_node: int,
+    plan: Sequence[str],
+    coverage: Coverage | None = None,
+    place: str | None = None,
+) -> str:
+    """All that is known at the start of a run, or the most important :data:`LINES` lines of it.
+
+    With ``place``, the file that holds all of it (empty for none), there are few lines, of which the last one names it. ``plan``
+    are lines on the plan; ``coverage`` says how much of the model it shards.
+    """
+    tp, dp = (topology.get_dim(axis) for axis in ("tp", "dp"))
+    on, off = switches(config, tp, dp, coverage)
+    memory, told_on, told_off = _memory(config, tp), ", ".join(on) or "nothing", ", ".join(off)
+    world, nodes = topology.world_size, max(1, topology.world_size // ranks_per_node)
+    sizes = "".join(f"{' ×' if at else ','} {axis} {size}" for at, (axis, size) in enumerate(topology.larger_axes))
+    headline = f"lightning_seqpar {VERSION}: {world} rank{'s' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}{sizes}"
+    if place is None:
+        rows = [("groups", groups_of(topology)), ("plan", plan), ("memory", memory), ("on", [told_on])]
+        return "\n".join([headline, *_in_rows([*rows, ("off", [told_off] * bool(off))])])
+    groups = [" ".join(line.split()) for line in groups_of(topology)]
+    told = [line for line in plan if not line.startswith(_DETAILS)]
+    checks = [line for line in told if line.startswith("self-check")]
+    others = [line for line in told[1:] if line not in checks]
+    others.sort(key=lambda line: line.startswith("vocabulary: sharded"))  # the reasons why something stays whole come first
+    body = [*told[:1], *checks, *others]
+    told_on += f"; off: {told_off}" * bool(off)
+    around = [("groups", ["; ".join(groups)] * bool(groups)), ("memory", memory), ("on", [told_on])]
+    body = body[: LINES - 2 - len(_in_rows(around))]  # without the headline, and the line on the file
+    where = f"{place} (-v, or SEQPAR_VERBOSE=1, prints it)" if place else "-v, or SEQPAR_VERBOSE=1, prints them"
+    few = [around[0], ("plan", body), *around[1:], ("rules", [where] if place or len(body) < len(plan) else [])]
+    return "\n".join([headline, *_in_rows(few)])
 
 
 class ModelSetup:
@@ -123,7 +250,6 @@ class ModelSetup:
         return record
 
     def _cut(self, module: LightningModule, plans: Sequence[ShardingPlan]) -> ShardedModel:
-        """Cut a model by its plans: over tp, or along the sequence (cp) alone."""
         config, groups = self._env.config, self._env.groups
         if groups.size("tp") > 1:
             return parallelize(
@@ -151,9 +277,8 @@ class ModelSetup:
             record.stay_frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
             rank_zero_warn(f"lightning_seqpar: the plan is proved only while what is frozen stays so: {proved.frozen}")
         coverage = cover(record, plans, proved.known, sp=self._env.config.sp)
-        compiled = [] if record.graphs is None else [describe_compiled(record)]
-        plan = _describe_plan(record, plans, coverage)
-        lines = [plan, *describe_stages(record), *coverage.reasons, *proved.lines, *compiled]
+        lines = [_describe_plan(record, plans, coverage), *describe_stages(record), *coverage.reasons, *proved.lines]
+        lines += [] if record.graphs is None else [describe_compiled(record)]
         self._log_summary(lines, coverage, plans)
         for warning in coverage.warnings:
             rank_zero_warn(warning)
@@ -171,13 +296,12 @@ class ModelSetup:
             prover = self._prover(module)
             plans = prover.prove_unsharded().plans if self._needs_proof else prover.find_unsharded()
             changes = self._change_unsharded(module, plans)
-        compiled: list[str] = []
+        how = "sharded" if self.splits else "plain"
+        lines = [f"none: tp is 1, so nothing is sharded over tp and sp is idle; this is {how} data parallelism"]
         if self._env.config.compile:
             blocks = compile_plain_blocks(module, BlockGraphs(self._env.config.compile_options))
-            compiled = [f"compile: {len(blocks)} blocks"]
+            lines.append(f"compile: {len(blocks)} blocks")
             changes += blocks
-        how = "sharded" if self.splits else "plain"
-        nothing = f"none: tp is 1, so nothing is sharded over tp and sp is idle; this is {how} data parallelism"
         if self.splits or self._env.fits:
             try:
                 changes += sync_batch_norms(module, self._env.groups, every=self._syncs_batch_norms)
@@ -185,7 +309,7 @@ class ModelSetup:
                 for change in reversed(changes):
                     change.undo()
                 raise
-        self._log_summary([nothing, *compiled])
+        self._log_summary(lines)
         if not self.splits:
             self._unsharded_changes = changes
             return None
@@ -210,7 +334,6 @@ class ModelSetup:
 
     @property
     def _tiles(self) -> MLPTiles | None:
-        """How MLPs run in tiles; None where they run whole."""
         return None if self._env.config.tile_mlp is None else MLPTiles(self._env.config.tile_mlp)
 
     @property
@@ -251,7 +374,6 @@ class ModelSetup:
         return self._env.config.recompute != "none" or self._needs_proof
 
     def _change_unsharded(self, module: LightningModule, plans: Sequence[ShardingPlan]) -> list[ModuleChange]:
-        """Let blocks that the plans name be recomputed, their MLPs run in tiles and heads in chunks, if the model is fitted."""
         if not self._env.fits:
             return []
         config = self._env.config
@@ -274,7 +396,6 @@ class ModelSetup:
         return late
 
     def _log_summary(self, plan: list[str], coverage: Coverage | None = None, plans: Sequence[ShardingPlan] = ()) -> None:
-        """Log the text at the start of a run, once."""
         if self._summarized or self._env.strategy.global_rank:
             return
         self._summarized = True
@@ -285,7 +406,6 @@ class ModelSetup:
 
     def _make_replicas_equal(self, module: nn.Module) -> None:
         """Send the first rank's weights and buffers to all ranks, while the model is still whole on each. Collective."""
-        group = self._env.groups[tuple(sorted(self._env.groups.topology.axes))]
         # One on the meta device is filled later, from a record or files that are the same on all ranks.
         whole = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()}.values()
         for tensor in whole:
@@ -294,7 +414,7 @@ class ModelSetup:
             for tensor in whole:
                 staged = tensor.detach().to(self._env.device).contiguous()
                 # As bytes, since backends do not support every dtype.
-                dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=group)
+                dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=self._env.world)
                 if storage_id(staged) != storage_id(tensor):
                     tensor.data.copy_(staged)
 
@@ -327,5 +447,4 @@ class _RootCall(nn.Module):
         self.module, self._split = module, split
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's step."""
         return self._split.step(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from lightning_seqpar.data.batch import tensors_in
 from lightning_seqpar.distributed.counters import Traffic
 from lightning_seqpar.distributed.host import LateNumbers, host_device, send_numbers
 from lightning_seqpar.distributed.rendezvous import check_agreement
-from lightning_seqpar.strategy.steps import plain_optimizer
+from lightning_seqpar.strategy.steps import parameters_of, plain_optimizer
 from lightning_seqpar.strategy.strategy import SeqParallelStrategy
 
 
@@ -80,8 +80,7 @@ class SeqParallelMonitor(Callback):
             run.of_batch = _count(batch)
             if run.is_logged:
                 run.traffic = run.traffic or Traffic()
-                run.traffic.__enter__()  # type: ignore[no-untyped-call]
-                run.counts_traffic = True
+                run.counting.enter_context(run.traffic)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Note the norm of the gradients, which are whole here, if the step is logged. Collective in such steps."""
@@ -111,22 +110,22 @@ class SeqParallelMonitor(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop counting where a batch began but was skipped (a hook of the module may return -1 to end the epoch)."""
         if self._run is not None:
-            self._run.leave_batch()
+            self._run.counting.close()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what the last step has left."""
-        if self._run is not None:
-            self._run.log_late()
-        self._leave()
+        if (run := self._leave()) is not None:
+            run.log_late()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop measuring: later work of this thread must not be counted."""
         self._leave()
 
-    def _leave(self) -> None:
+    def _leave(self) -> _Run | None:
         run, self._run = self._run, None
         if run is not None:
-            run.leave_batch()
+            run.counting.close()
+        return run
 
 
 class _Run:
@@ -135,14 +134,15 @@ class _Run:
     def __init__(self, trainer: Trainer, every: int) -> None:
         self._trainer, self._every = trainer, every
         self._device = trainer.strategy.root_device
-        self._group = _group_of(trainer)
+        # All ranks that train together; None if there is one, or they are not processes of torch.distributed.
+        self._group = dist.group.WORLD if trainer.world_size > 1 and dist.is_initialized() else None
         # Ranks of a replica read the same batches.
         sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": trainer.world_size}
         self._replicas = int(sampling["num_replicas"])
         self._tokens = self._samples = self._steps = 0  # since what was logged last
         self.of_batch = (0, 0)  # tokens and samples of the batch that is under way
         self.traffic: Traffic | None = None  # of a step that is logged
-        self.counts_traffic = False
+        self.counting = ExitStack()  # while it counts
         self.own_bytes = 0  # what of it the norm took
         self.norm: LateNumbers | None = None
         # By a logged step, to be read later: its number, how many it closes, their seconds, counts, bytes sent, and norm.
@@ -159,18 +159,11 @@ class _Run:
 
     @property
     def is_logged(self) -> bool:
-        """Whether the step that is under way is to be logged."""
         return self._every > 0 and (self.step + 1) % self._every == 0
-
-    def leave_batch(self) -> None:
-        """Stop counting what is sent: the batch is over, or does not come to its end."""
-        if self.counts_traffic and self.traffic is not None:
-            self.traffic.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self.counts_traffic = False
 
     def end_batch(self) -> None:
         """A batch has ended, and with it a step unless more batches are accumulated. Collective in steps that are logged."""
-        self.leave_batch()
+        self.counting.close()
         self.log_late()
         self._tokens += self.of_batch[0]
         self._samples += self.of_batch[1]
@@ -188,17 +181,14 @@ class _Run:
             self.traffic = self.norm = None
 
     def _gather(self, own: list[int]) -> Callable[[], list[list[float]]]:
-        """Let every rank have the numbers of all of them; what is returned reads them later. Collective."""
         if self._group is None:
             return lambda: [[float(number) for number in own]]
         device = host_device(self._group, self._device)
-        given = send_numbers(own, torch.float64, device).unsqueeze(0)
-        every = given.new_empty(self._group.size(), len(own))
-        dist.all_gather_into_tensor(every, given, group=self._group)
+        every = torch.empty(self._group.size(), len(own), dtype=torch.float64, device=device)
+        dist.all_gather_into_tensor(every, send_numbers(own, torch.float64, device).unsqueeze(0), group=self._group)
         return LateNumbers(every).read
 
     def log_late(self) -> None:
-        """Log what an earlier step has left."""
         if self._left is None:
             return
         (step, steps, seconds, counted, sent, norm), self._left = self._left, None
@@ -217,13 +207,6 @@ class _Run:
             logger.log_metrics(metrics, step=step)
 
 
-def _group_of(trainer: Trainer) -> ProcessGroup | None:
-    """All ranks that train together; None if there is one, or they are not processes of ``torch.distributed``."""
-    if isinstance(trainer.strategy, SeqParallelStrategy):
-        return trainer.strategy.environment.world
-    return dist.group.WORLD if trainer.world_size > 1 and dist.is_initialized() else None
-
-
 def _count(batch: Any) -> tuple[int, int]:
     """How many tokens and samples are in a batch: 0 where that can't be told."""
     tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim and not tensor.is_nested]
@@ -238,9 +221,7 @@ def _count(batch: Any) -> tuple[int, int]:
 @torch.no_grad()
 def _norm_before_step(trainer: Trainer, optimizer: Any) -> Tensor | None:
     """The norm of the whole model's gradient of an optimizer's parameters; None where it may be in parts. Collective."""
-    plain = plain_optimizer(optimizer)
-    parameters = [parameter for group in plain.param_groups for parameter in group["params"]]
-    strategy = trainer.strategy
+    plain, parameters, strategy = plain_optimizer(optimizer), parameters_of(optimizer), trainer.strategy
     if isinstance(strategy, SeqParallelStrategy):
         norm = strategy.steps.global_norm(parameters)
     elif isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):
@@ -258,8 +239,7 @@ def _memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if status.exists():
-        (kilobytes,) = (line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
-        return int(kilobytes) * 1024
+        return int(status.read_text().split("VmRSS:")[1].split()[0]) * 1024
     import resource  # not on every system
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

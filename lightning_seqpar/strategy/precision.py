@@ -32,12 +32,10 @@ class _ShardedPrecision(Precision):
         return super().post_backward(tensor, module)
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """Sum partial gradients, then clip."""
         self._owner().sync_gradients(optimizer)
         super().clip_gradients(optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Scale this rank's gradients by the norm of the whole model's."""
         parameters = [p for p in self.main_params(optimizer) if p.grad is not None]
         total = self._owner().global_norm(list(self.main_params(optimizer)))
         scale = (float(clip_val) / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_

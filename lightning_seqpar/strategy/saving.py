@@ -1,12 +1,10 @@
-"""Checkpoints as Lightning asks a strategy for them: one ordinary file, or a folder with a part of each rank.
-
-Either can be read at any topology.
-"""
+"""Checkpoints as Lightning asks a strategy for them: one ordinary file, or a folder with a part of each rank, for any topology."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_seqpar.checkpoint.async_writer import Background
-from lightning_seqpar.checkpoint.atomic_files import local_path, on_every_rank, on_first_rank
-from lightning_seqpar.checkpoint.contents import find_folder
-from lightning_seqpar.checkpoint.folder import FolderTensors, Opened, own_memory, remove_folder, write_folder
+from lightning_seqpar.checkpoint.atomic_files import SaveError, local_path, on_every_rank, on_first_rank
+from lightning_seqpar.checkpoint.folder import FolderTensors, Opened, find_folder, own_memory, remove_folder, write_folder
 from lightning_seqpar.checkpoint.state_dict import (
     full_optimizer_state,
     full_state_dict,
@@ -34,25 +30,69 @@ from lightning_seqpar.config import VERSION
 from lightning_seqpar.data.sampler import PLACE
 from lightning_seqpar.distributed.rng import SavedStreams
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
-from lightning_seqpar.strategy.averages import averages_of
+from lightning_seqpar.strategy.callbacks import averages_of
 from lightning_seqpar.strategy.environment import Environment
-from lightning_seqpar.strategy.loaders import Loaders
+from lightning_seqpar.strategy.loops import Loaders
 from lightning_seqpar.strategy.steps import Steps, plain_optimizer
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards.callbacks import refuse_saved_shards
 
+
+class Background:
+    """A thread that writes one checkpoint at a time, and then does what must wait for it; collective, in one order on all ranks."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._saving: Future[None] | None = None
+        self._waiting: list[Future[None]] = []
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begins to write a checkpoint in the thread; :meth:`wait` must have been called for the one before."""
+
+        def write_or_warn() -> None:
+            try:
+                write()
+            except SaveError as error:  # raised once more by wait()
+                end = "the run ends where its next checkpoint would be written, or at its end"
+                rank_zero_warn(f"lightning_seqpar: {error}; {end}")
+                raise
+
+        assert self._saving is None
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lightning_seqpar-save")
+        self._saving = self._thread.submit(write_or_warn)
+
+    def afterwards(self, work: Callable[[], None]) -> None:
+        """Do something, such as removing an older checkpoint, once the one that is being written is complete, if it ever is."""
+        saving = self._saving
+        if saving is None or self._thread is None:
+            work()
+        else:
+            self._waiting.append(self._thread.submit(lambda: None if saving.exception() else work()))
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is written and all that came after it is done; raises SaveError on every rank if it failed."""
+        under_way = [*filter(None, [self._saving]), *self._waiting]
+        self._saving, self._waiting = None, []
+        for future in under_way:
+            future.result()
+
+    def close(self) -> None:
+        """End the thread as soon as it has finished what it began."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+            self._thread = None
+
+
 T = TypeVar("T")
-OWN = "lightning_seqpar"
-"""Key of this package's own entry in a checkpoint; plain Lightning ignores it."""
+OWN = "lightning_seqpar"  # key of this package's own entry in a checkpoint; plain Lightning ignores it
 
 
 def take_places(checkpoint: dict[str, Any]) -> list[Any]:
     """Take out of a checkpoint where this package's loaders are in their epoch, which plain Lightning could not resume."""
-    loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    states = loops.get("combined_loader", [])
-    if not states or not all(isinstance(state, Mapping) and PLACE in state for state in states):
+    loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    if not all(isinstance(state, Mapping) and PLACE in state for state in loop.get("combined_loader", [])):
         return []
-    places: list[Any] = loops.pop("combined_loader")
+    places: list[Any] = loop.pop("combined_loader", [])
     return places
 
 
@@ -146,18 +186,17 @@ class Saver:
                 raise ValueError(
                     f"{filepath}: checkpoint={{'format': 'sharded'}} writes to local or mounted folders; use format 'single' there"
                 )
-            meanwhile = self.trains and self._background_groups is not None
-            later = self._background_groups[1] if meanwhile and self._background_groups else None
+            later = self._background_groups[1] if self.trains and self._background_groups else None
             about = {  # what the folder says of the run that wrote it
                 "version": VERSION,
-                "topology": {axis: self._env.groups.size(axis) for axis in self._env.groups.topology.axes},
+                "topology": dict(self._env.groups.topology),
                 **{key: checkpoint.get(key) for key in ("epoch", "global_step")},
             }
             write = write_folder(place, checkpoint, about, self._env.world, later)
-            if meanwhile:
-                self._background.start(write)
-            else:
+            if later is None:
                 write()
+            else:
+                self._background.start(write)
         else:
             on_first_rank(
                 lambda: checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options),
@@ -189,10 +228,11 @@ class Saver:
         if not self._env.has_groups:
             return checkpoint
         groups = self._env.groups
-        dp, streams = groups.size("dp"), checkpoint.get(OWN, {}).get("streams", [])
-        self._loaders.order_seed.value = checkpoint.get(OWN, {}).get("order_seed", self._loaders.order_seed.value)
+        own, dp = checkpoint.get(OWN, {}), groups.size("dp")
+        streams = own.get("streams", [])
+        self._loaders.order_seed.value = own.get("order_seed", self._loaders.order_seed.value)
         self.streams = streams[groups.rank("dp")] if len(streams) == dp else None
-        self._loaders.places = [] if self.streams is None else list(checkpoint[OWN].get("loaders", []))
+        self._loaders.places = [] if self.streams is None else list(own.get("loaders", []))
         if streams and self.streams is None:
             rank_zero_info(
                 f"lightning_seqpar: {checkpoint_path} was written by {len(streams)} replicas, and there are {dp} now: "
@@ -221,13 +261,9 @@ class Saver:
         if self._opened is None:
             return checkpoint
         theirs = ("state_dict", "current_model_state", "averaging_state", "callbacks")
-        return {
-            **checkpoint,
-            **read_whole({key: checkpoint[key] for key in theirs if key in checkpoint}, 0, self._opened),
-        }
+        return {**checkpoint, **read_whole({key: checkpoint[key] for key in theirs if key in checkpoint}, 0, self._opened)}
 
     def _load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
-        """Read a checkpoint of either form."""
         self._opened = None
         place = local_path(checkpoint_path)
         if place is not None and find_folder(place).is_dir():
@@ -291,17 +327,15 @@ class Saver:
         self._opened = self.streams = None
 
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of all optimizers on this rank; raises ValueError if they are another number, unless there are none."""
-        record, opened = record_of(self._env.module), self._opened
-        layout = None if record is None else record.layout
-        states = checkpoint["optimizer_states"]
+        record, states, optimizers = record_of(self._env.module), checkpoint["optimizer_states"], self._env.strategy.optimizers
         if not states:  # a hook has emptied them, so that the optimizers begin anew
             return
-        if len(states) != len(self._env.strategy.optimizers):
+        if len(states) != len(optimizers):
             raise ValueError(
                 f"the checkpoint holds the states of {len(states)} optimizers, and configure_optimizers returns "
-                f"{len(self._env.strategy.optimizers)}; it belongs to another model"
+                f"{len(optimizers)}; it belongs to another model"
             )
-        for optimizer, state in zip(self._env.strategy.optimizers, states, strict=True):
-            load_full_optimizer_state(optimizer, state, layout, self._env.groups, opened)
+        layout = None if record is None else record.layout
+        for optimizer, state in zip(optimizers, states, strict=True):
+            load_full_optimizer_state(optimizer, state, layout, self._env.groups, self._opened)
             _optimizer_to_device(optimizer, self._env.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.context.seq_part import SeqPart, whole_of
 from lightning_seqpar.data.batch import map_tensors, tensors_in
@@ -31,8 +30,8 @@ from lightning_seqpar.parallel.grad_checks import Comparison, StageScales, check
 from lightning_seqpar.parallel.grad_sync import GradSync, check_loss, global_grad_norm
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.region.observers import WatchSchedule
+from lightning_seqpar.strategy.callbacks import share_metrics
 from lightning_seqpar.strategy.environment import Environment
-from lightning_seqpar.strategy.metrics import share_metrics
 from lightning_seqpar.strategy.stages import Stages
 from lightning_seqpar.strategy.weights_by_hand import WeightWatch
 from lightning_seqpar.verify.guards.batch import OutputWatch, check_batch, warn_of_equal_replicas
@@ -54,14 +53,11 @@ def _may_change_gradients(callback: Callback) -> bool:
     return False
 
 
-def _whole(x: Tensor) -> Tensor:
-    """A tensor of which ranks hold parts, whole; any other unchanged. Collective over the ranks that do."""
-    return whole_logits(whole_of(x))
-
-
-def _has_parts(out: Any) -> bool:
-    """Whether a step returns tensors of which ranks hold parts."""
-    return any(isinstance(x, ShardedLogits | SeqPart) for x in tensors_in(out))
+def _made_whole(out: Any) -> Any:
+    """What a step returns, with whole tensors where ranks hold parts. Collective over the ranks that do."""
+    if not any(isinstance(x, ShardedLogits | SeqPart) for x in tensors_in(out)):
+        return out
+    return map_tensors(lambda x: whole_logits(whole_of(x)), out)
 
 
 class Steps:
@@ -80,15 +76,13 @@ class Steps:
         self._comparisons: OneStepLate[Comparison] = OneStepLate()
         self._flushed = self._has_backward = False
         self._optimizing: Optimizer | None = None
-        self._all_steps: RemovableHandle | None = None
+        self._watching = ExitStack()
         # Optimizers with a hook on steps that bypass the strategy.
         self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizer_guard = OptimizerGuard(environment.config.elementwise_optimizers)
         self._scales: StageScales | None = None
         self._weights: WeightWatch | None = None
         self._record: ShardedModel | None = None  # of the model of this run
-
-    # ---- a run -------------------------------------------------------------------------------------------------
 
     def begin(self, record: ShardedModel | None) -> None:
         """Begin a run of a model that is set up."""
@@ -99,14 +93,13 @@ class Steps:
             if record.stage is not None:
                 self.stages.begin(record.stage)
 
-    def watch(self, record: ShardedModel | None) -> None:
+    def watch(self, record: ShardedModel) -> None:
         """Watch the optimizers of a training, and what the user's hooks do with weights."""
-        self._stop_watching()
-        if record is None:
-            return
-        self._all_steps = register_optimizer_step_pre_hook(self._refuse_unknown)
+        self._watching.close()
+        self._watching.callback(register_optimizer_step_pre_hook(self._refuse_unknown).remove)
         if any(layout.is_sharded for layout in record.layout.values()):
             self._weights = WeightWatch(record)
+            self._watching.callback(self._weights.end)
             self._weights.begin(self._env.trainer)
 
     def forget_step(self) -> None:
@@ -122,8 +115,7 @@ class Steps:
             self._sync.remove()
             self._sync = GradSync(record.layout, self._env.groups)
         if self._env.ddp is not None:  # it would wait for the rest of the gradients
-            self._env.ddp._remove_autograd_hooks()
-            self.wrap_ddp(init_sync=False)
+            self.wrap_ddp()
         self._env.share_streams()
 
     def end(self) -> None:
@@ -133,16 +125,13 @@ class Steps:
         if self._sync is not None:
             self._sync.remove()
             self._sync = None
-        self._stop_watching()
-
-    # ---- steps -------------------------------------------------------------------------------------------------
+        self._watching.close()
+        self._weights = None
 
     def _step(self, loop: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step of the user's, with the checks that are due."""
         if self._record is None:
             return step(*args, **kwargs)
-        if self.split is not None:
-            self.split.settle()  # whoever changed a parameter since the last step has changed its rows
+        self.settle_rows()  # whoever changed a parameter since the last step has changed its rows
         schedule = self.schedule
         schedule.begin_step(loop)
         if schedule.is_due(loop):
@@ -183,16 +172,15 @@ class Steps:
         if self.split is not None:
             refuse_rows(out)
             if loop != "training":
-                self.split.settle()
+                self.settle_rows()
         # Logits are gathered here, since what a step returns may next be read on one rank alone.
         if before is not None:
             schedule.note_draws(drawn_since(before))  # ranks that did not expect it have drawn alike, and equally much
-            if isinstance(out, dict) and _has_parts(out):
+            if isinstance(out, dict):
                 with torch.no_grad():  # Lightning detaches what stands beside the loss
-                    out = {key: value if key == "loss" else map_tensors(_whole, value) for key, value in out.items()}
+                    out = {key: value if key == "loss" else _made_whole(value) for key, value in out.items()}
         else:
-            if _has_parts(out):
-                out = map_tensors(_whole, out)
+            out = _made_whole(out)
             self.outputs.note(out, self._env.device)
             if schedule.walks_graphs or self.outputs.is_full:
                 self.outputs.check(self._env.groups, loop)
@@ -200,9 +188,7 @@ class Steps:
 
     def _unwatched(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run what the strategy runs in the midst of the user's hooks."""
-        if self._weights is None or self._weights.mode is None:
-            return run(*args, **kwargs)
-        with self._weights.paused():
+        with nullcontext() if self._weights is None else self._weights.paused():
             return run(*args, **kwargs)
 
     def run_user_step(self, loop: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -224,14 +210,9 @@ class Steps:
             self._record.versions.clear()
         if (ddp := self._env.ddp) is not None:
             self._follow_training_parameters(ddp)
-        if self.split is not None and self._env.module.automatic_optimization and self._begins_window():
+        if self.split is not None and self._env.module.automatic_optimization and self._env.begins_window:
             self.split.begin_window()
         return self._unwatched(self.run_user_step, "training", step, *args, **kwargs)
-
-    def _begins_window(self) -> bool:
-        """Whether the current batch is the first of those whose gradients are accumulated."""
-        trainer = self._env.trainer
-        return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
     def _thawed(self) -> bool:
         """Whether a parameter of an optimizer trains that was frozen when DDP was made, which does not reduce its gradient."""
@@ -239,7 +220,7 @@ class Steps:
         return any(
             parameter.requires_grad and id(parameter) not in reduced
             for optimizer in self._env.strategy.optimizers
-            for parameter in _parameters(optimizer)
+            for parameter in parameters_of(optimizer)
         )
 
     def _follow_training_parameters(self, ddp: DistributedDataParallel) -> None:
@@ -248,7 +229,7 @@ class Steps:
         frozen = [p for p in self.stages.reduced if not p.requires_grad] if self._waits(ddp) else []
         lost = any(p.grad is not None for p in frozen)
         # With find_unused_parameters, a new DDP does not know which parameters only earlier batches used.
-        if (lost or (thawed and ddp.find_unused_parameters)) and not self._begins_window():
+        if (lost or (thawed and ddp.find_unused_parameters)) and not self._env.begins_window:
             raise RuntimeError(
                 f"a parameter {'froze' if lost else 'began to train'} between batches whose gradients are accumulated "
                 f"(accumulate_grad_batches={self._env.trainer.accumulate_grad_batches}): each replica (dp > 1) holds parts of "
@@ -256,26 +237,25 @@ class Steps:
                 "batch_idx % accumulate_grad_batches == 0"
             )
         if thawed or frozen:
-            ddp._remove_autograd_hooks()
-            # Without init_sync: replicas are equal already, and writing to parameters would spoil the accumulated gradients.
-            self.wrap_ddp(init_sync=False)
+            self.wrap_ddp()
 
     def _waits(self, ddp: DistributedDataParallel) -> bool:
         """Whether DDP waits for the gradients of all parameters that it was made with."""
         return self._env.module.automatic_optimization and not ddp.find_unused_parameters
 
-    def wrap_ddp(self, **more: Any) -> None:
-        """Wrap the model into DDP over the replicas, with the configured options and ``more``."""
+    def wrap_ddp(self) -> None:
+        """Wrap the model into DDP over the replicas, with the configured options, once more if it is wrapped."""
         self.stages.reduced = [parameter for parameter in self._env.module.parameters() if parameter.requires_grad]
-        options = {**self._env.config.ddp, **more}
+        options = dict(self._env.config.ddp)
+        if (before := self._env.ddp) is not None:
+            before._remove_autograd_hooks()
+            # Replicas are equal already, and writing to parameters would spoil the accumulated gradients.
+            options["init_sync"] = False
         devices = None if self._env.device.type == "cpu" else [self._env.device.index]
         stream = torch.cuda.stream(torch.cuda.Stream()) if devices is not None else nullcontext()
         with stream, nullcontext() if self.stages.stage is None else self.stages.stage.hiding_from_ddp():
             self._env.strategy.model = DistributedDataParallel(
-                self._env.module,
-                device_ids=devices,
-                process_group=self._env.groups[self._env.groups.mean_axes],
-                **options,
+                self._env.module, device_ids=devices, process_group=self._env.groups[self._env.groups.mean_axes], **options
             )
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -284,7 +264,6 @@ class Steps:
             self._before_backward(closure_loss, is_loss=self.stages.stage is None or self.stages.stage.is_last)
 
     def _before_backward(self, loss: Tensor, *, is_loss: bool) -> None:
-        """Check a loss, or what stands for it, and prepare its backward."""
         record = self._record
         if record is not None:
             assert self._sync is not None
@@ -317,10 +296,10 @@ class Steps:
         """Run a backward by Lightning's ``run``; a gradient that is differentiated through a sharded layer raises RuntimeError."""
         try:
             if (stage := self.stages.stage) is None:
-                out: Tensor = self._unwatched(run, closure_loss, *args, **kwargs)
-                return out
-            backward = functools.partial(run, closure_loss, *args, **kwargs)
-            self._unwatched(self.stages.run_when_due, closure_loss, backward, stage)
+                closure_loss = self._unwatched(run, closure_loss, *args, **kwargs)
+            else:
+                backward = functools.partial(run, closure_loss, *args, **kwargs)
+                self._unwatched(self.stages.run_when_due, closure_loss, backward, stage)
         except RuntimeError as error:
             refuse_second_derivative(error)
             raise
@@ -344,10 +323,10 @@ class Steps:
         hook, module = "on_after_backward", self._env.module
         if hook in vars(module) or type(module).on_after_backward is not LightningModule.on_after_backward:
             return True
-        for callback in self._env.callbacks:
-            if hook in vars(callback) or type(callback).on_after_backward is not Callback.on_after_backward:
-                return True
-        return False
+        return any(
+            hook in vars(callback) or type(callback).on_after_backward is not Callback.on_after_backward
+            for callback in self._env.callbacks
+        )
 
     def update(
         self, step: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
@@ -404,21 +383,11 @@ class Steps:
         finally:
             self.split.reduce_next(True)
 
-    def _stop_watching(self) -> None:
-        """Stop what :meth:`watch` began."""
-        if self._all_steps is not None:
-            self._all_steps.remove()
-            self._all_steps = None
-        if self._weights is not None:
-            self._weights.end()
-            self._weights = None
-
     def _refuse_unknown(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Raise for an optimizer that Lightning does not know, holds shards, and mixes elements. A hook before each step."""
         record = self._record
         if optimizer in self._guarded or record is None:
             return
-        if any(layout.is_sharded for p in _parameters(optimizer) if (layout := record.layout.of(p)) is not None):
+        if any(layout.is_sharded for p in parameters_of(optimizer) if (layout := record.layout.of(p)) is not None):
             self._optimizer_guard.refuse_mixing([optimizer], self.shards)
 
     def _before_raw_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -443,9 +412,9 @@ class Steps:
         if self._sync is None or self._flushed:
             return  # no gradient is added between the backward and the update
         automatic = self._env.module.automatic_optimization
-        self._sum_gradients(None if automatic or optimizer is None else _parameters(optimizer))
+        self._sum_gradients(None if automatic or optimizer is None else parameters_of(optimizer))
         if optimizer is not None and self.stages.stage is not None and self._gradients_may_change:
-            self._scales = StageScales(_parameters(optimizer), self._env.groups)
+            self._scales = StageScales(parameters_of(optimizer), self._env.groups)
         # Elsewhere (a raw step, grad_norm in some hook) a backward may still be to come.
         self._flushed = automatic and self._optimizing is not None and self._has_backward
 
@@ -470,17 +439,16 @@ class Steps:
         Where the user's code may change them they are compared in every step, but the host waits for the answer only in steps in
         which checks are due; else it is read before the next update, and before anything is saved.
         """
-        optimizer, record, count = plain_optimizer(optimizer), self._record, 0
+        optimizer, record = plain_optimizer(optimizer), self._record
         step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         self._read_comparisons()
         due = self.schedule.is_due_at(step)
-        for group in optimizer.param_groups:
-            count += len(group["params"])
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
         if record is not None and (due or count != self._counts.get(id(optimizer))):
-            refuse_added(_parameters(optimizer), record)
+            refuse_added(parameters_of(optimizer), record)
             self._counts[id(optimizer)] = count
         if self._gradients_may_change or due:
-            parameters = _parameters(optimizer)
+            parameters = parameters_of(optimizer)
             self._comparisons.add(check_reduced(parameters, self._env.module, self._env.groups))
             if record is not None:
                 self._comparisons.add(check_replicated(parameters, record.layout, self._env.groups))
@@ -505,7 +473,7 @@ class Steps:
         """Note whether code of the user's runs between the backward and the update on any rank. Collective over the world."""
         module, callbacks = self._env.module, self._env.callbacks
         own = ("backward", "configure_gradient_clipping", "optimizer_step", *_BEHIND_BACKWARD)
-        self._gradients_may_change = self._env.reduce_boolean_decision(
+        self._gradients_may_change = self._env.strategy.reduce_boolean_decision(
             not module.automatic_optimization
             or any(is_overridden(hook, module) for hook in own)
             or any(_may_change_gradients(each) for each in callbacks),
@@ -514,11 +482,9 @@ class Steps:
 
     def global_norm(self, parameters: list[Tensor], norm_type: float = 2.0) -> Tensor:
         """The norm of the whole model's gradients of these parameters, equal on all ranks. Collective over tp."""
-        record = record_of(self._env.module)
-        if record is not None:
+        if (record := record_of(self._env.module)) is not None:
             return global_grad_norm(parameters, record.layout, self._env.groups, norm_type)
-        grads = [p.grad for p in parameters if p.grad is not None]
-        return torch.nn.utils.get_total_norm(grads, norm_type)
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
 
 
 class _Redirection(_ForwardRedirection):
@@ -528,15 +494,14 @@ class _Redirection(_ForwardRedirection):
         self._stages = stages
 
     def on_after_inner_forward(self, wrapper_module: nn.Module, original_module: LightningModule) -> None:
-        self._let_prepare(False, wrapper_module, original_module)
+        later = self._stages.stage is not None or not original_module.automatic_optimization
+        self._waits = later and isinstance(wrapper_module, DistributedDataParallel)
+        if self._waits:
+            wrapper_module.require_backward_grad_sync = False  # type: ignore[assignment]
 
     def on_after_outer_forward(self, wrapper_module: nn.Module, original_module: LightningModule) -> None:
-        self._let_prepare(True, wrapper_module, original_module)
-
-    def _let_prepare(self, prepares: bool, wrapper_module: nn.Module, original_module: LightningModule) -> None:
-        later = self._stages.stage is not None or not original_module.automatic_optimization
-        if later and isinstance(wrapper_module, DistributedDataParallel):
-            wrapper_module.require_backward_grad_sync = prepares
+        if self._waits:
+            wrapper_module.require_backward_grad_sync = True  # type: ignore[assignment]
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:
@@ -544,6 +509,6 @@ def plain_optimizer(optimizer: Any) -> Optimizer:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def _parameters(optimizer: Any) -> list[Tensor]:
+def parameters_of(optimizer: Any) -> list[Tensor]:
     """All parameters of an optimizer."""
     return [parameter for group in plain_optimizer(optimizer).param_groups for parameter in group["params"]]

@@ -6,14 +6,15 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
@@ -25,28 +26,26 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_seqpar.checkpoint.atomic_files import on_every_rank
-from lightning_seqpar.checkpoint.whole_file import WholeFileIO
+from lightning_seqpar.checkpoint.atomic_files import WholeFileIO, on_every_rank
 from lightning_seqpar.config import CheckpointConfig, ParallelConfig, PlanSpec
+from lightning_seqpar.distributed.collectives import gather_from_sequence_parallel_region
+from lightning_seqpar.distributed.host import any_rank_has
 from lightning_seqpar.layout.param_layout import is_split
+from lightning_seqpar.nn.sharded_logits import whole_logits
 from lightning_seqpar.parallel.apply import unshard
 from lightning_seqpar.parallel.fsdp_units import fully_shard_options
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.parallel.summoned import summon
 from lightning_seqpar.plan.sharding_plan import check_plan
-from lightning_seqpar.strategy.averages import averaging_callbacks, refuse_on_meta
+from lightning_seqpar.strategy.callbacks import averaging_callbacks, refuse_on_meta, share_metrics
+from lightning_seqpar.strategy.ending import find_missing, shortens_refusals
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
-from lightning_seqpar.strategy.loaders import Loaders
-from lightning_seqpar.strategy.loops import Loops
-from lightning_seqpar.strategy.metrics import share_metrics
-from lightning_seqpar.strategy.missing_ranks import find_missing
+from lightning_seqpar.strategy.loops import Loaders, Loops, Searches
 from lightning_seqpar.strategy.model_setup import ModelSetup
 from lightning_seqpar.strategy.precision import share_overflows, with_global_clipping, without_global_clipping
-from lightning_seqpar.strategy.refusals import shortens_refusals
 from lightning_seqpar.strategy.saving import Saver
 from lightning_seqpar.strategy.steps import Steps
-from lightning_seqpar.strategy.tuning import Searches
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.user_input import nearest
@@ -63,6 +62,7 @@ from lightning_seqpar.verify.guards.config import (
 from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 _NONE_FOR_EMPTY = ("ddp", "fsdp", "checkpoint", "compile_options", "elementwise_optimizers")
 """Fields whose keyword has None as its default, in place of an empty list or mapping."""
@@ -82,6 +82,15 @@ def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
+def _documents_fields(cls: type[T]) -> type[T]:
+    """Decorate a class: its docstring gets what the configuration says of its fields, for command lines and ``help()``."""
+    fields = {name: " ".join((field.description or "").split()) for name, field in ParallelConfig.model_fields.items()}
+    told = "".join(f"    {name}: {text}\n" for name, text in fields.items())
+    cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace("Args:\n", f"Args:\n{told}", 1)
+    return cls
+
+
+@_documents_fields
 class SeqParallelStrategy(ParallelStrategy):
     """Tensor + sequence parallel training of an unmodified LightningModule.
 
@@ -89,53 +98,7 @@ class SeqParallelStrategy(ParallelStrategy):
     :class:`~lightning_seqpar.config.ParallelConfig`; give them as keywords or as ``config=``, not both.
 
     Args:
-        tp: Tensor-parallel size: over how many ranks each linear is split.
-        sp: Sequence parallelism over the tensor-parallel group (arXiv 2205.05198); idle at ``tp=1``.
-        dp: Data-parallel size; ``auto`` takes what the world leaves, a number is checked against it.
-        cp: Context-parallel size: over how many ranks each sequence is dealt out.
-        cp_method: How attention is computed across the context-parallel ranks: ``ulysses`` (each rank some heads), ``ring``
-            (keys and values travel), ``all_gather`` (each rank all keys and values), or ``auto``, the first of them that
-            fits.
-        pp: Pipeline-parallel size: over how many ranks the blocks are dealt out, as stages. Micro-batches are the batches of
-            ``accumulate_grad_batches``.
-        pp_layers: How many blocks each stage has, or each chunk in the model's order; none for stages that cost alike.
-        virtual_pp: How many chunks of blocks each stage has (interleaving), or none for one: less waiting, and more is sent.
-        pp_split_rank: First pipeline rank of the decoder in an encoder-decoder model, or none for stages that cost alike.
-        order: The axes, outermost first; ranks along the last one are adjacent.
-        plan: ``auto``, a family's name, the path of a YAML file, or ``{base: ..., rules: [...]}``.
-        data_parallel: What synchronises the data-parallel replicas: ``ddp``, or ``fsdp`` (torch's ``fully_shard`` for each block),
-            where each replica holds its rows of parameters, gradients and moments alone.
-        ddp: Options passed on to ``DistributedDataParallel``.
-        fsdp: Options of ``fsdp``: ``reshard_after_forward``, ``mp_policy`` and ``offload_policy`` of ``fully_shard``, and
-            ``units``, patterns of the modules that are gathered each on its own, in place of the blocks.
-        recompute: What runs again in the backward instead of being kept: ``full``, each block, of which only the input is
-            kept; ``activations``, norms and what lies between the columns and the row of an MLP; ``selective``, these and the
-            attention in each block; ``none``. Gradients are the same to the last bit.
-        regather: Keep the shard of what is gathered for column linears, and gather it again in the backward; false keeps it
-            whole, which spares a slow network two of six all-gathers.
-        vocab: Shard embeddings and heads over a vocabulary, and the loss on their logits, over the tensor-parallel ranks, wherever
-            they are found and a plan that you write whole does not say otherwise.
-        loss_chunk: Tokens of which the head and the loss make logits at once; the backward makes them once more. With ``tp`` the
-            head must be sharded by vocabulary, as it is by default. None makes all at once.
-        tile_mlp: Tokens of which the MLP of a block computes at a time; the backward computes each such tile once more, so that
-            what an MLP needs does not grow with the sequence. None computes all at once.
-        compile: Compile each block by ``torch.compile`` after it was sharded, one graph for each kind of block.
-        compile_options: Options passed on to ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``.
-        self_check: Check the plan before training, on a copy, whole against sharded.
-        check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ...
-        elementwise_optimizers: Classes of optimizers of yours that update each element by itself, as import paths (in Python also
-            the classes); each is tried on small tensors, whole and in halves, before training.
-        broadcast_batch: One rank of each replica reads the batches and sends them to the others: for iterable
-            data sets that give each process other samples, dealt out by ``strategy.dp_rank`` and ``dp_size``.
-            Off, every rank reads for itself and checksums are compared.
-        checkpoint: Form of the checkpoints: ``single``, one file, or ``sharded``, a folder; ``async_save`` writes the folder while
-            training goes on.
-        process_group_backend: Backend of the process groups; none means gloo, and on CUDA nccl with gloo beside it for what
-            lies on the CPU.
-        timeout: How long a collective may wait for its peers, in seconds or as a timedelta.
-        fp8_groups: Make the amax-reduction groups (tp × dp) of fp8 training. Not run yet.
-        gloo_twins: Make a gloo group beside each group of axes, for objects and for threads of their own.
-        config: all of these as one ``ParallelConfig``, in place of keywords.
+        config: all of them as one ``ParallelConfig``, in place of keywords.
         accelerator: Lightning's own; leave it to the Trainer.
         parallel_devices: Lightning's own; leave it to the Trainer.
         cluster_environment: a Lightning environment, if the one that is found is not yours.
@@ -258,9 +221,8 @@ class SeqParallelStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning must divide and reduce over processes here: true while a model is set up.
-
-        Before that it asks whether to divide samples (:meth:`process_dataloader` does), and to refuse its batch-size finder.
+        """Whether Lightning must divide and reduce over processes here: true while a model is set up. Before that it asks
+        whether to divide samples (:meth:`process_dataloader` does), and to refuse its batch-size finder.
         """
         return self._is_set_up
 
@@ -348,20 +310,25 @@ class SeqParallelStrategy(ParallelStrategy):
         if averaging_callbacks(callbacks) and record_of(module) is not None:
             unshard(module)
 
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank of the world."""
-        if name is not None and name.endswith("_dataloader()"):  # before Lightning calls process_dataloader for a loop
-            self.searches.meet(training=name.startswith("train"))
-            self.loaders.begin(training=name.startswith("train"))
-        self.environment.barrier()
+    def process_dataloader(self, dataloader: object) -> object:
+        """Divide the samples among the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
+        self.searches.note_loader(dataloader)
+        return self.loaders.divide(dataloader)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send an object of rank ``src`` to every rank of the world, and return it; this rank's own if they are apart."""
-        return self.environment.broadcast(obj, src)
+    # ---- collectives for Lightning: values over the replicas, barriers and decisions over the world ---------------
+    # Before set-up, when there are no groups yet, and where the ranks are apart, each of them answers as on one process.
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the replicas; the ranks of one replica have the same value. Other objects stay as they are."""
-        return self.environment.reduce(tensor, group, reduce_op)
+        if not isinstance(tensor, Tensor) or not self.environment.answers:
+            return tensor
+        tensor = whole_logits(tensor).to(self.root_device)
+        over = self.groups["dp"] if group is None else group
+        if not (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")):
+            return _sync_ddp_if_available(tensor, over, reduce_op=reduce_op)
+        # Not every backend has averages, and Lightning knows of gloo only where it is the group's one backend.
+        total = _sync_ddp_if_available(tensor, over, reduce_op="sum")
+        return total.div_(over.size()) if total.is_floating_point() else total.copy_(total / over.size())
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor over the replicas: ``[...]`` → ``[dp, ...]``, or unchanged where there is one replica.
@@ -371,16 +338,39 @@ class SeqParallelStrategy(ParallelStrategy):
         losses: a loss that all replicas compute alike of the gathered tensors is the one of a single process with the whole
         batch, and so are its gradients once they are averaged over the replicas. Sharded logits are gathered over tp first.
         """
-        return self.environment.all_gather(tensor, group, sync_grads)
+        if not self.environment.has_groups:
+            return tensor
+        tensor = whole_logits(tensor)
+        over = self.groups["dp"] if group is None or group is dist.group.WORLD else group
+        if over.size() == 1:
+            return tensor
+        # Lightning's own takes the numbers of ranks within a group for those of the world in its backward.
+        with nullcontext() if sync_grads else torch.no_grad():
+            return gather_from_sequence_parallel_region(tensor.contiguous().unsqueeze(0), 0, over)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether ``decision`` is true on all ranks of the world, or with ``all=False`` on any."""
-        return self.environment.reduce_boolean_decision(decision, all)
+        if not self.environment.answers:
+            return decision
+        otherwise = any_rank_has([bool(decision) != all], self.environment.world, self.root_device)[0]
+        return otherwise != all
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """Divide the samples among the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
-        self.searches.note_loader(dataloader)
-        return self.loaders.divide(dataloader)
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank of the world."""
+        if name is not None and name.endswith("_dataloader()"):  # before Lightning calls process_dataloader for a loop
+            self.searches.meet(training=name.startswith("train"))
+            self.loaders.begin(training=name.startswith("train"))
+        if dist.is_initialized() and self.environment.answers:
+            devices = [self.root_device.index] if self.root_device.type == "cuda" else None
+            dist.barrier(group=self.environment.world, device_ids=devices)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object of rank ``src`` to every rank of the world, and return it; this rank's own if they are apart."""
+        if not dist.is_initialized() or not self.environment.answers:
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src=src, group=self.environment.world)
+        return box[0]
 
     # ---- model -------------------------------------------------------------------------------------------------
 
@@ -444,8 +434,8 @@ class SeqParallelStrategy(ParallelStrategy):
         env.share_streams()
         if record is not None:
             record.note_versions()
-        if env.fits:
-            steps.watch(record)
+            if env.fits:
+                steps.watch(record)
 
     def model_to_device(self) -> None:
         """Move the model, which is sharded already, to this rank's device. What other stages hold is there already."""
@@ -615,7 +605,6 @@ class SeqParallelStrategy(ParallelStrategy):
 
 
 def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> ParallelConfig:
-    """The configuration of a strategy."""
     keywords: dict[str, Any] = {
         name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         for name, value in given.items()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import math
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple
@@ -28,26 +28,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_seqpar.distributed.autograd import innermost_dispatch_mode, leave_dispatch_mode, storage_id
 from lightning_seqpar.layout.param_layout import is_split, local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
-from lightning_seqpar.strategy.refusals import NOT_THE_USERS
+from lightning_seqpar.strategy.ending import NOT_THE_USERS
 
-_OTHER_HOOKS = (
-    "batch_transfer",
-    "transfer_batch_to_device",
-    "_dataloader",
-    "configure_optimizers",
-    "configure_callbacks",
-)
+_OTHER_HOOKS = ("batch_transfer", "transfer_batch_to_device", "_dataloader", "configure_optimizers", "configure_callbacks")
 """Ends of the names of hooks that see data, or the model as it is made."""
-_READ_NO_WEIGHTS = ("lightning_seqpar.", "lightning.")
-"""Beginnings of the modules whose hooks change weights and gradients as they are on one process, or are refused elsewhere."""
 _COPIES = {
     *("copy_", "_to_copy", "fill_", "zero_", "masked_fill", "masked_fill_", "lift_fresh", "_unsafe_view"),
     *("empty_like", "zeros_like", "ones_like", "full_like"),
 }
 """Operations that treat each element by itself, and that torch does not call pointwise."""
-_JOINS = {"cat", "stack"}
-_ACROSS = {"renorm", "renorm_"}
-"""Operations whose ``dim`` is the one along which they do not reduce."""
+_OVER_RANKS = ("c10d", "_c10d_functional")  # namespaces of collectives: whoever sums over ranks knows of parts
 _BY_ONE = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 _REMEDY = (
     "Do it where weights and gradients are whole, on all ranks: with lightning_seqpar.summoned(self): ... (the norm of the whole "
@@ -101,41 +91,65 @@ def _has_code(action: str, trainer: Trainer) -> bool:
         hook in vars(one)
         or (
             (own := getattr(type(one), hook, None)) is not default
-            # A subclass of the user's may be called by a hook of Lightning's.
-            and not all(str(each.__module__).startswith(_READ_NO_WEIGHTS) for each in (own, type(one)))
+            # Lightning's hooks and ours change weights as on one process, or are refused; they may call a subclass of the user's.
+            and not all(str(each.__module__).startswith(("lightning_seqpar.", "lightning.")) for each in (own, type(one)))
         )
         for one in owners
     )
 
 
-class WeightWatch:
-    """Watches what the user's hooks and steps do with the parts of a sharded model.
+class _Profile(dict[str, AbstractContextManager[Any]]):
+    """The contexts of the actions that Lightning profiles; those in which nothing is to be done are kept."""
 
-    Args:
-        record: of the model.
+    def __init__(self, watch: WeightWatch, trainer: Trainer, profiler: Profiler) -> None:
+        super().__init__()
+        self._watch, self._trainer = watch, trainer
+        # Lightning's default enters a generator around each hook, and does nothing in it.
+        self._usual = None if type(profiler) is PassThroughProfiler else profiler.profile
+        self._has_code: dict[str, bool] = {}
 
-    Attributes:
-        mode: the watch over the code of the user's that runs now; None for none.
-    """
+    def __missing__(self, action: str) -> AbstractContextManager[Any]:
+        if (has_code := self._has_code.get(action)) is None:
+            has_code = self._has_code[action] = _has_code(action, self._trainer)
+        if has_code:
+            return self._watched(action)
+        return self.setdefault(action, nullcontext()) if self._usual is None else self._usual(action)
+
+    @contextmanager
+    def _watched(self, action: str) -> Generator[Any, None, None]:
+        usual = nullcontext() if self._usual is None else self._usual(action)
+        with usual as name, self._watch.watched(decides=action.endswith(".optimizer_step")):
+            yield name
+
+
+class WeightWatch(TorchDispatchMode):
+    """Watches what the user's hooks and steps do with the parts of a sharded model: a dispatch mode around one call at a time."""
 
     def __init__(self, record: ShardedModel) -> None:
-        self.record = record
-        self.marks: dict[int, tuple[StorageWeakRef, _Mark]] = {}
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._record = record
+        self._marks: dict[int, tuple[StorageWeakRef, _Mark]] = {}
         self._room = 1024
-        self.mode: _Watched | None = None
-        self._has_warned = False
+        self._has_warned = self.is_on = False
         self._profiler: Profiler | None = None
+
+    def _forget_call(self, *, decides: bool = False, is_step: bool = False) -> None:
+        self._decides, self._is_step = decides, is_step
+        self._known: int | None = None  # how often weights were summoned when homes were found
+        self._numbers: list[tuple[Tensor, _Local]] = []
+        self._read: _Local | None = None  # of which a number was read
+        self._found: _Local | None = None  # what was made of one part first
+        # By the storages that hold parameters and their gradients: of each the bytes behind its end, its name and its part.
+        self._homes: dict[int, list[tuple[int, str, _Part | None]]] = {}
+        self._kept: list[StorageWeakRef] = []
+        self._rows: dict[str, int] = {}  # of parameters that replicas split, the storages that they show
 
     # ---- where it watches --------------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer) -> None:
-        """Watch each hook that has code in it, around which Lightning calls its profiler, until :meth:`end`.
-
-        In every step: one that changes weights in each hundredth might never do so where checks are due, and nothing else sees it.
-        """
+        """Watch each hook that has code in it, by Lightning's profiler, in every step: nothing else sees what it does."""
         profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
-        usual = None if type(profiler) is PassThroughProfiler else profiler.profile
-        self._profiler, vars(profiler)["profile"] = profiler, _Profile(self, trainer, usual).__getitem__
+        self._profiler, vars(profiler)["profile"] = profiler, _Profile(self, trainer, profiler).__getitem__
 
     def end(self) -> None:
         """Leave the profiler as it was."""
@@ -145,150 +159,50 @@ class WeightWatch:
 
     @contextmanager
     def watched(self, *, decides: bool, is_step: bool = False) -> Generator[None, None, None]:
-        """A context manager for code of the user's.
+        """A context manager for code of the user's; ValueError for what takes a part for the whole.
 
-        Args:
-            decides: whether a number that the code reads is taken to decide something.
-            is_step: whether the code is a step, with a forward, where autograd knows what a loss reads.
-
-        Raises:
-            ValueError: for what takes a part for the whole; behind the code for what it has put in a parameter's place.
+        ``decides`` says whether a number that the code reads is taken to decide something; ``is_step`` whether it is a step,
+        with a forward, where autograd knows what a loss reads.
         """
-        if self.mode is not None:
+        if self.is_on:
             yield
             return
-        mode = self.mode = _Watched(self, decides=decides, is_step=is_step)
-        mode.__enter__()  # type: ignore[no-untyped-call]
+        self._forget_call(decides=decides, is_step=is_step)
+        self.is_on = True
+        self.__enter__()  # type: ignore[no-untyped-call]
         try:
             try:
                 yield
             finally:
-                leave_dispatch_mode(mode)
-            mode.refuse_lost()
-            if mode.found is not None:
+                leave_dispatch_mode(self)
+            self._refuse_lost()
+            if self._found is not None:
                 self._refuse_assigned()
-                self._warn(mode.found)
+            if (found := self._found) is not None and not self._has_warned:
+                self._has_warned = True
+                rank_zero_warn(
+                    f"lightning_seqpar: {found.where} takes {found.what} of {found.name}, of which this rank holds a part: the "
+                    "number is not that of the whole. lightning_seqpar.grad_norm(self) is the norm of the whole gradient; for "
+                    "others use with lightning_seqpar.summoned(self): ..."
+                )
         finally:
-            self.mode = None
+            self.is_on = False
+            self._forget_call()  # what it holds of the model's tensors
 
     @contextmanager
     def paused(self) -> Generator[None, None, None]:
         """A context manager for what the strategy itself runs in the midst of a hook: forward, backward, the optimizer's step."""
-        mode = self.mode
-        if mode is None or innermost_dispatch_mode() is not mode:
+        if not self.is_on or innermost_dispatch_mode() is not self:
             yield
             return
-        self.mode = None
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.is_on = False
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            mode.__enter__()  # type: ignore[no-untyped-call]
-            mode._known = None  # there may be other gradients than before
-            self.mode = mode
-
-    # ---- what it knows -----------------------------------------------------------------------------------------
-
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        """The parts over tp of the model's parameters, and of their gradients, by the parameter's name."""
-        for name in self.record.layout:
-            if name not in self.record.summoned:
-                parameter = self.record.layout.parameter(name)
-                yield name, parameter
-                if parameter.grad is not None:
-                    yield name, parameter.grad
-
-    def mark(self, x: Tensor, mark: _Mark) -> None:
-        """Note what a tensor's storage holds."""
-        if len(self.marks) >= self._room:
-            self.marks = {key: held for key, held in self.marks.items() if not held[0].expired()}
-            self._room = max(1024, 2 * len(self.marks))
-        # The weak reference keeps another storage from getting the same number.
-        self.marks[_key(x)] = StorageWeakRef(local_rows(x).untyped_storage()), mark
-
-    def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Take what tensors hold for the whole."""
-        for x in tensors:
-            self.marks.pop(_key(x), None)
-
-    def _refuse_assigned(self) -> None:
-        """Refuse a parameter or gradient that was replaced by what was made of one part (``weight.data = ...``)."""
-        for name, x in self.held():
-            known = self.marks.get(_key(x))
-            if known is not None and isinstance(known[1], _Local):
-                raise ValueError(_refusal(known[1], f"and puts what it makes of it into {name}"))
-
-    def _warn(self, found: _Local) -> None:
-        """Tell once of numbers that are one rank's and change no weights: they are logged, most likely."""
-        if not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(
-                f"lightning_seqpar: {found.where} takes {found.what} of {found.name}, of which this rank holds a part: the number "
-                "is not that of the whole. lightning_seqpar.grad_norm(self) is the norm of the whole gradient; for others use with "
-                "lightning_seqpar.summoned(self): ..."
-            )
-
-
-def _refusal(found: _Local, how: str) -> str:
-    if "clip_grad" in found.what:
-        return (
-            f"{found.name}: gradients were clipped by torch.nn.utils.{found.what} ({found.where}), which knows nothing of shards "
-            "(use self.clip_gradients or Trainer(gradient_clip_val=...))"
-        )
-    how = how.replace(f"{found.where} ", "")
-    part = f"takes {found.what} of this rank's part of it, which is not that of the whole"
-    return f"{found.name}: {found.where} {part}, {how}. {_REMEDY}"
-
-
-class _Profile(dict[str, AbstractContextManager[Any]]):
-    """The contexts of the actions that Lightning profiles; those in which nothing is to be done are kept.
-
-    Args:
-        usual: the user's profiler; None for Lightning's default, which enters a generator around each hook and does nothing in it.
-    """
-
-    def __init__(
-        self, watch: WeightWatch, trainer: Trainer, usual: Callable[[str], AbstractContextManager[Any]] | None
-    ) -> None:
-        super().__init__()
-        self._watch, self._trainer, self._usual = watch, trainer, usual
-        self._has_code: dict[str, bool] = {}
-
-    def __missing__(self, action: str) -> AbstractContextManager[Any]:
-        if (has_code := self._has_code.get(action)) is None:
-            has_code = self._has_code[action] = _has_code(action, self._trainer)
-        if has_code:
-            watched = self._watch.watched(decides=action.endswith(".optimizer_step"))
-            return watched if self._usual is None else self._both(self._usual(action), watched)
-        if self._usual is None:
-            return self.setdefault(action, nullcontext())
-        return self._usual(action)
-
-    @staticmethod
-    @contextmanager
-    def _both(usual: AbstractContextManager[Any], watched: AbstractContextManager[None]) -> Generator[Any, None, None]:
-        with usual as name, watched:
-            yield name
-
-
-class _Watched(TorchDispatchMode):
-    """One call of the user's code, watched, as :meth:`WeightWatch.watched` says.
-
-    Attributes:
-        found: what was made of one part first; None for nothing.
-    """
-
-    def __init__(self, watch: WeightWatch, *, decides: bool, is_step: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watch, self._decides, self._is_step = watch, decides, is_step
-        # By the storages that hold parameters and their gradients: of each the bytes behind its end, its name and its part.
-        self._homes: dict[int, list[tuple[int, str, _Part | None]]] = {}
-        self._kept: list[StorageWeakRef] = []
-        self._known: int | None = None  # how often weights were summoned when they were found
-        self._rows: dict[str, int] = {}  # of parameters that replicas split, the storages that they show
-        self._numbers: list[tuple[Tensor, _Local]] = []
-        self._read: _Local | None = None  # of which a number was read
-        self.found: _Local | None = None
+            self.__enter__()  # type: ignore[no-untyped-call]
+            self._known = None  # there may be other gradients than before
+            self.is_on = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -301,7 +215,7 @@ class _Watched(TorchDispatchMode):
         given = kwargs or {}
         if any(kind not in (Tensor, nn.Parameter, DTensor) for kind in types):
             return func(*args, **given)
-        if self._known != self._watch.record.summons:
+        if self._known != self._record.summons:
             self._look_up()
         tensors = [*_tensors((*args, *given.values()))]
         is_known = any(self._mark_of(x) is not None for x in tensors)
@@ -309,23 +223,35 @@ class _Watched(TorchDispatchMode):
             out = func(*args, **given)
             if self._numbers and func is torch.ops.aten.lift_fresh.default:
                 self._look_at_lifted(out)
-            if self._read is not None and func._schema.is_mutable:
-                self._check_write(_written(func, args, given), None)
-            return out
-        return self._follow(func, args, given)
+        else:
+            out = self._follow(func, args, given)
+        if self._read is not None and func._schema.is_mutable and func.namespace not in _OVER_RANKS:
+            self._check_write(_written(func, args, given))
+        return out
+
+    # ---- what it knows -----------------------------------------------------------------------------------------
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        """The parts over tp of the model's parameters, and of their gradients, by the parameter's name."""
+        for name in self._record.layout:
+            if name not in self._record.summoned:
+                parameter = self._record.layout.parameter(name)
+                yield name, parameter
+                if parameter.grad is not None:
+                    yield name, parameter.grad
 
     def _look_up(self) -> None:
         """Find the storages of the model's parts, which change where gradients come and weights are summoned."""
-        record = self._watch.record
+        record = self._record
         self._known, layout = record.summons, record.layout
         for name in record.summoned:
             whole = record.model.get_parameter(name)
-            self._watch.forget(x for x in (whole, whole.grad) if x is not None)
+            self._forget(x for x in (whole, whole.grad) if x is not None)
         # A gradient may be replaced: a weak reference keeps another storage from getting the same number.
         self._homes, self._kept = {}, []
         parameters = {name: layout.parameter(name) for name in layout if name not in record.summoned}
         self._rows = {name: storage_id(x) for name, x in parameters.items() if is_split(x)}
-        for name, x in self._watch.held():
+        for name, x in self._held():
             rows, shard = local_rows(x), layout[name].shard
             end = int((rows.storage_offset() + rows.numel()) * rows.element_size())
             part = None if shard is None else _Part(name, x.stride(shard.dim), x.shape[shard.dim])
@@ -333,15 +259,6 @@ class _Watched(TorchDispatchMode):
             self._homes.setdefault(storage_id(rows), []).append((end, name, part))
         for homes in self._homes.values():
             homes.sort(key=lambda home: home[0])
-
-    def refuse_lost(self) -> None:
-        """Refuse ``parameter.data = ...`` where replicas split parameters: torch shows the new tensor, and keeps its rows."""
-        for name, shown in self._rows.items():
-            if storage_id(self._watch.record.layout.parameter(name)) != shown:
-                raise ValueError(
-                    f"{name}: its data was assigned (parameter.data = ...), which data_parallel='fsdp' never reads; change it in "
-                    "place (parameter.data.copy_(...))"
-                )
 
     def _home_of(self, x: Tensor) -> tuple[str, _Part | None] | None:
         """The parameter that a tensor, or the gradient whose view it is, belongs to; and its part, if it is sharded."""
@@ -351,15 +268,25 @@ class _Watched(TorchDispatchMode):
         return next(((name, part) for end, name, part in homes if at < end), None)
 
     def _mark_of(self, x: Tensor) -> _Mark | None:
-        home, known = self._home_of(x), self._watch.marks.get(_key(x))
+        home, known = self._home_of(x), self._marks.get(_key(x))
         if known is not None and not known[0].expired() and (isinstance(known[1], _Local) or home is None):
             return known[1]
         return None if home is None else home[1]
 
+    def _mark(self, x: Tensor, mark: _Mark) -> None:
+        if len(self._marks) >= self._room:
+            self._marks = {key: held for key, held in self._marks.items() if not held[0].expired()}
+            self._room = max(1024, 2 * len(self._marks))
+        # The weak reference keeps another storage from getting the same number.
+        self._marks[_key(x)] = StorageWeakRef(local_rows(x).untyped_storage()), mark
+
+    def _forget(self, tensors: Iterable[Tensor]) -> None:
+        for x in tensors:
+            self._marks.pop(_key(x), None)
+
     # ---- one operation ---------------------------------------------------------------------------------------------
 
     def _follow(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """Run an operation on something known, and note what it makes of it."""
         name = func._schema.name.partition("::")[2]
         if name == "_local_scalar_dense":
             self._check_read(args[0])
@@ -368,8 +295,8 @@ class _Watched(TorchDispatchMode):
         is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
         if is_view and all(self._mark_of(x) is not None for x in _tensors([out])):
             return out  # rows of replicas may be gathered for it; then it has a storage of its own
-        if func.namespace in ("c10d", "_c10d_functional"):  # whoever sums over ranks knows of parts
-            self._watch.forget(_written(func, args, given))
+        if func.namespace in _OVER_RANKS:
+            self._forget(_written(func, args, given))
             return out
         if name.startswith("_foreach_"):
             lists = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], Tensor)]
@@ -380,8 +307,6 @@ class _Watched(TorchDispatchMode):
                 self._note(func, name, args, given, sources, [*_tensors((out or ())[at : at + 1])])
         else:
             self._note(func, name, args, given, [*_tensors((*args, *given.values()))], [*_tensors([out])])
-        if func._schema.is_mutable and self._read is not None:
-            self._check_write(_written(func, args, given), None)
         return out
 
     def _note(self, func: Any, name: str, args: Any, given: Any, sources: Sequence[Tensor], made: Sequence[Tensor]) -> None:
@@ -397,13 +322,13 @@ class _Watched(TorchDispatchMode):
             self._check_write(targets, result)
         for target in targets:
             if isinstance(result, _Local):
-                self._watch.mark(target, result)
+                self._mark(target, result)
                 if target.numel() == 1:
                     self._numbers.append((target, result))
             elif self._mark_of(target) is None:
                 rows = local_rows(target)
                 owns = rows.numel() * rows.element_size() == rows.untyped_storage().nbytes()
-                self._watch.mark(target, _laid_out(result, target) if owns else _Part(result[0], 0, 2))
+                self._mark(target, _laid_out(result, target) if owns else _Part(result[0], 0, 2))
 
     def _result(self, func: Any, name: str, args: Any, given: Any, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
         """A :class:`_Local`, or a parameter's name and the dims of the result that run along its sharded dim; None for neither."""
@@ -424,12 +349,12 @@ class _Watched(TorchDispatchMode):
             return part, found[0] if len({*found}) == 1 else None
         if name.startswith("_foreach_") and name.rstrip("_") not in ("_foreach_norm", "_foreach_max"):
             return part, frozenset(parts[0][2] or ())
-        if name in _JOINS:
+        if name in ("cat", "stack"):
             return part, None
         x, _, dims = parts[0]
         along = _dims_of(func, args, given, x)
         if len(parts) == 1 and x is sources[0] and along is not None and dims is not None:
-            if name in _ACROSS:
+            if name in ("renorm", "renorm_"):  # whose dim is the one along which they do not reduce
                 along = {*range(x.ndim)} - along
             if not along & dims:
                 gone = sorted(along) if ndim < x.ndim else []
@@ -438,23 +363,37 @@ class _Watched(TorchDispatchMode):
 
     def _made_local(self, part: str, name: str, targets: Sequence[Tensor]) -> _Local | None:
         """What code of the user's made of one part; None for code of others, which knows of parts."""
-        frame = _users_frame(sys._getframe(1), self._watch.record.model)
+        frame = _users_frame(sys._getframe(1))
         if frame is None:
             return None
         if name in ("any", "all") and _value(targets[0]) == (name == "all"):
             return None  # so it is for the whole, unless another rank finds another answer, and says so
-        names = [one.f_code.co_name for one in _frames(sys._getframe(1)) if _module(one) == _CLIPPING]
+        names = [one.f_code.co_name for one in _frames(sys._getframe(1)) if _module(one) == "torch.nn.utils.clip_grad"]
         helper = [one for one in names if not one.startswith("_")][-1:]
         found = _Local(part, helper[0] if helper else f"'{name.removeprefix('linalg_').strip('_')}'", _shown(frame))
-        self.found = self.found or found
+        self._found = self._found or found
         return found
 
-    # ---- what is refused -------------------------------------------------------------------------------------------
+    def _refuse_lost(self) -> None:
+        """Refuse ``parameter.data = ...`` where replicas split parameters: torch shows the new tensor, and keeps its rows."""
+        for name, shown in self._rows.items():
+            if storage_id(self._record.layout.parameter(name)) != shown:
+                raise ValueError(
+                    f"{name}: its data was assigned (parameter.data = ...), which data_parallel='fsdp' never reads; change it in "
+                    "place (parameter.data.copy_(...))"
+                )
 
-    def _check_write(self, targets: Iterable[Tensor], found: _Local | None) -> None:
+    def _refuse_assigned(self) -> None:
+        """Refuse a parameter or gradient that was replaced by what was made of one part (``weight.data = ...``)."""
+        for name, x in self._held():
+            known = self._marks.get(_key(x))
+            if known is not None and isinstance(known[1], _Local):
+                raise ValueError(_refusal(known[1], f"and puts what it makes of it into {name}"))
+
+    def _check_write(self, targets: Iterable[Tensor], found: _Local | None = None) -> None:
         """Refuse what the user's code writes into a parameter or a gradient, if it is made of one part, or decided by one."""
         home = next((home[0] for home in map(self._home_of, targets) if home is not None), None)
-        if home is None or (frame := _users_frame(sys._getframe(1), self._watch.record.model)) is None:
+        if home is None or (frame := _users_frame(sys._getframe(1))) is None:
             return
         if found is not None:
             raise ValueError(_refusal(found, f"and {_shown(frame)} writes what it makes of it into {home}"))
@@ -462,14 +401,15 @@ class _Watched(TorchDispatchMode):
             raise ValueError(_refusal(self._read, f"reads it as a number, and {_shown(frame)} changes {home} behind that"))
 
     def _check_read(self, x: Tensor) -> None:
-        """Look at a number that is read: it decides, or may do so."""
         mark = self._mark_of(x)
-        frame = _users_frame(sys._getframe(1), self._watch.record.model, libraries=False)
+        frame = _users_frame(sys._getframe(1), libraries=False)
         if mark is None or frame is None:
             return
         found = mark if isinstance(mark, _Local) else _Local(mark.name, "one element", _shown(frame))
-        self.found = self.found or found
-        if self._decides or _is_tested(frame):
+        self._found = self._found or found
+        at = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        is_tested = "JUMP" in at or at in ("UNARY_NOT", "TO_BOOL")  # at if, while, and, not
+        if self._decides or is_tested:
             raise ValueError(_refusal(found, f"and {_shown(frame)} decides by it"))
         self._read = self._read or found
 
@@ -480,8 +420,19 @@ class _Watched(TorchDispatchMode):
         values = {*out.flatten().tolist()} - {0.0, 1.0}
         for number, mark in self._numbers:
             if _value(number, out.dtype) in values:
-                self._watch.mark(out, mark)
+                self._mark(out, mark)
                 return
+
+
+def _refusal(found: _Local, how: str) -> str:
+    if "clip_grad" in found.what:
+        return (
+            f"{found.name}: gradients were clipped by torch.nn.utils.{found.what} ({found.where}), which knows nothing of shards "
+            "(use self.clip_gradients or Trainer(gradient_clip_val=...))"
+        )
+    how = how.replace(f"{found.where} ", "")
+    part = f"takes {found.what} of this rank's part of it, which is not that of the whole"
+    return f"{found.name}: {found.where} {part}, {how}. {_REMEDY}"
 
 
 def _key(x: Tensor) -> int:
@@ -509,7 +460,6 @@ def _laid_out(result: tuple[str, frozenset[int] | None], x: Tensor) -> _Part:
 
 
 def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments, which may be lists of them."""
     for arg in args:
         if isinstance(arg, Tensor):
             yield arg
@@ -518,7 +468,6 @@ def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _written(func: Any, args: Any, given: Any) -> list[Tensor]:
-    """The tensors that an operation writes to."""
     arguments = func._schema.arguments
     names = {one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write}
     bound = {**dict(zip((one.name for one in arguments), args, strict=False)), **given}
@@ -548,7 +497,6 @@ def _is_masked(name: str, args: Any) -> bool:
 
 # ---- frames ------------------------------------------------------------------------------------------------------------
 
-_CLIPPING = "torch.nn.utils.clip_grad"
 _RUNS = ("lightning.pytorch.loops", "lightning.pytorch.trainer", "lightning.pytorch.strategies")
 """Modules of Lightning that call the user's code."""
 _TRANSPARENT = {*sys.stdlib_module_names, *NOT_THE_USERS} - {"lightning_seqpar"}
@@ -564,7 +512,7 @@ def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__") or "")
 
 
-def _users_frame(start: FrameType, model: nn.Module, *, libraries: bool = True) -> FrameType | None:
+def _users_frame(start: FrameType, *, libraries: bool = True) -> FrameType | None:
     """The user's innermost frame, if that works on weights by hand; None in a module's forward, a backward or an optimizer."""
     user = None
     for frame in _frames(start):
@@ -590,9 +538,3 @@ def _users_frame(start: FrameType, model: nn.Module, *, libraries: bool = True) 
 
 def _shown(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
-
-
-def _is_tested(frame: FrameType) -> bool:
-    """Whether a frame is at a branch: ``if``, ``while``, ``and``, ``not``."""
-    name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-    return "JUMP" in name or name in ("UNARY_NOT", "TO_BOOL")

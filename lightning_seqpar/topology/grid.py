@@ -1,7 +1,6 @@
 """Rank arithmetic: which process sits where in the grid of parallel axes.
 
-Everything here is pure arithmetic on sizes. No loop over all ranks is needed to answer for one rank, so a
-topology of 131,072 ranks costs as much as one of 8.
+No loop over all ranks is needed to answer for one rank: a topology of 131,072 ranks costs as much as one of 8.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from typing import Any
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.user_input import nearest
 
-PIPELINE = "pp"
-"""The axis of pipeline stages; a topology without it is a pipeline of one stage."""
+PIPELINE = "pp"  # the axis of pipeline stages; a topology without it is a pipeline of one stage
 
 
 def nearest_multiples(number: int, unit: int) -> str:
@@ -124,7 +122,6 @@ class ProcessTopology:
 
     @property
     def _strides(self) -> tuple[int, ...]:
-        """For each axis, how far apart in rank two neighbours along it are."""
         return tuple(math.prod(self.dims[i + 1 :]) for i in range(len(self.dims)))
 
     def _require(self, axis: str) -> int:
@@ -251,10 +248,7 @@ class ProcessTopology:
         return [pipeline[stage] for stage in sorted(stages if split_rank is None else {*stages, split_rank})]
 
     def embedding_ranks(self, rank: int, split_rank: int | None = None) -> list[int]:
-        """The ranks of ``rank``'s pipeline that hold the token embedding: its first stage, and its last for a tied head.
-
-        With ``split_rank``, the first stage of the decoder in an encoder-decoder model, that stage holds it too.
-        """
+        """The ranks of ``rank``'s pipeline with the token embedding: its first stage, its last (a tied head), the split's."""
         return self._at_stages(rank, {0, self.pipeline_size - 1}, split_rank)
 
     def position_embedding_ranks(self, rank: int, split_rank: int | None = None) -> list[int]:
@@ -262,10 +256,8 @@ class ProcessTopology:
         return self._at_stages(rank, {0}, split_rank)
 
     def get_embedding_comm_lists(self, split_rank: int | None = None) -> list[list[int]]:
-        """The embedding ranks of every pipeline.
-
-        Example: with ``pp`` 4 outermost on 16 ranks ``[[0, 12], [1, 13], [2, 14], [3, 15]]``, and ``[[0, 8, 12], ...]``
-        with ``split_rank`` 2.
+        """The embedding ranks of every pipeline: with ``pp`` 4 outermost on 16 ranks ``[[0, 12], [1, 13], [2, 14], [3, 15]]``,
+        and ``[[0, 8, 12], ...]`` with ``split_rank`` 2.
         """
         return [self.embedding_ranks(rank, split_rank) for rank in range(self.world_size) if not self.get_stage(rank)]
 

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.user_input import nearest
 
-Axes = str | tuple[str, ...]
-"""One axis, several axes, or one of :data:`NAMED`."""
+Axes = str | tuple[str, ...]  # one axis, several axes, or one of :data:`NAMED`
 
 NAMED = ("embedding", "position_embedding", "fp8_amax")
 """Groups that have a name of their own: those of embeddings, which span no set of axes, and ``fp8_amax``, which is tp × dp."""
@@ -138,14 +137,14 @@ class ParallelGroups:
 
     def _make_axis_groups(self, into: dict[frozenset[str], ProcessGroup], options: Mapping[str, Any]) -> None:
         """Make a group for each set of axes, and put it into ``into``; sets that have the same ranks share one."""
-        by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
+        made: dict[tuple[str, ...], ProcessGroup] = {}
         # In the order of _axis_sets: ranks that share two groups must make them in the same order.
         for axes, first in self._axis_sets().items():
             ranks = tuple(self.ranks(axes)) if self._grid_rank >= 0 else (self._world_rank,)
             if axes == first:
-                by_ranks[ranks] = self._new(ranks, options)
+                made[axes] = self._new(ranks, options)
             if self._grid_rank >= 0:
-                into[frozenset(axes)] = by_ranks[ranks]
+                into[frozenset(axes)] = made[first]
 
     def _make_named_groups(self, options: Mapping[str, Any]) -> None:
         """Make the groups of embeddings; one that has the ranks of a group of axes, or of the other, shares that group."""
@@ -171,9 +170,8 @@ class ParallelGroups:
 
     @classmethod
     def silent(cls, topology: ProcessTopology, rank: int = 0) -> ParallelGroups:
-        """Groups for one process that acts as a rank of the grid: their collectives return at once and send nothing.
-
-        They need no ``torch.distributed`` and work on any device. Shapes, memory and traffic are the rank's; values are not.
+        """Groups for one process that acts as a rank of the grid, without ``torch.distributed`` on any device: their
+        collectives return at once and send nothing. Shapes, memory and traffic are the rank's; values are not.
         """
         groups = cls.fake(topology, rank)
         groups._fake = False
@@ -181,8 +179,6 @@ class ParallelGroups:
             made = groups._groups.get(frozenset(first)) or _silent_group(groups.rank(axes), groups.size(axes))
             groups._groups[frozenset(axes)] = made
         return groups
-
-    # ---- what there is -----------------------------------------------------------------------------------------
 
     def __getitem__(self, axes: Axes) -> ProcessGroup:
         """The group along one axis (``groups["tp"]``), several (``groups["dp", "cp"]``), or of a name."""
@@ -235,10 +231,7 @@ class ParallelGroups:
         return self.topology.get_comm_list(rank, *sorted(key))
 
     def ranks(self, axes: Axes) -> list[int]:
-        """World ranks of the group along ``axes``, in the group's order; ``[]`` outside the grid.
-
-        Of the embedding groups: those of this rank's pipeline, whether or not it is one of them.
-        """
+        """World ranks of the group along ``axes``, in its order; of embeddings, this pipeline's. ``[]`` outside the grid."""
         if axes not in self._ranks_by_axes:
             key, here = self._key(axes), self._grid_rank
             self._ranks_by_axes[axes] = [self._mapping[r] for r in self._grid_ranks(key, here)] if here >= 0 else []
@@ -257,18 +250,15 @@ class ParallelGroups:
         """World rank of the group's first member, from which a broadcast starts; -1 outside the grid."""
         return self.ranks(axes)[0] if self._grid_rank >= 0 else -1
 
-    def _axes_among(self, *names: str) -> tuple[str, ...]:
-        return tuple(axis for axis in self.topology.axes if axis in names)
-
     @cached_property
     def mean_axes(self) -> tuple[str, ...]:
         """The axes over which gradients are averaged, as their ranks hold the same parameters: ``dp`` and ``cp``."""
-        return self._axes_among("dp", "cp")
+        return tuple(axis for axis in self.topology.axes if axis in ("dp", "cp"))
 
     @cached_property
     def holder_axes(self) -> tuple[str, ...]:
         """The axes of all ranks that hold a part of the same layers, which agree on what becomes of a gradient."""
-        return self._axes_among("dp", "cp", "tp")
+        return tuple(axis for axis in self.topology.axes if axis in ("dp", "cp", "tp"))
 
     @cached_property
     def replica_axes(self) -> tuple[str, ...]:
@@ -278,27 +268,11 @@ class ParallelGroups:
     @cached_property
     def loss_axes(self) -> tuple[str, ...]:
         """The axes along which ranks compute the same loss: ``tp`` and ``cp``. Empty where there are none."""
-        return self._axes_among("tp", "cp")
-
-    @property
-    def next_stage(self) -> int:
-        """World rank that this rank sends activations to, the last stage's being the first; -1 outside the grid."""
-        return self._mapping[self.topology.next_stage(self._grid_rank)] if self._grid_rank >= 0 else -1
-
-    @property
-    def prev_stage(self) -> int:
-        """World rank that this rank receives activations from; -1 outside the grid."""
-        return self._mapping[self.topology.prev_stage(self._grid_rank)] if self._grid_rank >= 0 else -1
-
-    def p2p_pairs(self) -> list[list[int]]:
-        """World ranks ``[sender, receiver]`` of every hop along every pipeline, the wrap-around included."""
-        return [[self._mapping[sender], self._mapping[receiver]] for sender, receiver in self.topology.p2p_pairs()]
+        return tuple(axis for axis in self.topology.axes if axis in ("tp", "cp"))
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """A ``DeviceMesh`` over these very groups, its dims named by the axes, for torch's own tools."""
-        groups = [
-            self[axis] for axis in self.topology.axes
-        ]  # raises outside the grid, for fake groups, or once they are destroyed
+        groups = [self[axis] for axis in self.topology.axes]  # raises outside the grid, for fake or destroyed groups
         ranks = torch.tensor(self._mapping).view(self.topology.dims)
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=self.topology.axes)
 

@@ -33,7 +33,7 @@ from lightning_seqpar.parallel.fsdp_units import ReplicaSplit
 from lightning_seqpar.parallel.grad_sync import step_traffic
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
-from lightning_seqpar.pipeline.schedule import warm_up
+from lightning_seqpar.pipeline.cut import warm_up
 from lightning_seqpar.plan.sharding_plan import STYLES, ShardingPlan, resolve_plans
 from lightning_seqpar.plan.vocabulary import VOCAB_OFF, find_vocabulary, with_vocabulary
 from lightning_seqpar.styles.style import PlannedModel

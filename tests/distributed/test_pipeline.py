@@ -19,7 +19,7 @@ from lightning_seqpar.inference.infer import infer_blocks, infer_plan
 from lightning_seqpar.inference.pipeline_cut import HowToCut, deal_out, find_cut
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.sharded_model import record_of
-from lightning_seqpar.pipeline.schedule import OneForwardOneBackward
+from lightning_seqpar.pipeline.cut import OneForwardOneBackward
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import STYLES
 from lightning_seqpar.styles.style import PlannedModel
@@ -319,8 +319,8 @@ def run_two(kind: str, mixed_up: bool) -> None:
 @sees(
     "pp: nobody looks what a block is given beside its activation",
     "Stage._take_at",
-    "                    self._check_beside(name, came, beside)\n",
-    "                    pass\n",
+    "                self._check_beside(name, came, beside)\n",
+    "                pass\n",
     case="mask",
 )
 @sees(

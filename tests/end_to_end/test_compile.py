@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_seqpar
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.parallel.sharded_model import record_of
-from lightning_seqpar.strategy.summary import describe_compiled
+from lightning_seqpar.strategy.model_setup import describe_compiled
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import dropping, models

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_seqpar.checkpoint.contents import contents_of
-from lightning_seqpar.checkpoint.convert import open_source, write_checkpoint
+from lightning_seqpar.checkpoint.convert import contents_of, open_source, write_checkpoint
 from lightning_seqpar.cli.main import main
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import models

@@ -305,12 +305,12 @@ def measure(tp: int, batch: int) -> tuple[dict[str, float], list[float], list[fl
     return logged, [*module.computed, float(module.seen)], getattr(module, "averages", []), module.decisions
 
 
-@sees("an average over gloo beside another backend", "Environment.reduce", 'reduce_op="sum")', "reduce_op=reduce_op)")
+@sees("an average over gloo beside another backend", "SeqParallelStrategy.reduce", 'reduce_op="sum")', "reduce_op=reduce_op)")
 @sees(
     "metrics over the world",
-    "Environment.reduce",
+    "SeqParallelStrategy.reduce",
     'self.groups["dp"] if group is None else group',
-    "self._world if group is None else group",
+    "self.environment.world if group is None else group",
 )
 @sees(
     "torchmetrics over the world",
@@ -384,8 +384,8 @@ def predict_logits() -> tuple[list[type], int]:
 @sees(
     "a writer on one rank gets logits in parts",
     "Steps.run_step",
-    "out = map_tensors(_whole, out)",
-    "out = map_tensors(lambda x: x, out)",
+    "            out = _made_whole(out)\n",
+    "",
 )
 def test_predicted_logits_are_whole_for_a_writer_on_one_rank():
     ranks = run_distributed(predict_logits, 2)

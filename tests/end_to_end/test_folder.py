@@ -64,8 +64,8 @@ def train_kind(tp: int, form: str, folder: str, names: list[str], resume: str | 
 @sees(
     "fused parts written out of order",
     "Part.__init__",
-    "        for start, stop in shard.ranges[rank]:\n            if stop > start:\n                rows",
-    "        for start, stop in reversed(shard.ranges[rank]):\n            if stop > start:\n                rows",
+    "        for start, stop in shard.ranges[rank]:\n            if stop > start:\n                # Of",
+    "        for start, stop in reversed(shard.ranges[rank]):\n            if stop > start:\n                # Of",
 )
 @sees(
     "padding left in",

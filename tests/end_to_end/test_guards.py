@@ -412,7 +412,7 @@ def test_compiled_modules_beside_the_plan_are_left_alone():
 @sees(
     "an optimizer that nobody told of steps on shards",
     "Steps.watch",
-    "        self._all_steps = register_optimizer_step_pre_hook(self._refuse_unknown)\n",
+    "        self._watching.callback(register_optimizer_step_pre_hook(self._refuse_unknown).remove)\n",
     "",
     case="an unknown optimizer that mixes elements steps",
 )

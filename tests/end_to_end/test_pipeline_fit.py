@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
 from lightning_seqpar import unshard
-from lightning_seqpar.strategy import stage_logs
+from lightning_seqpar.strategy import stages
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from tests.helpers import models
 from tests.helpers.fit import class_named
@@ -60,7 +60,7 @@ class AuxiliaryLater(models.GPT):
 
 def told_of_nan() -> list[str]:
     trainer = trainer_of({"pp": 2}, max_steps=2)
-    with mock.patch.object(stage_logs, "rank_zero_warn") as told:
+    with mock.patch.object(stages, "rank_zero_warn") as told:
         trainer.fit(AuxiliaryLater().double(), models.loader(4, length=9, count=12))
     return [one.args[0] for one in told.call_args_list]
 
@@ -90,8 +90,8 @@ def go_on(sizes: dict[str, Any] | None, folder: str, start: str | None) -> dict[
 @sees(
     "the place in an epoch stays where plain Lightning reads it",
     "take_places",
-    '    places: list[Any] = loops.pop("combined_loader")\n',
-    '    places: list[Any] = loops["combined_loader"]\n',
+    '    places: list[Any] = loop.pop("combined_loader", [])\n',
+    '    places: list[Any] = loop.get("combined_loader", [])\n',
     case="pp2",
 )
 @pytest.mark.parametrize(

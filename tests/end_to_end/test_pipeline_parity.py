@@ -45,8 +45,8 @@ FAMILIES = [
 @sees(
     "pp: gradients that several stages hold are subtracted",
     "HeldParameters._sum_over",
-    "functools.reduce(torch.add, behind, first)",
-    "functools.reduce(torch.sub, behind, first)",
+    "functools.reduce(torch.add, parts.values())",
+    "functools.reduce(torch.sub, parts.values())",
     case="four",
 )
 @sees(

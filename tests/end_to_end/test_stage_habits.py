@@ -377,8 +377,8 @@ def run_all(names: list[str], sizes: dict[str, Any]) -> dict[str, Any]:
 @sees(
     "stacks: an evaluation reads the end of a stack where training does",
     "Stage._elsewhere_at",
-    "            if self._goes_on:\n                x, *beside",
-    "            if self._goes_on and stack is self._cut.stacks[-1]:\n                x, *beside",
+    "        if self._goes_on:\n            x, *beside",
+    "        if self._goes_on and stack is self._cut.stacks[-1]:\n            x, *beside",
     case="2-{'pp': 2}",
 )
 @sees(

@@ -18,16 +18,16 @@ from tests.mutants import sees
 
 @sees(
     "gathered entries have no gradient",
-    "Environment.all_gather",
+    "SeqParallelStrategy.all_gather",
     "with nullcontext() if sync_grads else torch.no_grad():",
     "with torch.no_grad():",
     case="4-2-sync",
 )
 @sees(
     "entries are gathered over the world",
-    "Environment.all_gather",
+    "SeqParallelStrategy.all_gather",
     'over = self.groups["dp"] if',
-    "over = self.world if",
+    "over = self.environment.world if",
     case="2-2-sync",
 )
 @pytest.mark.parametrize(

@@ -147,9 +147,9 @@ def check(model: str, args: dict, world: int = 2, tp: int = 2, *, strategy=None,
 )
 @sees(
     "a thaw voids the parts of gradients that wait to be summed",
-    "Steps._follow_training_parameters",
-    "self.wrap_ddp(init_sync=False)",
-    "self.wrap_ddp()",
+    "Steps.wrap_ddp",
+    'options["init_sync"] = False',
+    'options["init_sync"] = True',
     case="2",
 )
 @pytest.mark.parametrize("tp", [2, rest(1)])

@@ -15,7 +15,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.strategy import child_watch
+from lightning_seqpar.strategy import launcher
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 
@@ -92,7 +92,7 @@ def main() -> None:
     def number(name: str, default: int) -> int:
         return int(os.environ.get(name, default))
 
-    child_watch.PUT_OFF = float(os.environ.get("PUT_OFF", child_watch.PUT_OFF))
+    launcher.PUT_OFF = float(os.environ.get("PUT_OFF", launcher.PUT_OFF))
     if "MINE" in os.environ:
         signal.signal(signal.SIGTERM, mine)
     refused: dict[str, Any] = {"plan": [{"pattern": "nowhere", "style": "row"}]} if "REFUSED" in os.environ else {}
@@ -119,8 +119,8 @@ def main() -> None:
         total = sum(float(p.detach().abs().sum()) for p in module.parameters() if strategy.holds(p))
         os.write(1, f"WEIGHTS {training}.{trainer.global_rank} {total!r}\n".encode())
     if os.environ.get("LATE") and trainer.is_global_zero:
-        watch: Any = child_watch.ChildWatch.of_this_process
-        watch._procs[0].wait()
+        watch: Any = launcher.ChildWatch.of_this_process
+        watch._procs[0][1].wait()
     if os.environ.get("SAVE") and trainer.is_global_zero:
         trainer.save_checkpoint(os.environ["SAVE"])
     if trainer.global_rank == number("AFTER", -1):

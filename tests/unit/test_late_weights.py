@@ -316,8 +316,8 @@ def test_adapters_around_layers_that_files_fill(folder):
 @sees(
     "copies of what files fill have numbers of the initialisation",
     "DeferredInit.check",
-    "if taken := {key for key in taken if at >= elsewhere[key][1]}:",
-    "if taken := set():",
+    "if taken := [elsewhere[key][0] for key in read & elsewhere.keys() if at >= elsewhere[key][1]]:",
+    "if taken := []:",
     case="True-<lambda>-lm_head.*weights_from gives its numbers, and \\\\w+ has made",
 )
 @pytest.mark.parametrize(

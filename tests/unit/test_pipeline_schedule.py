@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_seqpar.pipeline.schedule import interleave, warm_up
+from lightning_seqpar.pipeline.cut import interleave, warm_up
 from tests.mutants import sees
 
 FORWARD, BACKWARD = 1.0, 2.0

@@ -6,26 +6,26 @@ from types import SimpleNamespace
 
 import lightning as L
 
-from lightning_seqpar.strategy import restart
+from lightning_seqpar.strategy import ending
 from tests.mutants import sees
 
 
 @sees("trainings of a script share their checkpoints", "RestartList.count_training", " + 1)", " + 0)")
 def test_each_training_of_a_script_goes_on_from_its_own_checkpoints(tmp_path, monkeypatch):
     trainer, module = SimpleNamespace(default_root_dir=tmp_path, max_epochs=1, max_steps=-1), L.LightningModule()
-    monkeypatch.setenv(restart.TRAININGS, "0")
+    monkeypatch.setenv(ending.TRAININGS, "0")
     for name in ("first.ckpt", "second.ckpt"):
-        restart.RestartList.count_training()
-        listed = restart.RestartList(trainer, module)
-        listed.begin()
+        ending.RestartList.count_training()
+        listed = ending.RestartList(trainer, module)
+        assert listed.resume(0) is None
         (tmp_path / name).touch()
         listed.add(tmp_path / name)
-    monkeypatch.setenv(restart.TRAININGS, "0")  # another attempt
+    monkeypatch.setenv(ending.TRAININGS, "0")  # another attempt
     for name in ("first.ckpt", "second.ckpt"):
-        restart.RestartList.count_training()
-        assert restart.RestartList(trainer, module).newest() == str(tmp_path / name)
-    restart.RestartList.count_training()
-    assert restart.RestartList(trainer, module).newest() is None
-    monkeypatch.setenv(restart.TRAININGS, "1")  # the first is skipped, and the second, of other length, comes first
+        ending.RestartList.count_training()
+        assert ending.RestartList(trainer, module).newest() == str(tmp_path / name)
+    ending.RestartList.count_training()
+    assert ending.RestartList(trainer, module).newest() is None
+    monkeypatch.setenv(ending.TRAININGS, "1")  # the first is skipped, and the second, of other length, comes first
     trainer.max_epochs = 2
-    assert restart.RestartList(trainer, module).newest() is None
+    assert ending.RestartList(trainer, module).newest() is None

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import lightning_seqpar
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan, describe
+from lightning_seqpar.checkpoint.atomic_files import WholeFileIO
 from lightning_seqpar.checkpoint.convert import open_source
 from lightning_seqpar.checkpoint.folder import FORMAT, MARKER, Opened
-from lightning_seqpar.checkpoint.whole_file import WholeFileIO
 from lightning_seqpar.init.model_source import model_from_folder
 from lightning_seqpar.plan.sharding_plan import UniqueKeysLoader, check_plan
 from tests.audit import describe as describe_audit
@@ -31,7 +31,7 @@ from tests.helpers import models
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
 UNPICKLES = {
-    ("data/broadcast.py", "__iter__"): "a batch of another rank of this run, by a collective that unpickles by itself",
+    ("data/sampler.py", "__iter__"): "a batch of another rank of this run, by a collective that unpickles by itself",
     ("verify/training.py", "read_trial"): "what the process that started this one wrote into its arguments",
     ("verify/ranks.py", "_collect"): "what a child that this process started wrote into a pipe",
     ("checkpoint/folder.py", "_Index"): "makes the classes of an index alone",

@@ -17,9 +17,8 @@ from torch import nn
 from lightning_seqpar import SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.inference.infer import infer_blocks
 from lightning_seqpar.layout.param_layout import Shard
-from lightning_seqpar.strategy.child_watch import flush_stdout
-from lightning_seqpar.strategy.missing_ranks import Wait, tell_waits
-from lightning_seqpar.strategy.refusals import is_lost_peer, is_refusal, shortens_refusals, tell_shortly
+from lightning_seqpar.strategy.ending import Wait, is_lost_peer, is_refusal, shortens_refusals, tell_shortly, tell_waits
+from lightning_seqpar.strategy.launcher import flush_stdout
 from lightning_seqpar.user_input import name_error
 from tests.mutants import sees
 

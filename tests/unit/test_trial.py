@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_seqpar.init.shrink import shrink
+from lightning_seqpar.init.model_source import shrink
 from lightning_seqpar.verify.comparison import largest_gap
 from lightning_seqpar.verify.parity import Trace, compare
 from lightning_seqpar.verify.training import Digest

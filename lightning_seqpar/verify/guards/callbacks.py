@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_seqpar.checkpoint.contents import walk
+from lightning_seqpar.checkpoint.folder import walk
 from lightning_seqpar.layout.param_layout import local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 
