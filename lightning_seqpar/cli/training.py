@@ -21,8 +21,7 @@ _UNKNOWN = re.compile(
     r"Option '([^']+)' is not accepted|Key '([^']+)' is not expected|unrecognized arguments?: -*([\w.]+)"
     r"|does not accept option '([^']+)'"
 )
-_OWN_HINT = re.compile(r"no option '[^']+'; did you mean .*\?")
-"""A hint of :class:`SeqParallelParser` within a longer message."""
+_OWN_HINT = re.compile(r"no option '[^']+'; did you mean .*\?")  # a hint of :class:`SeqParallelParser` within a longer message
 
 
 class SeqParallelParser(LightningArgumentParser):
@@ -86,7 +85,6 @@ class SeqParallelCLI(LightningCLI):
             self._refuse(str(error))
 
     def _refuse(self, message: str) -> NoReturn:
-        """Exit with a message of the parser of the subcommand."""
         parsers = self._subcommand_parsers if self.subcommand else {}
         parsers.get(str(self.subcommand), self.parser).error(message)
 

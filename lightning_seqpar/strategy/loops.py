@@ -18,8 +18,8 @@ from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.metrics import share_losses_of_finders, share_metrics
 from lightning_seqpar.strategy.steps import Steps, plain_optimizer
 from lightning_seqpar.strategy.tuning import Searches
-from lightning_seqpar.verify.guards.batch import OutputWatch
-from lightning_seqpar.verify.guards.pipeline import describe_bubble
+from lightning_seqpar.verify.guards.before_training import describe_bubble
+from lightning_seqpar.verify.guards.while_training import OutputWatch
 
 
 class Loops:

@@ -233,7 +233,7 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
     "batch = module._on_before_batch_transfer(batch, dataloader_idx=0)",
     "pass",
 )
-@sees("habits: an iterator taken for a batch", "_of_loop", "iterates=one in iterating", "iterates=False")
+@sees("habits: an iterator taken for a batch", "Example.of_step", "(batch, 0, 0), {}, iterates=True", "(batch, 0, 0), {}")
 @pytest.mark.more
 def test_what_users_write_trains_as_in_one_process(tmp_path):
     expected = outcomes("TRAINED", list(TRAINED), 1, str(tmp_path))
