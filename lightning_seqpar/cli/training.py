@@ -63,7 +63,8 @@ class SeqParallelCLI(LightningCLI):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require_cli()
+        if not has_cli():
+            raise ImportError(f"the command line needs jsonargparse: {INSTALL}")
         kwargs.setdefault("parser_class", SeqParallelParser)
         super().__init__(*args, **kwargs)
 
@@ -113,9 +114,3 @@ class OwnCLI(SeqParallelCLI):
 def has_cli() -> bool:
     """Whether Lightning found jsonargparse, on which its command line is built; the extra ``cli`` installs it."""
     return argparse.ArgumentParser in LightningArgumentParser.__mro__  # Lightning derives from object otherwise
-
-
-def require_cli() -> None:
-    """Raises ImportError without jsonargparse, naming the extra that installs it."""
-    if not has_cli():
-        raise ImportError(f"the command line needs jsonargparse: {INSTALL}")

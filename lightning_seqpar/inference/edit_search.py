@@ -24,6 +24,7 @@ from lightning_seqpar.layout.attribute_override import named_numbers, write_attr
 from lightning_seqpar.layout.linear_kind import is_depthwise, linear_kind
 from lightning_seqpar.layout.module_names import inside, outwards
 from lightning_seqpar.layout.stand_in import resolve, stand_in
+from lightning_seqpar.region.hooks import find_argument, put_argument
 
 _ROUNDED = 16 * torch.finfo(torch.float32).eps
 """The limit of float64 where a block computes a part in float32 (a norm, a softmax), whose last bits depend on the shapes."""
@@ -200,7 +201,7 @@ def _cut_weight(block: Block, linear: Linear, mine: Tensor) -> AbstractContextMa
     module = block.modules.get(linear.name)
     kind = linear_kind(module)
     out_dim = linear.out_dim if kind is None else int(kind == "in_out")
-    parts = [(block.model.get_parameter(linear.parameter), out_dim)]
+    parts: list[tuple[Tensor, int]] = [(block.model.get_parameter(linear.parameter), out_dim)]
     if module is not None and kind is not None and isinstance(module.bias, Tensor):
         parts.append((module.bias, 0))
     return other_data([(tensor, tensor.data.index_select(dim, mine.to(tensor.device))) for tensor, dim in parts])
@@ -219,9 +220,8 @@ def _edited(module: nn.Module, edit: Edit, tp: int, rank: int) -> AbstractContex
     changed = functools.partial(stand_in, size=tp) if edit.kind == "narrow" else part
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(edit.key, str):
-            return args, {**kwargs, edit.key: changed(kwargs[edit.key])}
-        return (*args[: edit.key], changed(args[edit.key]), *args[edit.key + 1 :]), kwargs
+        where, value = find_argument(edit.module, edit.key, args, kwargs)
+        return put_argument(where, changed(value), args, kwargs)
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 

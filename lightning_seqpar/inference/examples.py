@@ -82,9 +82,7 @@ class Example:
         """The part of it that a smaller copy is run on."""
         if reduction == WHOLE:
             return self
-        tensors = [tensor for tensor in tensors_in(self._given) if tensor.ndim]
-        counts = {tensor.shape[0] for tensor in tensors}
-        samples = reduction.samples if len(counts) == 1 and any(tensor.ndim > 1 for tensor in tensors) else None
+        samples = reduction.samples if count_samples(self._given) and self.longest else None
 
         def part(tensor: Tensor) -> Tensor:
             return reduction.of_tensor(tensor if samples is None or not tensor.ndim else tensor[:samples])
@@ -284,8 +282,9 @@ def _state_kept(holders: Sequence[Any], levels: int) -> Iterator[None]:
             else:
                 held = getattr(value, "__dict__", {})
                 counts = {key: number for key, number in held.items() if type(number) in (int, float)}
-                lists = [(items, list(items)) for items in held.values() if type(items) is list]
-                back.append(functools.partial(_put_back, held, counts, lists))
+                lists = [items for items in held.values() if type(items) is list]
+                back.append(functools.partial(held.update, counts))
+                back += [functools.partial(items.__setitem__, slice(None), list(items)) for items in lists]
                 below += held.values()
         level = below
     try:
@@ -297,13 +296,6 @@ def _state_kept(holders: Sequence[Any], levels: int) -> Iterator[None]:
 
 _LEVELS = 5  # how deep generators and counters are sought
 _FEW = 64  # among how many items of a container they are
-
-
-def _put_back(held: Any, counts: Mapping[str, int | float], lists: Sequence[tuple[list[Any], list[Any]]]) -> None:
-    held.update({key: number for key, number in counts.items() if held.get(key) != number})
-    for items, before in lists:
-        if len(items) != len(before):
-            items[:] = before
 
 
 def _first(loader: Any, what: str) -> Any:
@@ -338,14 +330,17 @@ _ADVICE = "set example_input_array on the module (a tensor, tuple or dict that i
 
 def small(batch: Any, limit: int = 4096) -> Any:
     """The first samples of a batch, of about ``limit`` numbers but 4 at least; all if its tensors differ in their first dim."""
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
-    sizes = {tensor.shape[0] for tensor in tensors}
-    largest = max((tensor.numel() for tensor in tensors), default=0)
-    if len(sizes) != 1 or largest <= limit or not any(tensor.ndim > 1 for tensor in tensors):
+    size, largest = count_samples(batch), max((tensor.numel() for tensor in tensors_in(batch)), default=0)
+    if not size or largest <= limit or all(tensor.ndim < 2 for tensor in tensors_in(batch)):
         return batch
-    size = sizes.pop()
     keep = min(size, max(4, size * limit // largest))
     return map_tensors(lambda tensor: tensor[:keep] if tensor.ndim else tensor, batch)
+
+
+def count_samples(batch: Any) -> int:
+    """How many samples a batch holds: the first dim of its tensors; 0 if they have none in common."""
+    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim}
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 _COPIES = 6

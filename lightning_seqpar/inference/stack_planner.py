@@ -314,15 +314,12 @@ class StackPlanner:
                 return examples, of_block, wholes
 
     def _refuse_unknown_linears(self, calls: Sequence[Call]) -> None:
-        """Refuse a subclass of ``nn.Linear`` that may compute something else (quantised?), unless the user's rules decide it.
-
-        One that returns more than one tensor (a router) is not taken for a linear.
-        """
+        """Refuse a subclass of ``nn.Linear`` that may compute something else (quantised?), unless the user's rules decide it."""
         for call in self._trace.calls:
             module, block = call.module, next((one.name for one in calls if inside(call.name, one.name)), None)
-            unknown = isinstance(module, nn.Linear) and linear_kind(module) is None and len(call.outputs) == 1
-            unknown = unknown and not is_parametrized(module)  # what it computes is known: its part is left whole
-            if unknown and block is not None and not self._covers(call.name):
+            # A router returns more than one tensor; what a parametrized one computes is known: its part is left whole.
+            is_linear = isinstance(module, nn.Linear) and len(call.outputs) == 1 and not is_parametrized(module)
+            if is_linear and linear_kind(module) is None and block is not None and not self._covers(call.name):
                 error = UserDecidesError(
                     f"{call.name}: a {type(module).__name__}, which is not known to compute what nn.Linear does (is it quantised?)"
                 )

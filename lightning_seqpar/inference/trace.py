@@ -52,7 +52,6 @@ def _ordered_dims(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 class Value:
     """A tensor between two writes: a tensor that is written in place has another value from then on."""
 
-    id: int  # its index in :attr:`ForwardTrace.values`
     shape: tuple[int, ...]  # its shape
     floating: bool  # whether gradients can flow through it
     root: int  # id of the value whose content it has; views and copies have the same root
@@ -119,7 +118,7 @@ class ForwardTrace(TorchDispatchMode):
         storage, number = key[0], len(self.values)
         root = self._roots.setdefault(storage, number if copied is None else self.values[copied].root)
         floating = tensor.is_floating_point() or tensor.is_complex()
-        self.values.append(Value(number, tuple(tensor.shape), floating, root, parameter))
+        self.values.append(Value(tuple(tensor.shape), floating, root, parameter))
         if key not in self._current:
             self._keys.setdefault(storage, []).append(key)
         self._current[key] = number
@@ -157,17 +156,14 @@ class ForwardTrace(TorchDispatchMode):
         return out
 
     def _rewrite(self, storage: int) -> list[int]:
-        self._roots[storage] = len(self.values)
-        made = []
+        """Record a new value for every view of a storage that was written to."""
+        root = self._roots[storage] = len(self.values)
         for key in self._keys.get(storage, []):
-            old = self.values[self._current[key]]
-            value = Value(len(self.values), old.shape, old.floating, self._roots[storage])
-            self.values.append(value)
-            self._current[key] = value.id
-            made.append(value.id)
+            before, self._current[key] = self._current[key], len(self.values)
+            self.values.append(Value(self.values[before].shape, self.values[before].floating, root))
             # An operation of its own says that the old content may still be in the new value.
-            self._add("rewrite", [old.id], [value.id])
-        return made
+            self._add("rewrite", [before], [self._current[key]])
+        return list(range(root, len(self.values)))
 
     def _add(self, name: str, inputs: list[int], outputs: list[int], dims: tuple[int, ...] = ()) -> None:
         self.ops.append(Op(len(self.ops), name, tuple(inputs), tuple(outputs), tuple(self._open), dims))

@@ -219,7 +219,7 @@ class _Look:
         given, items = set(tensors), self._record.layout.items()
         others = (name for name, layout in items if name not in given and (layout.is_sharded or self.could_be(name)))
         taken = {starred(around) for name in others for around in outwards(name.rpartition(".")[0])}
-        found = {}
+        found: dict[str, None] = {}
         for name in map(starred, tensors):
             free = [around for around in outwards(name.rpartition(".")[0]) if around not in taken]
             found[free[-1] if free else name] = None

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
-from lightning_seqpar.inference.examples import peek_batch, project
+from lightning_seqpar.inference.examples import count_samples, peek_batch, project
 from lightning_seqpar.inference.model_copy import default_dtype, move_weights
 from lightning_seqpar.inference.reduction import IDS, holders
 from lightning_seqpar.parallel.grad_norm import global_grad_norm
@@ -44,12 +44,6 @@ DEFAULT_LENGTH = 32  # positions of a sample that is made up
 
 class TrialError(ValueError):
     """What was given makes no trial."""
-
-
-def count_samples(batch: Any) -> int:
-    """How many samples a batch holds: the first dim of its tensors; 0 if they have none in common."""
-    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim}
-    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def split_samples(batch: Any, count: int) -> list[Any]:
