@@ -440,11 +440,11 @@ MANNERS: dict[str, Callable[[int, str], Any]] = {
 @sees("habits: evaluation loaders read at once", "_peek", "if in_turn and", "if False and")
 @sees(
     "habits: an example leaves counts",
-    "examples:_put_back",
-    "held.update({key: number for key, number in counts.items() if held.get(key) != number})",
+    "examples:_state_kept",
+    "back.append(functools.partial(held.update, counts))",
     "pass",
 )
-@sees("habits: an example leaves items in lists", "examples:_put_back", "items[:] = before", "pass")
+@sees("habits: an example leaves items in lists", "examples:_state_kept", "back += [functools.partial(items", "[(items")
 @sees(
     "habits: an MLP in front taken for a block",
     "find_stacks",
