@@ -24,8 +24,7 @@ from lightning_seqpar.init.shrink import shrink
 from lightning_seqpar.public import Verification, verify_parity
 from lightning_seqpar.verify.training import make_batch
 
-_COPIES = 7
-"""How many times its weights a process of a trial holds at most: weights, gradients, two moments, and what it gathers."""
+_COPIES = 7  # times its weights that a process holds at most: weights, gradients, two moments, what it gathers
 
 
 def _parser() -> argparse.ArgumentParser:

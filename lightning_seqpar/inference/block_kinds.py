@@ -78,9 +78,7 @@ def setting_key(value: Any, depth: int = 3) -> Any:
     return type(value), id(value)
 
 
-_INDEX = re.compile(r"(idx|index|layer_id|layer_number|depth)$", re.IGNORECASE)
-"""Names of attributes that hold a block's own index in its stack."""
-
+_INDEX = re.compile(r"(idx|index|layer_id|layer_number|depth)$", re.IGNORECASE)  # names of a block's own index in its stack
 _INDEX_READ = re.compile(r"\.\w*(idx|index|layer_id|layer_number|depth)\b", re.IGNORECASE)  # how it is read
 
 
@@ -126,8 +124,7 @@ def _decides(value: ast.AST, around: Mapping[ast.AST, ast.AST]) -> bool:
     return not isinstance(node, ast.FormattedValue | ast.Attribute | ast.Expr)
 
 
-_HARMLESS = re.compile(r"cache|past|kv|log|warn|print|^(float|str|repr|super)")
-"""Functions that a block may give its index to without deciding by it."""
+_HARMLESS = re.compile(r"cache|past|kv|log|warn|print|^(float|str|repr|super)")  # functions that may be handed an index
 
 
 def stacks(model: nn.Module) -> Iterator[dict[str, nn.Module]]:

@@ -149,6 +149,10 @@ class _Rehearsal:
 
     def _check_readers(self, group: GroupLayout, stack: ExitStack) -> None:
         """Let the row, and norms over the whole width, check their input and read the whole block's; norms make a part of it."""
+
+        def narrow(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+            return out.chunk(self._tp, -1)[self._rank]
+
         for name in (group.row, *group.full_width):
 
             def swap(module: nn.Module, args: Any, name: str = name) -> Any:
@@ -157,12 +161,8 @@ class _Rehearsal:
                 return (self._compare(name, args[0], mine.to(args[0].device)), *args[1:])
 
             stack.enter_context(self._block.modules[name].register_forward_pre_hook(swap))
-
-        def narrow(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-            return out.chunk(self._tp, -1)[self._rank]
-
-        for name in group.full_width:
-            stack.enter_context(self._block.modules[name].register_forward_hook(narrow))
+            if name != group.row:
+                stack.enter_context(self._block.modules[name].register_forward_hook(narrow))
 
     def _compare(self, name: str, x: Tensor, mine: Tensor) -> Tensor:
         """The whole block's input of this call, if ``x`` is its features ``mine``."""

@@ -87,8 +87,7 @@ class Example:
         def part(tensor: Tensor) -> Tensor:
             return reduction.of_tensor(tensor if samples is None or not tensor.ndim else tensor[:samples])
 
-        args, kwargs = map_tensors(part, self._given)
-        return replace(self, args=args, kwargs=kwargs, reduction=reduction)
+        return replace(self.mapped(part), reduction=reduction)
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> Example:
         """The same input on a device, floating-point tensors in ``dtype``; None keeps their types."""
@@ -97,7 +96,11 @@ class Example:
             wanted = dtype if tensor.is_floating_point() and dtype is not None else tensor.dtype
             return tensor.detach().to(device=device, dtype=wanted)
 
-        args, kwargs = map_tensors(move, self._given)
+        return self.mapped(move)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Example:
+        """The same input with other tensors."""
+        args, kwargs = map_tensors(change, self._given)
         return replace(self, args=args, kwargs=kwargs)
 
     def run(self, model: nn.Module, backward: Callable[[Tensor], None] = backward_at_once) -> Tensor:
@@ -343,9 +346,7 @@ def count_samples(batch: Any) -> int:
     return sizes.pop() if len(sizes) == 1 else 0
 
 
-_COPIES = 6
-"""As many times a copy's weights the check needs at most: weights, noise, gradients of both copies, one that is gathered."""
-
+_COPIES = 6  # times a copy's weights that a check needs: weights, noise, gradients of both copies, one gathered
 _SLACK = 512 * 1024**2  # bytes for activations, and for what an allocator can't give back
 
 
@@ -398,10 +399,8 @@ class ExampleSearch:
                 return None
             loop, step, name = self._trainer.fit_loop.epoch_loop.val_loop, "validation_step", "validation"
         try:
-            evaluation = next(_of_loop(self._module, self._trainer, loop, (step,), name), None)
-        except Exception:  # of which the loop itself will tell
-            return None
-        if evaluation is None:
+            evaluation = next(_of_loop(self._module, self._trainer, loop, (step,), name))
+        except Exception:  # there is no such step, or the loop itself will tell
             return None
         alike = replace(evaluation, draws=example.draws, frozen=example.frozen)
         return alike.reduced(example.reduction).to(torch.device("cpu"), None)

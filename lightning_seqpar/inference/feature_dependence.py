@@ -22,8 +22,7 @@ from lightning_seqpar.layout.linear_kind import features, is_parametrized, linea
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.user_input import sizes_that_divide
 
-EQUAL = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""Largest difference, relative to the largest value, up to which two tensors count as equal; 5e-2 in other types."""
+EQUAL = {torch.float64: 1e-8, torch.float32: 1e-3}  # largest relative difference of equal tensors; 5e-2 in other types
 
 
 def is_equal(got: Tensor, wanted: Tensor, limit: float | None = None) -> bool:
@@ -216,7 +215,7 @@ def mixes_positions(flow: BlockFlow, row: str, *, unknown: bool = False) -> bool
         return False  # an expert that gets no token
     cotangent = torch.zeros_like(flat)
     cotangent[-1] = 1.0
-    grads = torch.autograd.grad(flat, [leaf for _, leaf in probe.leaves()], cotangent, allow_unused=True)
+    grads = torch.autograd.grad(flat, [leaf for _, leaf in probe.leaves], cotangent, allow_unused=True)
     return any(grad is not None and bool(grad.reshape(-1, grad.shape[-1])[:-1].any()) for grad in grads)
 
 
@@ -289,9 +288,7 @@ class _Probe:
             )
         self.features = self.read.shape[-1]
         self._seed = seed
-
-    def leaves(self) -> list[tuple[str, Tensor]]:
-        return [(name, leaf) for name, made in self.made.items() for leaf in made]
+        self.leaves = [(name, leaf) for name, made in self.made.items() for leaf in made]  # of the graph, each with its column
 
     def support(self, features: Tensor) -> dict[str, Tensor]:
         """For each column, on which of its out-features the row's input at the indices ``features`` depends: bool ``[f]``."""
@@ -300,10 +297,10 @@ class _Probe:
         shape = (*self.read.shape[:-1], len(features))
         noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.read)
         cotangent.index_copy_(-1, features.to(self.read.device), noise)
-        leaves = self.leaves()
-        grads = torch.autograd.grad(self.read, [leaf for _, leaf in leaves], cotangent, retain_graph=True, allow_unused=True)
+        inputs = [leaf for _, leaf in self.leaves]
+        grads = torch.autograd.grad(self.read, inputs, cotangent, retain_graph=True, allow_unused=True)
         out: dict[str, Tensor] = {}
-        for (name, leaf), grad in zip(leaves, grads, strict=True):
+        for (name, leaf), grad in zip(self.leaves, grads, strict=True):
             dim = self._past.get(name, -1)
             touched = torch.zeros(leaf.shape[dim], dtype=torch.bool, device=leaf.device)
             if grad is not None and grad.numel():  # an expert may get no token

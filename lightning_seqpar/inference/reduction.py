@@ -169,8 +169,7 @@ def tell_vocabularies(copied: nn.Module, original: nn.Module, reduction: Reducti
 _OTHER_SIZE = re.compile(r"hidden|inter|ffn|ff_|dim|width|position|ctx|context|len|window|block|in_features", re.IGNORECASE)
 """Names of attributes that are no vocabulary's size, though they may be equal to one."""
 
-_TOKEN_NAME = re.compile(r"(id|idx|index|token|pad|mask|bos|eos|cls|sep|unk|sos)$", re.IGNORECASE)
-"""Names of attributes that hold the id of a token."""
+_TOKEN_NAME = re.compile(r"(id|idx|index|token|pad|mask|bos|eos|cls|sep|unk|sos)$", re.IGNORECASE)  # names of the ids of tokens
 
 
 def holders(model: nn.Module) -> Iterator[Any]:

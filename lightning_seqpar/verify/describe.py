@@ -44,8 +44,7 @@ from lightning_seqpar.verify.coverage import Coverage, Explanations, cover, star
 from lightning_seqpar.verify.guards.before_training import describe_bubble
 from lightning_seqpar.verify.traced_step import TracedStep, why_not_without_numbers
 
-OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
-"""How many numbers an optimizer keeps as state for each parameter."""
+OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}  # how many numbers each keeps as state for a parameter
 
 
 @dataclass(frozen=True)

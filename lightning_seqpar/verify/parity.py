@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from lightning_seqpar.parallel.grad_norm import global_grad_norm
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 
 FLOAT64_TOLERANCE = 1e-9  # largest difference of two runs in float64 that counts as equal: a parallel run sums in another order
-
 OWN_LIMIT = 2e-2
 """Largest error of a gradient relative to its own largest element: one that is counted twice is wrong however small it is."""
 
@@ -145,14 +145,11 @@ def compare_tensors(
     """
     scale, limit = 1.0 if norm is None else max(norm, 1e-30), limits.tensors
     wrong: list[WrongTensor] = []
-    worst, where, missing = 0.0, "-", dict.fromkeys(right)
-
-    def pairs() -> Iterable[tuple[str, Tensor | None]]:
-        yield from got
-        yield from list(missing.items())
-
-    for name, tensor in pairs():
-        missing.pop(name, None)
+    worst, where = 0.0, "-"
+    seen: set[str] = set()
+    missing = ((name, None) for name in right if name not in seen)
+    for name, tensor in itertools.chain(got, missing):
+        seen.add(name)
         whole, b = _plain(right.get(name)), _plain(tensor)
         a = whole if part is None or whole is None else part(name, whole)
         if limits.none_is_zero:

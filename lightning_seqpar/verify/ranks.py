@@ -119,8 +119,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
         world_size: number of ranks.
         timeout: seconds for the whole call and for each collective.
 
-    Raises:
-        RankFailedError: if any rank raised, died or ran past the timeout.
+    Raises RankFailedError if any rank raised, died or ran past the timeout.
     """
     with tempfile.TemporaryDirectory() as folder:
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port()), "OMP_NUM_THREADS": "1"}

@@ -51,8 +51,7 @@ class TracedStep:
     def run(self, model: nn.Module) -> Tensor:
         """Run it: the loss, or the sum of all outputs that have a gradient."""
         assert self.example is not None
-        given = map_tensors(lambda x: torch.empty_like(x, device="cpu"), (self.example.args, dict(self.example.kwargs)))
-        out, _, losses = replace(self.example, args=given[0], kwargs=given[1]).call(model)
+        out, _, losses = self.example.mapped(lambda x: torch.empty_like(x, device="cpu")).call(model)
         loss = torch.stack(losses).sum() if losses else out.get("loss") if isinstance(out, Mapping) else out
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss.sum()
@@ -74,9 +73,8 @@ class TracedStep:
             return x[:2, :8] if x.ndim == 2 and not x.is_floating_point() else x
 
         if self.example.method == "forward":
-            args, kwargs = map_tensors(drawn, map_tensors(short, (self.example.args, dict(self.example.kwargs))))
             reduction = Reduction(skips_repeats=is_large(model))
-            return [replace(self.example, args=args, kwargs=kwargs, path="", reduction=reduction)]
+            return [replace(self.example.mapped(short).mapped(drawn), path="", reduction=reduction)]
         whole = replace(self.example, args=map_tensors(drawn, small(self.example.args)))
         return [whole.reduced(one) for one in Reduction.variants(model, ranks, whole.length, whole.longest)]
 

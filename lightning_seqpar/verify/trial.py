@@ -130,11 +130,7 @@ def verify_parity(
         trainer: more arguments of both Trainers, such as ``{"gradient_clip_val": 1.0}``.
         timeout: seconds for each side.
 
-    Returns:
-        what was compared and what differs.
-
-    Raises:
-        TrialError: for arguments that make no trial, or a module that one process can't train.
+    Raises TrialError for arguments that make no trial, or a module that one process can't train.
     """
     for name, given in (("module_or_factory", module_or_factory), ("reference", nn.Module if reference is None else reference)):
         if not callable(given):  # a module is, too

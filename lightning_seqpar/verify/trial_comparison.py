@@ -25,10 +25,7 @@ from lightning_seqpar.verify.parity import (
 from lightning_seqpar.verify.training import ALONE, Digest, Outcome, Trial
 
 _EXACT_RANKS = 1e-9  # relative difference of two ranks' digests from which on they hold different tensors
-
-_EXACT = 1e-6
-"""Error, relative to a tensor's own norm, up to which it counts as an exact multiple, part or rearrangement of another."""
-
+_EXACT = 1e-6  # error, of its own norm, up to which a tensor counts as an exact multiple, part or rearrangement
 _NO_MULTIPLE = "no multiple of the right one"
 _ROUNDED = "right to rounding of a narrower type"
 

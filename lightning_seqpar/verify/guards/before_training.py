@@ -91,8 +91,7 @@ def check_layer_sync(plugin: LayerSync | None) -> None:
         )
 
 
-COMPILE_OPTIONS = ("backend", "mode", "options", "dynamic")
-"""Arguments of ``torch.compile`` that the field ``compile_options`` may hold."""
+COMPILE_OPTIONS = ("backend", "mode", "options", "dynamic")  # of ``torch.compile``, that ``compile_options`` may hold
 
 
 def check_compile_options(options: Mapping[str, Any]) -> None:

@@ -94,8 +94,7 @@ def _leaves_alone(optimizer: Optimizer, known: Sequence[type]) -> bool:
 
 
 _SHAPES = ((8,), (8, 6), (4, 6, 2), (4, 2, 6, 2))  # of the small tensors, by their number of dims; the first two dims are cut
-_SCALES = (1.0, 100.0, 1e-3, 1.0, 10.0)
-"""Of the gradients, step by step: what is bounded by a norm shows in a step with large ones."""
+_SCALES = (1.0, 100.0, 1e-3, 1.0, 10.0)  # of the gradients, step by step: a bound by a norm shows with large ones
 
 
 def _check_elementwise(optimizer: Optimizer) -> None:

@@ -21,8 +21,7 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.region import products
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
-_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type that shows the bits of an element of so many bytes."""
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by its bytes, what shows an element's bits
 
 
 def checksum(batch: Any, device: torch.device) -> Tensor:
