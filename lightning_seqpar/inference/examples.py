@@ -376,8 +376,8 @@ class ExampleSearch:
                         dtype = None if narrow else reduction.dtype(self._module)
                         example = tried.reduced(reduction)
                         if (wrong := self._try(example, dtype)) is None:
-                            cpu = torch.device("cpu")
-                            return FoundExample(example.to(cpu, None), dtype, failures, self._evaluated_as(example))
+                            found = example.to(torch.device("cpu"), None)
+                            return FoundExample(found, dtype, failures, self._evaluated_as(example))
                         text, at_any_size = wrong
                         if at_any_size:
                             break

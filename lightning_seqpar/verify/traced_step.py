@@ -24,9 +24,7 @@ from lightning_seqpar.user_input import name_error
 class TracedStep:
     """How one training step is run on a copy of the model whose tensors have shapes and no memory."""
 
-    example: (
-        Example | None
-    )  # what ``forward`` takes, or ``training_step``, whose loss is the user's own; None if there is no input
+    example: Example | None  # what ``forward`` takes, or ``training_step`` with the user's own loss; None if there is no input
     sizes: tuple[int, int] | None = None  # batch and length of the input, if it has a tensor of two dims or more
 
     missing = (
