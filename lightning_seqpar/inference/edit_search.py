@@ -1,7 +1,8 @@
 """What must change beside the linears (head counts, tensors and arguments with a head dim), found by rehearsals.
 
 In a rehearsal one block is run as a rank would run it, with its linears cut down, on one process. If the forward goes wrong or a
-row reads anything but this rank's part of its input, more than the linears must change."""
+row reads anything but this rank's part of its input, more than the linears must change.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """One block run by itself: whether it mixes positions, and which features belong together.
 
 Features are found by gradients: a random cotangent on some features of a row's input reaches exactly the out-features of the
-columns that they are made of (the support of the Jacobian), up to values that happen to be zero."""
+columns that they are made of (the support of the Jacobian), up to values that happen to be zero.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +120,6 @@ def run_quietly(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 _MAX_DRAWS = 16  # inputs that are tried at most before an out-feature counts as one that nothing depends on (ReLU hides some)
-
 Ranges = tuple[tuple[int, int], ...]  # ranges ``(start, stop)`` of features
 
 

@@ -1,6 +1,7 @@
 """One side of a trial: a module that trains for three steps, alone or on ranks, and what it did, in files.
 
-Two steps in a first epoch, with batches of two lengths; then a third, on ranks by a fresh module that resumes from a checkpoint."""
+Two steps in a first epoch, with batches of two lengths; then a third, on ranks by a fresh module that resumes from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +41,9 @@ from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_w
 from lightning_seqpar.verify.traced_step import draw_tokens
 
 DEFAULT_LENGTH = 32  # positions of a sample that is made up
+SEED = 20_260_101
+ALONE = "alone"  # the side of one process that reads the parts of all replicas one after the other, as micro-batches
+AT_ONCE = "at-once"  # the side of one process that reads the parts of all replicas together
 
 
 class TrialError(ValueError):
@@ -166,12 +170,6 @@ def switch_off_dropout(model: nn.Module) -> None:
             drops = "drop" in str(name) or (name == "p" and isinstance(holder, _DropoutNd))
             if drops and isinstance(value, float) and 0 < value < 1:
                 values[name] = 0.0
-
-
-SEED = 20_260_101
-
-ALONE = "alone"  # the side of one process that reads the parts of all replicas one after the other, as micro-batches
-AT_ONCE = "at-once"  # the side of one process that reads the parts of all replicas together
 
 
 class PlainModule(L.LightningModule):
