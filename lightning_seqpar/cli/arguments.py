@@ -1,8 +1,9 @@
-"""What subcommands have in common: the arguments that name a model and its configuration, errors, and how to install the rest."""
+"""What subcommands have in common: the arguments that name a model and its configuration, errors, and tables for a terminal."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,8 +11,7 @@ from typing import Any
 
 from lightning_seqpar.config import ParallelConfig, with_overrides
 
-INSTALL = "pip install 'lightning-seqpar[cli]'"
-"""What installs what Lightning's command line needs."""
+INSTALL = "pip install 'lightning-seqpar[cli]'"  # what installs what Lightning's command line needs
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,3 +52,36 @@ def cause_of(message: str) -> str:
     alternatives = message.split("Errors:")[-1].split("Given value type")[0]
     causes = [" ".join(part.split()) for part in re.split(r"\n\s*- ", alternatives)]
     return "; ".join(cause for cause in causes if cause and not cause.startswith("Expected a <class")) or message
+
+
+def human(count: float) -> str:
+    """A number of bytes in the largest unit of which there is at least one: ``1.50 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def console(width: int = 100) -> Any:
+    """A console that prints into memory; raises ImportError without rich."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        raise ImportError("the table needs rich: pip install 'lightning-seqpar[cli]'") from None
+    return Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
+
+
+def table(*columns: str) -> Any:
+    """An empty table without lines; columns whose name begins with ``>`` are set to the right."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    return table
+
+
+def text_of(shown: Any) -> str:
+    """What was printed on a console, without blanks at the ends of lines."""
+    return "\n".join(line.rstrip() for line in shown.file.getvalue().splitlines())

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lightning_seqpar.checkpoint.convert import (
+    Contents,
     check_free,
     contents_of,
     contents_of_files,
@@ -17,8 +21,7 @@ from lightning_seqpar.checkpoint.convert import (
     write_checkpoint,
 )
 from lightning_seqpar.checkpoint.folder import Form, Source
-from lightning_seqpar.cli.arguments import told
-from lightning_seqpar.cli.report import human, render_contents, render_tensors
+from lightning_seqpar.cli.arguments import console, human, table, text_of, told
 
 
 def print_contents(args: Sequence[str]) -> None:
@@ -80,7 +83,6 @@ def convert(args: Sequence[str]) -> None:
 
 
 def _source_of(given: argparse.Namespace) -> Source:
-    """Open the checkpoint or Hugging Face folder that is converted; raises ValueError if it can't be read."""
     from lightning_seqpar.checkpoint.huggingface import HuggingFaceSource
 
     path = Path(given.source)
@@ -125,3 +127,39 @@ def _progress(what: str, size: int) -> Iterator[Callable[[int, int], None]]:
     with Progress("{task.description}", BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=size)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def render_contents(contents: Contents) -> str:
+    """Renders what a checkpoint holds: a headline, a table of its tensors, and its other keys."""
+    shown = console()
+    origin = contents.origin
+    sizes = [f"{axis} {size}" for axis, size in (origin.get("topology") or {}).items() if size > 1]
+    form = {"safetensors": "safetensors in Hugging Face's layout"}.get(contents.form, contents.form)
+    headline = [f"{form}, whole", *([f"written by {' × '.join(sizes)}"] if sizes else [])]
+    named = [name for name in ("epoch", "global_step", "version") if origin.get(name) is not None]
+    headline += [f"{name.replace('_', ' ')} {origin[name]}" for name in named]
+    shown.print(f"{contents.path}: {', '.join(headline)}", soft_wrap=True)
+    optimizer = f"; optimizer {human(contents.optimizer_bytes)}" if contents.optimizer_bytes else "; no optimizer"
+    shown.print(f"{contents.parameters:,} numbers, {human(contents.model_bytes)}{optimizer}\n")
+    shown.print(_tensors(contents.tensors, contents.tied))
+    shown.print(f"\nbeside it: {', '.join(contents.other)}")
+    return text_of(shown)
+
+
+def render_tensors(tensors: Mapping[str, tuple[list[int], str]]) -> str:
+    """Renders a table of tensors."""
+    shown = console()
+    shown.print(_tensors(tensors, {}))
+    return text_of(shown)
+
+
+def _tensors(tensors: Mapping[str, tuple[list[int], str]], ties: Mapping[str, str]) -> Any:
+    """A table of tensors; those whose names differ in an index alone, and nothing else, are one row."""
+    counts: Counter[tuple[str, str, str, str]] = Counter()
+    for name, (shape, dtype) in tensors.items():
+        tied = re.sub(r"\.\d+(?=\.)", ".*", ties.get(name, ""))
+        counts[re.sub(r"\.\d+(?=\.)", ".*", name), str(shape), dtype, f"tied to {tied}" if tied else ""] += 1
+    rows = table(">", "tensor", "shape", "type", "")
+    for row, count in counts.items():
+        rows.add_row(f"{count} ×" if count > 1 else "", *row)
+    return rows

@@ -1,7 +1,6 @@
 """The command line: ``seqpar`` and ``python -m lightning_seqpar``.
 
-``fit``, ``validate``, ``test`` and ``predict`` are Lightning's own CLI; the others are ours. What a subcommand needs is loaded by
-that one alone: Lightning takes seconds.
+What a subcommand needs is loaded by that one alone: Lightning takes seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ OWN = {
 
 
 def _program() -> str:
-    """What the user typed to come here."""
     return "python -m lightning_seqpar" if sys.argv[0].endswith("__main__.py") else "seqpar"
 
 
@@ -73,7 +71,6 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(args: Sequence[str] | None) -> None:
-    """Run a subcommand of :data:`OWN`, or Lightning's command line."""
     given = list(sys.argv[1:] if args is None else args)
     name, options = (given[0], given[1:]) if given else ("", [])
     if not given:

@@ -6,13 +6,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lightning_seqpar.cli.arguments import add_model_arguments, config_of, told
-from lightning_seqpar.cli.report import render
+from lightning_seqpar.cli.arguments import add_model_arguments, config_of, console, human, table, text_of, told
 from lightning_seqpar.init.model_source import as_steps_take_it, batch_named, load_target, made_by_user
-from lightning_seqpar.verify.describe import OPTIMIZERS, describe
+from lightning_seqpar.verify.describe import OPTIMIZERS, Description, describe
 
 
 def print_plan(args: Sequence[str]) -> None:
@@ -67,3 +67,87 @@ def print_plan(args: Sequence[str]) -> None:
         else:
             text = described.plan if given.yaml else render(described)
     print(text.rstrip())  # noqa: T201
+
+
+def render(described: Description, width: int = 100) -> str:
+    """Renders what a plan makes of a model: a headline, a table of the modules, the totals of a rank, and notes."""
+    shown = console(width)
+    shown.print(_headline(described))
+    modules = table(">", "module", "style", "on a rank", "gradient", "decided by")
+    blocks = ""
+    for row in described.rows:
+        if "blocks" in row.style.split(", "):
+            blocks = f"{row.module}."
+        count = f"{row.count} ×" if row.count > 1 else ""
+        inner = bool(blocks) and row.module.startswith(blocks)
+        name = f"  .{row.module.removeprefix(blocks)}" if inner else row.module or "(the model)"
+        shapes = [f"{_shape(tensor)}{' tied' if tensor[0] in row.tied else ''}" for tensor in row.tensors]
+        sync = row.sync.partition(":")[0].replace("sum over", "sum")  # the axes, without the reason
+        modules.add_row(count, name, row.style, "\n".join(shapes), sync, row.decided)
+    shown.print(modules)
+    if (coverage := described.coverage) is not None:
+        shown.print("\n".join(("", str(coverage), *coverage.reasons)), markup=False)
+    if described.stages:
+        shown.print("", _stages(described), sep="\n")
+    shown.print("", _totals(described), sep="\n")
+    reasons = sorted({row.sync for row in described.rows if row.sync})
+    for line in (*reasons, *described.notes):
+        shown.print(f"note: {line}")
+    return text_of(shown)
+
+
+def _headline(described: Description) -> str:
+    sizes = " × ".join(f"{axis} {size}" for axis, size in described.axes.items()) or "one rank, nothing is sharded"
+    sp = ", sequence parallel" if described.sp else ""
+    off = described.coverage.sp_off if described.coverage is not None else ""
+    if off:
+        sp = f"{sp} (not in {off})" if sp else f", not sequence parallel ({off})"
+    ranks = f"{described.world_size:,} rank{'s' * (described.world_size > 1)}"
+    return f"{ranks}: {sizes}{sp}; {described.global_parameters:,} parameters, {described.parameters:,} on a rank\n"
+
+
+def _shape(tensor: tuple[str, tuple[int, ...], tuple[int, ...]]) -> str:
+    """A tensor's name with its dims, of which sharded ones show the whole length and the rank's: ``weight [64→32, 16]``."""
+    name, whole, local = tensor
+    dims = ", ".join(str(length) if length == own else f"{length}→{own}" for length, own in zip(whole, local, strict=True))
+    return f"{name} [{dims}]"
+
+
+def _stages(described: Description) -> Any:
+    """A table of the stages of a pipeline, with what a rank of each keeps."""
+    bytes_kept = (">weights", ">gradients", ">optimizer", ">activations", ">of micro-batches", ">together")
+    stages = table(">stage", "blocks", ">parameters", *bytes_kept)
+    for number, stage in enumerate(described.stages):
+        kept = "?" if stage.activation_bytes is None else human(stage.activation_bytes)
+        numbers = [human(n) for n in (stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes)]
+        parent = f"{stage.ends[0][0].rpartition('.')[0]}."
+        named = [one if one == last else f"{one} to {last.removeprefix(parent)}" for one, last in stage.ends]
+        blocks = ", ".join([*named[:1], *(one.removeprefix(parent) for one in named[1:])])
+        blocks += f" ({stage.blocks})" * (stage.blocks > 1)
+        total = human(stage.total_bytes)
+        stages.add_row(str(number), blocks, f"{stage.parameters:,}", *numbers, kept, f"{stage.alive:g}", total)
+    return stages
+
+
+def _totals(described: Description) -> Any:
+    """A table of the bytes that a rank keeps, and those that it sends in a step."""
+    totals = table("per rank", ">", "")
+    size = " × ".join(map(str, described.input)) or "the example"
+    whole = "whole parameters at once in a step: no unit's, and two units'"
+    rows = [
+        ("parameters", described.parameter_bytes, ""),
+        ("gradients", described.gradient_bytes, ""),
+        ("optimizer", described.optimizer_bytes, described.optimizer),
+        ("gathered", described.gathered_bytes or None, whole),
+        ("activations", described.activation_bytes, f"traced, one step of {size}"),
+        ("together", described.total_bytes, ""),
+    ]
+    for number, (name, count) in enumerate(described.sent_bytes.items()):
+        remark = f"{name.partition(' ')[0]} of the gradients over the replicas, in buckets"
+        if calls := described.sent_calls.get(name):
+            remark = f"{name}, {calls} call{'s' * (calls > 1)}"
+        rows.append(("" if number else "sent in a step", count, remark))
+    for name, held, remark in rows:
+        if held is not None:
+            totals.add_row(name, human(held), remark)
+    return totals

@@ -21,8 +21,7 @@ _UNKNOWN = re.compile(
     r"Option '([^']+)' is not accepted|Key '([^']+)' is not expected|unrecognized arguments?: -*([\w.]+)"
     r"|does not accept option '([^']+)'"
 )
-_OWN_HINT = re.compile(r"no option '[^']+'; did you mean .*\?")
-"""A hint of :class:`SeqParallelParser` within a longer message."""
+_OWN_HINT = re.compile(r"no option '[^']+'; did you mean .*\?")  # a hint of :class:`SeqParallelParser` within a longer message
 
 
 class SeqParallelParser(LightningArgumentParser):
@@ -64,7 +63,8 @@ class SeqParallelCLI(LightningCLI):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require_cli()
+        if not has_cli():
+            raise ImportError(f"the command line needs jsonargparse: {INSTALL}")
         kwargs.setdefault("parser_class", SeqParallelParser)
         super().__init__(*args, **kwargs)
 
@@ -86,7 +86,6 @@ class SeqParallelCLI(LightningCLI):
             self._refuse(str(error))
 
     def _refuse(self, message: str) -> NoReturn:
-        """Exit with a message of the parser of the subcommand."""
         parsers = self._subcommand_parsers if self.subcommand else {}
         parsers.get(str(self.subcommand), self.parser).error(message)
 
@@ -115,9 +114,3 @@ class OwnCLI(SeqParallelCLI):
 def has_cli() -> bool:
     """Whether Lightning found jsonargparse, on which its command line is built; the extra ``cli`` installs it."""
     return argparse.ArgumentParser in LightningArgumentParser.__mro__  # Lightning derives from object otherwise
-
-
-def require_cli() -> None:
-    """Raises ImportError without jsonargparse, naming the extra that installs it."""
-    if not has_cli():
-        raise ImportError(f"the command line needs jsonargparse: {INSTALL}")

@@ -21,14 +21,12 @@ from lightning_seqpar.cli.arguments import add_model_arguments, cause_of, config
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.init.model_source import TargetModel, batch_named, function_named, load_target, shrink
 from lightning_seqpar.public import Verification, verify_parity
-from lightning_seqpar.verify.trial_inputs import make_batch
+from lightning_seqpar.verify.training import make_batch
 
-_COPIES = 7
-"""How many times its weights a process of a trial holds at most: weights, gradients, two moments, and what it gathers."""
+_COPIES = 7  # times its weights that a process holds at most: weights, gradients, two moments, what it gathers
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The parser of ``seqpar verify``."""
     parser = argparse.ArgumentParser(
         prog="seqpar verify",
         description="Is a parallel run right? Trains one process and several ranks on this machine's CPU, in\n"
@@ -69,7 +67,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verify(given: argparse.Namespace) -> Verification:
-    """Carries out ``seqpar verify``."""
     notes: list[str] = []
     change = _shrinking(given.target, notes) if given.shrink else None
     target = load_target(given.target, change=change, foreign=True)

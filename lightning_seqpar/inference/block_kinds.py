@@ -1,4 +1,4 @@
-"""Which blocks of a model are alike, so that a copy has one module for all of them and a proof for one holds for the others."""
+"""Blocks of a model that are alike: a copy has one module for all of them, and computes it at its first two calls."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import copy
 import re
 import textwrap
 import types
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.inference.lazy_copy import deep_copy
 from lightning_seqpar.layout.attributes import class_source
-from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.layout.module_names import inside, outwards
 
 
 def is_settings(value: Any) -> bool:
@@ -33,30 +35,19 @@ def kind_of(module: nn.Module, decisive: dict[type, frozenset[str]] | None = Non
     """
     decisive = {} if decisive is None else decisive
 
-    def decides(kind: type, key: str) -> bool:
+    def counts(kind: type, key: str) -> bool:
+        if not _INDEX.search(key):
+            return key not in _TOLD_OTHERWISE
         if kind not in decisive:
             decisive[kind] = _attributes_that_decide(kind)
         return key in decisive[kind]
 
-    def settings(part: nn.Module) -> tuple[Any, ...]:
-        return tuple(
-            (key, setting_key(value))
-            for key, value in sorted(vars(part).items())
-            if key not in _TOLD_OTHERWISE and (not _INDEX.search(key) or decides(type(part), key))
-        )
+    def key_of(name: str, part: nn.Module) -> tuple[Any, ...]:
+        settings = tuple((key, setting_key(value)) for key, value in sorted(vars(part).items()) if counts(type(part), key))
+        tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        return name, type(part), settings, tuple((n, tuple(t.shape), t.requires_grad) for n, t in tensors)
 
-    return tuple(
-        (
-            name,
-            type(part),
-            settings(part),
-            tuple(
-                (n, tuple(t.shape), t.requires_grad)
-                for n, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-            ),
-        )
-        for name, part in module.named_modules()
-    )
+    return tuple(key_of(name, part) for name, part in module.named_modules())
 
 
 _TOLD_OTHERWISE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
@@ -87,9 +78,7 @@ def setting_key(value: Any, depth: int = 3) -> Any:
     return type(value), id(value)
 
 
-_INDEX = re.compile(r"(idx|index|layer_id|layer_number|depth)$", re.IGNORECASE)
-"""Names of attributes that hold a block's own index in its stack."""
-
+_INDEX = re.compile(r"(idx|index|layer_id|layer_number|depth)$", re.IGNORECASE)  # names of a block's own index in its stack
 _INDEX_READ = re.compile(r"\.\w*(idx|index|layer_id|layer_number|depth)\b", re.IGNORECASE)  # how it is read
 
 
@@ -135,8 +124,7 @@ def _decides(value: ast.AST, around: Mapping[ast.AST, ast.AST]) -> bool:
     return not isinstance(node, ast.FormattedValue | ast.Attribute | ast.Expr)
 
 
-_HARMLESS = re.compile(r"cache|past|kv|log|warn|print|^(float|str|repr|super)")
-"""Functions that a block may give its index to without deciding by it."""
+_HARMLESS = re.compile(r"cache|past|kv|log|warn|print|^(float|str|repr|super)")  # functions that may be handed an index
 
 
 def stacks(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
@@ -158,7 +146,7 @@ def stacks(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
 
 
 def share_equal_blocks(model: nn.Module, rules: Mapping[str, str], memo: dict[int, Any]) -> None:
-    """Write into ``memo``, for ``copy.deepcopy``, that equal blocks of a stack are copied as one module, to need the memory of one.
+    """Write into ``memo``, for ``copy.deepcopy``, that blocks of a stack are copied as one module if they are equal.
 
     ``rules`` is what a plan says of modules and parameters, by name; blocks of which it says different things are not equal.
     """
@@ -189,18 +177,13 @@ def spread_equal_blocks(copied: nn.Module) -> None:
         seen: set[int] = set()
         for name, block in blocks.items():
             if id(block) in seen:
+                inner = {id(part) for part in block.modules()}
+                memo: dict[int, Any] = {id(part): part for part in copied.modules() if id(part) not in inner}
+                memo |= {id(part): part for part in (*copied.parameters(), *copied.buffers())}
+                memo |= {id(one): nn.Parameter(one.detach(), one.requires_grad) for one in block.parameters()}
                 parent, _, key = name.rpartition(".")
-                copied.get_submodule(parent)._modules[key] = _alike(block, copied)
+                copied.get_submodule(parent)._modules[key] = deep_copy(block, memo)
             seen.add(id(block))
-
-
-def _alike(block: nn.Module, model: nn.Module) -> nn.Module:
-    """Another module with the numbers of a block of ``model``."""
-    inner = {id(part) for part in block.modules()}
-    memo: dict[int, Any] = {id(part): part for part in model.modules() if id(part) not in inner}
-    memo |= {id(part): part for part in (*model.parameters(), *model.buffers())}
-    memo |= {id(one): nn.Parameter(one.detach(), one.requires_grad) for one in block.parameters()}
-    return deep_copy(block, memo)
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -215,3 +198,90 @@ def in_repeated_blocks(model: nn.Module) -> set[int]:
         kinds = [type(block) for block in blocks.values()]
         found |= {id(part) for block in blocks.values() if kinds.count(type(block)) > 1 for part in block.modules()}
     return found
+
+
+class Repeats:
+    """The blocks of a copy that stand for more than two of the model, while only their first two calls are computed.
+
+    Later calls hand on the activation as it is. When the module that runs the blocks is called once more (on another input),
+    counting begins again. Without a copy every call is computed.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._repeats: dict[nn.Module, _Repeat] = {}
+        self._hooks: list[RemovableHandle] = []
+        if model is not None:
+            self._find(model)
+
+    def _find(self, model: nn.Module) -> None:
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, module in model.named_modules(remove_duplicate=False):
+            names[id(module)].append(name)
+        inner: set[int] = set()  # parts of a block run when it does
+        for module in model.modules():
+            if id(module) not in inner and len(names[id(module)]) > 2 and any(True for _ in module.children()):
+                self._repeats[module] = _Repeat(module.forward)
+                inner |= {id(part) for part in module.modules()}
+        runs: dict[nn.Module, list[_Repeat]] = defaultdict(list)
+        for module, repeat in self._repeats.items():
+            for name in dict.fromkeys(owner_of(model, name) for name in names[id(module)]):
+                runs[model.get_submodule(name)].append(repeat)
+        for owner, repeats in runs.items():
+            if owner not in self._repeats:
+                self._hooks.append(owner.register_forward_pre_hook(partial(_begin_again, repeats)))
+
+    def __enter__(self) -> Repeats:
+        for module, repeat in self._repeats.items():
+            module.forward = repeat
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for module in self._repeats:
+            del module.forward
+        for hook in self._hooks:
+            hook.remove()
+
+    def compute_all(self) -> None:
+        """From now on compute every call: in the backward an activation checkpoint computes again what the forward computed."""
+        for repeat in self._repeats.values():
+            repeat.skips = False
+
+
+def _begin_again(repeats: Sequence[_Repeat], module: nn.Module, args: Any) -> None:
+    """A forward pre-hook of the module that runs blocks: their first two calls are computed again."""
+    for repeat in repeats:
+        repeat.calls.clear()
+
+
+class _Repeat:
+    """A forward of which the first two calls of each form are computed; in a later one the activation goes through as it is."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self._last: dict[Any, Any] = {}
+        self.calls: Counter[Any] = Counter()
+        self.skips = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        form = setting_key((args, kwargs), 5)
+        self.calls[form] += 1
+        if self.calls[form] <= 2 or not self.skips:
+            self._last[form] = self._forward(*args, **kwargs)
+            return self._last[form]
+        return _passed_through(self._last[form], (*args, *kwargs.values()))
+
+
+def _passed_through(out: Any, given: Sequence[Any]) -> Any:
+    """An earlier output with the activation that a call was given in its place, so that gradients reach what made that."""
+    first = out[0] if type(out) in (tuple, list) and out else out
+    passed = next((one for one in given if isinstance(one, Tensor) and one.is_floating_point()), None)
+    if passed is None or not isinstance(first, Tensor) or (passed.shape, passed.dtype) != (first.shape, first.dtype):
+        return out
+    passed = passed.clone()
+    return passed if first is out else type(out)((passed, *out[1:]))
+
+
+def owner_of(model: nn.Module, block: str) -> str:
+    """Name of the module that runs a block: the first module around it that is no list."""
+    lists = nn.ModuleList | nn.Sequential | nn.ModuleDict
+    return next((one for one in outwards(block.rpartition(".")[0]) if not isinstance(model.get_submodule(one), lists)), "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,16 +12,14 @@ from torch import Tensor, nn
 
 from lightning_seqpar.inference.block_kinds import is_settings, kind_of
 from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, SummedRow, UserDecidesError
-from lightning_seqpar.inference.edit_search import find_edits
-from lightning_seqpar.inference.feature_dependence import ColumnLayout, GroupLayout, group_layout, mixes_positions
-from lightning_seqpar.inference.isolated_block import Block
-from lightning_seqpar.inference.rehearsal import Edit
-from lightning_seqpar.inference.token_order import orders_tokens, reorders_tokens
+from lightning_seqpar.inference.edit_search import Edit, find_edits
+from lightning_seqpar.inference.feature_dependence import Block, ColumnLayout, GroupLayout, group_layout, mixes_positions
+from lightning_seqpar.inference.gather_points import orders_tokens, reorders_tokens
+from lightning_seqpar.inference.summed_parts import UnwrappedProducts
 from lightning_seqpar.inference.trainer_view import describe_failure
-from lightning_seqpar.inference.unwrapped_parameters import UnwrappedProducts
 from lightning_seqpar.layout.attributes import is_installed, read_attribute
 from lightning_seqpar.layout.linear_kind import linear_kind
-from lightning_seqpar.layout.module_names import Argument, inside
+from lightning_seqpar.layout.module_names import Argument, inside, outwards
 
 _Rule = tuple[str, str, dict[str, Any]]  # the name of a module or parameter, the style, and its options
 
@@ -33,9 +32,7 @@ class BlockPlan:
     reasons: list[str] = field(default_factory=list)  # why, a sentence each
     # Names inside the block of the modules around what is sharded, each of which could be computed whole instead.
     parts: list[str] = field(default_factory=list)
-    # Why it is right on whole sequences only, so that its stack runs without sequence parallelism; empty if it is right on
-    # shards.
-    no_sp: str = ""
+    no_sp: str = ""  # why it is right on whole sequences only; empty if it is right on shards
     # Names inside the block of modules and parameters that are left whole, each with the reason.
     whole: dict[str, str] = field(default_factory=dict)
 
@@ -59,7 +56,6 @@ class BlockPlanner:
         self._reason = self._plan.reasons.append
 
     def _inner(self, name: str) -> str:
-        """A name as seen from the block."""
         return name[len(self._flow.name) + 1 :]
 
     def _stop(self, error: str | Exception, row: str) -> CantInferError:
@@ -106,7 +102,6 @@ class BlockPlanner:
         return self._plan
 
     def _plan_any(self, row: str) -> None:
-        """Plan one row, whatever it is."""
         if (error := self._flow.ungathered.get(row)) is not None:
             raise self._stop(error, row)
         shared = [name for name in self._flow.columns[row] if not inside(name, self._flow.name)]
@@ -123,10 +118,7 @@ class BlockPlanner:
             self._plan_row(row)
 
     def _rule(self, name: str, style: str, **options: Any) -> None:
-        """Add a rule."""
         self._rules.append((name, style, options))
-
-    # ---- rows and columns ------------------------------------------------------------------------------------
 
     def _plan_row(self, row: str) -> None:
         """Plan a row linear and its columns, or leave them whole if they work on each position by itself."""
@@ -170,8 +162,7 @@ class BlockPlanner:
                 for column in [name for name in groups[-1].columns if name in other.columns]:
                     if groups[-1].columns.pop(column).ranges != other.columns[column].ranges:
                         raise CantInferError(f"{column}: {other.row} and {peer} need other parts of it on a rank")
-        tried = [*self._groups, *groups]
-        return groups, find_edits(self._block, tried, self._edits, self._tp)
+        return groups, find_edits(self._block, [*self._groups, *groups], self._edits, self._tp)
 
     def _rows_beside(self, row: str) -> list[str]:
         """The rows that read columns of this row too, so that they are planned with it (one for the text, one for the picture)."""
@@ -235,8 +226,6 @@ class BlockPlanner:
                 "sequence parallelism here"
             )
 
-    # ---- rules -----------------------------------------------------------------------------------------------
-
     def _write_gathers(self) -> None:
         """Rules for the gather points of the groups that are split, and for modules that reduce what experts make."""
         flow, groups = self._flow, self._groups
@@ -258,7 +247,6 @@ class BlockPlanner:
                 )
 
     def _write_linears(self) -> None:
-        """Rules for columns, norms over the whole width, and rows."""
         for group in self._groups:
             for column, layout in group.columns.items():
                 linear, options = self._flow.linears[column], _column_options(self._model, column, layout)
@@ -317,22 +305,18 @@ class BlockPlanner:
 
     def _write_edits(self, edits: Sequence[Edit]) -> None:
         """Rules for edits; an argument of another block needs none, and a narrow one is an option of the gather rule."""
-        sets: dict[str, dict[str, Any]] = {}
+        sets: dict[str, dict[str, Any]] = defaultdict(dict)
+        others: list[_Rule] = []
         for edit in edits:
-            if edit.kind == "set":
-                before = read_attribute(self._block.modules[edit.module], str(edit.key))
-                options = sets.setdefault(edit.module, {})
-                if before == edit.value * self._tp:
-                    options.setdefault("divide", []).append(edit.key)
-                else:
-                    options.setdefault("values", {})[edit.key] = edit.value
-        for name, options in sets.items():
-            self._rule(name, "set", **options)
-        for edit in edits:
-            if edit.kind == "tensor":
-                self._rule(f"{edit.module}.{edit.key}", "local_heads", **({"dim": edit.dim} if edit.dim else {}))
+            if edit.kind == "set" and read_attribute(self._block.modules[edit.module], str(edit.key)) == edit.value * self._tp:
+                sets[edit.module].setdefault("divide", []).append(edit.key)
+            elif edit.kind == "set":
+                sets[edit.module].setdefault("values", {})[edit.key] = edit.value
+            elif edit.kind == "tensor":
+                others.append((f"{edit.module}.{edit.key}", "local_heads", {"dim": edit.dim} if edit.dim else {}))
             elif edit.kind == "arg":
-                self._rule(edit.module, "local_heads", args=[edit.key], dim=edit.dim)
+                others.append((edit.module, "local_heads", {"args": [edit.key], "dim": edit.dim}))
+        self._rules += [*((name, "set", options) for name, options in sets.items()), *others]
 
 
 def _args(args: Sequence[Argument]) -> dict[str, Any]:
@@ -341,7 +325,6 @@ def _args(args: Sequence[Argument]) -> dict[str, Any]:
 
 
 def _row_options(model: nn.Module, group: GroupLayout) -> dict[str, Any]:
-    """The options of a row's rule: the segments of its input, and the units of each."""
     if len(group.segments) == 1:
         return {} if group.units == group.features else {"units": _unit_name(model, group.row, group.units)}
     units = [
@@ -393,10 +376,8 @@ def _idle_experts(flow: BlockFlow, rules: Sequence[_Rule]) -> list[_Rule]:
 
 def part_around(flow: BlockFlow, row: str) -> str:
     """The module inside the block that would have to be computed whole if a row can't be split; empty if that is the block."""
-    names = [name for (name, _), _ in flow.gathers.items() if inside(row, name)]
-    around = names[0] if names else row.rpartition(".")[0]
-    while len(around) > len(flow.name) and not flow.trace.calls_of(around):
-        around = around.rpartition(".")[0]  # a list of modules is called by nobody
+    names = [name for name, _ in flow.gathers if inside(row, name)] or [row.rpartition(".")[0]]
+    around = next((one for one in outwards(names[0]) if flow.trace.calls_of(one)), "")  # a list of modules is called by nobody
     return around if len(around) > len(flow.name) else ""
 
 
@@ -414,10 +395,8 @@ def _column_options(model: nn.Module, column: str, layout: ColumnLayout) -> dict
 
 def _unit_name(model: nn.Module, name: str, count: int) -> int | str:
     """The name of an attribute around the module that holds the number of units, as a plan may write it; else the number."""
-    at = name
-    while at:
-        at = at.rpartition(".")[0]
-        own = vars(model.get_submodule(at))
+    for around in (*outwards(name.rpartition(".")[0]), ""):
+        own = vars(model.get_submodule(around))
         places = {"": own} | {f"{key}.": vars(value) for key, value in own.items() if is_settings(value)}
         for prefix, settings in places.items():
             matching = [key for key, value in settings.items() if type(value) is int and value == count]
@@ -429,16 +408,11 @@ def _unit_name(model: nn.Module, name: str, count: int) -> int | str:
 _COUNTS_HEADS = re.compile(r"(?!_|.*dim|.*size).*head.*", re.IGNORECASE)  # names of attributes that count heads
 
 
-# ---- names -----------------------------------------------------------------------------------------------------
-
-
 def pattern_of(model: nn.Module, names: Sequence[str]) -> str:
     """A pattern that matches these blocks and nothing beside them: ``layers.*`` for all of a list, else ``{first,second}``."""
     if len(names) == 1:
         return names[0]
     parent = names[0].rpartition(".")[0]
     leaves = [name.rpartition(".")[2] for name in names]
-    prefix = f"{parent}." if parent else ""
-    if all(re.fullmatch(r"\d+", leaf) for leaf in leaves) and {*leaves} == {*model.get_submodule(parent)._modules}:
-        return f"{prefix}*"
-    return f"{prefix}{{{','.join(leaves)}}}"
+    is_all = all(re.fullmatch(r"\d+", leaf) for leaf in leaves) and {*leaves} == {*model.get_submodule(parent)._modules}
+    return f"{parent}.".lstrip(".") + ("*" if is_all else f"{{{','.join(leaves)}}}")

@@ -13,33 +13,24 @@ from typing import Any
 
 from torch import nn
 
-from lightning_seqpar.inference.stacks import activation
 from lightning_seqpar.inference.trace import Call, ForwardTrace, Op
 from lightning_seqpar.layout.linear_kind import is_parametrized, linear_kind
 from lightning_seqpar.layout.module_names import Argument
 
-RESIDUAL = "<residual>"
-"""Stands among upstream linears for the block's activation, on which residuals are added up."""
-OTHER_INPUT = "<other input>"
-"""Stands among upstream linears for the block's other inputs, such as an encoder's states."""
+RESIDUAL = "<residual>"  # stands among upstream linears for the block's activation, on which residuals are added up
+OTHER_INPUT = "<other input>"  # stands among upstream linears for the block's other inputs, such as an encoder's states
 _SUMS = ("add", "sub", "rsub", "addcmul", "lerp", "_foreach_add")
 
 
 class CantInferError(ValueError):
-    """Inference can't decide how to shard a module; the message names it.
-
-    Attributes:
-        whole: name of the module inside a block that would have to be computed whole to go on; empty for none.
-        why: the message without what to write.
-        block: name of the block that can't be planned at all; empty for none.
-        rules: with which inference may go on; a message proposes them once they were tried.
-    """
+    """Inference can't decide how to shard a module; the message names it."""
 
     def __init__(self, message: str, whole: str = "", why: str = "") -> None:
         super().__init__(message)
-        self.whole, self.why = whole, why or message
-        self.block = ""
-        self.rules: list[dict[str, Any]] = []
+        self.whole = whole  # the module inside a block that would have to be computed whole to go on; empty for none
+        self.why = why or message  # the message without what to write
+        self.block = ""  # the block that can't be planned at all; empty for none
+        self.rules: list[dict[str, Any]] = []  # with which inference may go on; a message proposes them once they were tried
 
 
 class UserDecidesError(CantInferError):
@@ -143,8 +134,7 @@ class BlockFlow:
 
     def call_of(self, name: str) -> Call:
         """The first call of a module in the block; raises CantInferError if there is none."""
-        call = self.trace.call_inside(self.call, name)
-        if call is None:
+        if (call := self.trace.call_inside(self.call, name)) is None:
             raise CantInferError(f"{name}: the block does not call it")
         return call
 
@@ -171,11 +161,8 @@ class BlockFlow:
 
 
 def find_streams(trace: ForwardTrace, call: Call) -> tuple[Argument, ...]:
-    """The arguments of a block, other than its activation, that it adds to and returns.
-
-    They have the activation's batch and features, and maybe another length.
-    """
-    arg = activation(trace, call)
+    """The arguments of a block beside its activation that it adds to and returns, of the same batch and features."""
+    arg = trace.activation(call)
     assert arg is not None
     first = trace.values[call.args[arg]]
     found = []
@@ -199,7 +186,7 @@ class BlockReader:
 
     def __init__(self, trace: ForwardTrace, call: Call, streams: tuple[Argument, ...], summed: Mapping[str, SummedRow]) -> None:
         self.trace, self.call, self.summed = trace, call, summed
-        arg = activation(trace, call)
+        arg = trace.activation(call)
         assert arg is not None
         self.out = BlockFlow(trace, call, arg, streams=tuple(key for key in streams if key != arg))
         self.upstream_of: dict[int, frozenset[str]] = {}
@@ -260,7 +247,6 @@ class BlockReader:
         return frozenset().union(*(self.upstream_of.get(number, frozenset()) for number in numbers))
 
     def _step(self, op: Op) -> None:
-        """Go on by one operation."""
         # A parameter that the block is given (positions) is no weight.
         own = [n for n in op.inputs if self.value(n).parameter is not None and not self.upstream_of.get(n)]
         weights = [n for n in own if len(self.value(n).shape) >= 2]
@@ -283,9 +269,7 @@ class BlockReader:
             result = self._sum(op, result)
         for number in op.outputs:
             if self.value(number).floating:
-                self.upstream_of[number] = (
-                    self.upstream_of.get(number, frozenset()) | result if op.name == "rewrite" else result
-                )
+                self.upstream_of[number] = result | self._union([number] if op.name == "rewrite" else [])
 
     def _note_parameters(self, op: Op, upstream: frozenset[str]) -> None:
         """Note with what activations the parameters are computed that an operation reads, or what it makes of them alone."""
@@ -300,7 +284,6 @@ class BlockReader:
             self.made_of.update(dict.fromkeys(op.outputs, frozenset(parameters)))
 
     def _product(self, op: Op, weight: int, others: list[int]) -> None:
-        """Record a product of an activation with a parameter."""
         parameter = self.value(weight).parameter
         if parameter is None:
             parameter, owner = min(self.made_of[weight]), self.trace.calls[op.stack[-1]].name
@@ -308,9 +291,7 @@ class BlockReader:
             owner, _, leaf = parameter.rpartition(".")
             own = [p for p in self.trace.modules[owner]._parameters.values() if p is not None and p.ndim > 1]
             if len(own) > 1 or leaf != "weight" or own[0].ndim > 2:
-                owner = (
-                    parameter  # a module multiplies it that is no linear: it owns other matrices, or this one stacks several
-                )
+                owner = parameter  # its module is no linear: it owns other matrices, or this one stacks several
         upstream = self._union(others)
         known = self.out.linears.get(owner)
         if known is not None and known.parameter != parameter:
@@ -350,43 +331,30 @@ class BlockReader:
         if math.prod(shape) not in self.counts or shape[-1:] != (self.width,):
             return result
         for side in added:
-            for name in sorted(side - {OTHER_INPUT}):
-                self.rows[name] = None
+            self.rows |= dict.fromkeys(sorted(side - {OTHER_INPUT}))
         return frozenset({RESIDUAL})
 
     def _leave(self) -> None:
         """Count as rows what made the block's output without a residual, and linears in between that feed a column."""
         left = self.call.outputs if self.out.streams else self.call.outputs[:1]
-        for name in sorted(self._union(left) - {RESIDUAL, OTHER_INPUT}):
-            self.rows[name] = None
+        self.rows |= dict.fromkeys(sorted(self._union(left) - {RESIDUAL, OTHER_INPUT}))
         # A linear whose input comes from linears and whose output feeds a column of another row is a row too.
-        while True:
-            fresh: dict[str, None] = {}
-            for row in self.rows:
-                for column in self.out.linears[row].feeding:
-                    for feeding in self.out.linears[column].feeding:
-                        if feeding not in self.rows and self.out.linears[feeding].feeding:
-                            fresh[feeding] = None
-            if not fresh:
-                return
-            self.rows.update(fresh)
+        linears, rows = self.out.linears, [*self.rows]
+        for row in rows:
+            for feeding in (one for column in linears[row].feeding for one in linears[column].feeding):
+                if feeding not in self.rows and linears[feeding].feeding:
+                    self.rows[feeding] = None
+                    rows.append(feeding)
 
     def _order(self) -> None:
-        """Write rows and their columns in order of execution."""
-        linears = self.out.linears
-        order = list(linears)
+        order = list(self.out.linears)
         for row in sorted(self.rows, key=order.index):
-            linear = linears[row]
-            if row in self.out.attentions:
-                self.out.rows.append(row)
-                self.out.columns[row] = []
-                continue
-            columns = sorted(linear.feeding, key=order.index)
-            if not columns:
+            linear, is_attention = self.out.linears[row], row in self.out.attentions
+            if not is_attention and not linear.feeding:
                 continue  # it reads the residual and is added to it: it stays whole and works on shards
             self.out.rows.append(row)
-            self.out.columns[row] = columns
-            if segments := self._segments_of(linear.reads):
+            self.out.columns[row] = [] if is_attention else sorted(linear.feeding, key=order.index)
+            if not is_attention and (segments := self._segments_of(linear.reads)):
                 self.out.row_segments[row] = segments
 
     def _segments_of(self, number: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,10 +24,17 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_seqpar.data.batch import map_tensors, own_tensors, tensors_in
-from lightning_seqpar.distributed.rng import kept_streams
+from lightning_seqpar.distributed.rng import kept_streams, seed_streams
+from lightning_seqpar.inference.block_kinds import Repeats
+from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, release
 from lightning_seqpar.inference.reduction import IDS, WHOLE, Reduction
-from lightning_seqpar.inference.repeats import Repeats
-from lightning_seqpar.inference.trainer_view import NoExampleError, PlainBackwardError, answer_harmlessly
+from lightning_seqpar.inference.trainer_view import (
+    NoExampleError,
+    PlainBackwardError,
+    answer_harmlessly,
+    attach_view,
+    describe_failure,
+)
 
 
 def backward_at_once(loss: Tensor) -> None:
@@ -75,15 +82,12 @@ class Example:
         """The part of it that a smaller copy is run on."""
         if reduction == WHOLE:
             return self
-        tensors = [tensor for tensor in tensors_in(self._given) if tensor.ndim]
-        counts = {tensor.shape[0] for tensor in tensors}
-        samples = reduction.samples if len(counts) == 1 and any(tensor.ndim > 1 for tensor in tensors) else None
+        samples = reduction.samples if count_samples(self._given) and self.longest else None
 
         def part(tensor: Tensor) -> Tensor:
             return reduction.of_tensor(tensor if samples is None or not tensor.ndim else tensor[:samples])
 
-        args, kwargs = map_tensors(part, self._given)
-        return replace(self, args=args, kwargs=kwargs, reduction=reduction)
+        return replace(self.mapped(part), reduction=reduction)
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> Example:
         """The same input on a device, floating-point tensors in ``dtype``; None keeps their types."""
@@ -92,7 +96,11 @@ class Example:
             wanted = dtype if tensor.is_floating_point() and dtype is not None else tensor.dtype
             return tensor.detach().to(device=device, dtype=wanted)
 
-        args, kwargs = map_tensors(move, self._given)
+        return self.mapped(move)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Example:
+        """The same input with other tensors."""
+        args, kwargs = map_tensors(change, self._given)
         return replace(self, args=args, kwargs=kwargs)
 
     def run(self, model: nn.Module, backward: Callable[[Tensor], None] = backward_at_once) -> Tensor:
@@ -100,11 +108,10 @@ class Example:
 
         ``backward`` computes the gradients of a loss where the step reads them; the loss's graph must stay.
 
-        Raises:
-            NoExampleError: if no output has a gradient, or the step reads more of the trainer than a copy has.
-            PlainBackwardError: if the step runs its backward itself.
+        Raises NoExampleError if no output has a gradient, or the step reads more of the trainer than a copy has;
+        PlainBackwardError if the step runs its backward itself.
         """
-        out, logged, losses = self._call(model, backward if self.reads_gradients else None)
+        out, logged, losses = self.call(model, backward if self.reads_gradients else None)
         if self.method != "forward":
             loss = out.get("loss") if isinstance(out, Mapping) else out
             if losses:
@@ -124,14 +131,14 @@ class Example:
 
     def evaluate(self, model: nn.Module) -> list[tuple[str, Tensor]]:
         """Run it on a copy: the floating-point values that the method logs and returns, each with what it is."""
-        out, logged, losses = self._call(model)
+        out, logged, losses = self.call(model)
         values = [(f"the logged {name!r}", value) for name, value in logged]
         values += [("the loss of a backward", value) for value in losses]
         values += [("a tensor that it returns", value) for value in tensors_in(out)]
         values = [(what, torch.tensor(value) if isinstance(value, float) else value) for what, value in values]
         return [(what, value) for what, value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
-    def _call(
+    def call(
         self, model: nn.Module, at_once: Callable[[Tensor], None] | None = None
     ) -> tuple[Any, list[tuple[str, Any]], list[Tensor]]:
         """What the method returns, what it logs, and the losses that it passes to ``manual_backward``."""
@@ -142,6 +149,21 @@ class Example:
         target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
         args, kwargs = own_tensors(self._given)
         return target(*((_batches(args),) if self.iterates else args), **kwargs), logged, losses
+
+    @classmethod
+    def of_step(cls, source: str, module: LightningModule, step: str, batch: Any, *, several: bool = False) -> Example:
+        """A batch as a loop gives it to a step: an iterator of it, or itself."""
+        method = getattr(module, step)
+        if is_param_in_hook_signature(method, "dataloader_iter", explicit=True):
+            return cls(source, step, (batch, 0, 0), {}, iterates=True)
+        return cls(source, step, _step_args(method, batch, several), {})
+
+    @classmethod
+    def of_forward(cls, source: str, given: Any, **fields: Any) -> Example:
+        """What ``forward`` takes: a mapping of named arguments, a tuple of positional ones, or the first one."""
+        if isinstance(given, Mapping):
+            return cls(source, "forward", (), given, **fields)
+        return cls(source, "forward", given if isinstance(given, tuple) else (given,), {}, **fields)
 
 
 def _batches(given: tuple[Any, ...]) -> Iterator[tuple[Any, int, int]]:
@@ -174,12 +196,8 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
     ``dummy_inputs`` of a model inside it, as Hugging Face's have them. After these NoExampleError is raised if the loader can be
     read only once.
     """
-    own = module.example_input_array
-    if own is not None:
-        if isinstance(own, Mapping):
-            yield Example("example_input_array", "forward", (), own)
-        else:
-            yield Example("example_input_array", "forward", own if isinstance(own, tuple) else (own,), {})
+    if module.example_input_array is not None:
+        yield Example.of_forward("example_input_array", module.example_input_array)
     refused: NoExampleError | None = None
     loop, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
     try:
@@ -189,41 +207,25 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
     for path, part in module.named_modules():
         given = getattr(part, "dummy_inputs", None)
         if isinstance(given, Mapping) and any(isinstance(value, Tensor) for value in given.values()):
-            yield Example(f"the dummy_inputs of {path or type(part).__name__}", "forward", (), given, path=path)
+            yield Example.of_forward(f"the dummy_inputs of {path or type(part).__name__}", given, path=path)
             break
     if refused is not None:
         raise refused
 
 
-def find_evaluation(module: LightningModule, trainer: Trainer) -> Example | None:
-    """The first batch that the run evaluates, for the step that takes it; None if it evaluates nothing.
-
-    Raises NoExampleError if its loader can be read only once.
-    """
-    running, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
-    if step != "training_step":
-        return next(_of_loop(module, trainer, getattr(trainer, running), (step,), name), None)
-    if not trainer.enable_validation:
-        return None
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    return next(_of_loop(module, trainer, loop, ("validation_step",), "validation"), None)
-
-
 def _of_loop(module: LightningModule, trainer: Trainer, loop: Any, names: Sequence[str], name: str) -> Iterator[Example]:
     """The first batch of a loop, for each step of ``names`` that the module has. The user's hooks are called once, on this rank."""
-    steps = {one: getattr(module, one) for one in dict.fromkeys(names) if is_overridden(one, module)}
-    iterating = {one for one in steps if is_param_in_hook_signature(steps[one], "dataloader_iter", explicit=True)}
-    cpu = torch.device("cpu")
+    steps = [one for one in dict.fromkeys(names) if is_overridden(one, module)]
     # The user's hooks may draw (augment), and count.
     with kept_streams(), _state_kept([module, getattr(trainer, "datamodule", None)], levels=1):
         batch, several = _peek(loop._data_source.dataloader(), name, in_turn=loop is not trainer.fit_loop)
-        read = small(batch)
-        if iterating != set(steps):
+        read, source = small(batch), f"the first {name} batch"
+        examples = [Example.of_step(source, module, one, read, several=several and one != "training_step") for one in steps]
+        if not all(one.iterates for one in examples):
             batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-            batch = small(module._apply_batch_transfer_handler(batch, device=cpu, dataloader_idx=0))
-    for one, method in steps.items():
-        takes = (read, 0, 0) if one in iterating else _step_args(method, batch, several and one != "training_step")
-        yield Example(f"the first {name} batch", one, takes, {}, iterates=one in iterating)
+            batch = small(module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=0))
+    for one in examples:
+        yield one if one.iterates else replace(one, args=(batch, *one.args[1:]))
 
 
 def peek_batch(make_loaders: Callable[[], Any], what: str, *, in_turn: bool = False) -> Any:
@@ -283,8 +285,9 @@ def _state_kept(holders: Sequence[Any], levels: int) -> Iterator[None]:
             else:
                 held = getattr(value, "__dict__", {})
                 counts = {key: number for key, number in held.items() if type(number) in (int, float)}
-                lists = [(items, list(items)) for items in held.values() if type(items) is list]
-                back.append(functools.partial(_put_back, held, counts, lists))
+                lists = [items for items in held.values() if type(items) is list]
+                back.append(functools.partial(held.update, counts))
+                back += [functools.partial(items.__setitem__, slice(None), list(items)) for items in lists]
                 below += held.values()
         level = below
     try:
@@ -296,14 +299,6 @@ def _state_kept(holders: Sequence[Any], levels: int) -> Iterator[None]:
 
 _LEVELS = 5  # how deep generators and counters are sought
 _FEW = 64  # among how many items of a container they are
-
-
-def _put_back(held: Any, counts: Mapping[str, int | float], lists: Sequence[tuple[list[Any], list[Any]]]) -> None:
-    """Give an object the numbers and the lists again that reading it has changed."""
-    held.update({key: number for key, number in counts.items() if held.get(key) != number})
-    for items, before in lists:
-        if len(items) != len(before):
-            items[:] = before
 
 
 def _first(loader: Any, what: str) -> Any:
@@ -327,7 +322,6 @@ def _first(loader: Any, what: str) -> Any:
 
 
 def _reading(data: Any, what: str) -> Iterator[Any]:
-    """An iterator over data that can be read again."""
     iterator: Iterator[Any] = iter(data)
     if iterator is data:
         raise NoExampleError(f"the {what} is a stream that can be read once only; {_ADVICE}")
@@ -338,15 +332,118 @@ _ADVICE = "set example_input_array on the module (a tensor, tuple or dict that i
 
 
 def small(batch: Any, limit: int = 4096) -> Any:
-    """The first samples of a batch: about ``limit`` numbers of its largest tensor, but at least 4 samples.
-
-    The batch itself is returned if it is small or its tensors differ in their first dim.
-    """
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
-    sizes = {tensor.shape[0] for tensor in tensors}
-    largest = max((tensor.numel() for tensor in tensors), default=0)
-    if len(sizes) != 1 or largest <= limit or not any(tensor.ndim > 1 for tensor in tensors):
+    """The first samples of a batch, of about ``limit`` numbers but 4 at least; all if its tensors differ in their first dim."""
+    size, largest = count_samples(batch), max((tensor.numel() for tensor in tensors_in(batch)), default=0)
+    if not size or largest <= limit or all(tensor.ndim < 2 for tensor in tensors_in(batch)):
         return batch
-    size = sizes.pop()
     keep = min(size, max(4, size * limit // largest))
     return map_tensors(lambda tensor: tensor[:keep] if tensor.ndim else tensor, batch)
+
+
+def count_samples(batch: Any) -> int:
+    """How many samples a batch holds: the first dim of its tensors; 0 if they have none in common."""
+    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+_COPIES = 6  # times a copy's weights that a check needs: weights, noise, gradients of both copies, one gathered
+_SLACK = 512 * 1024**2  # bytes for activations, and for what an allocator can't give back
+
+
+class FoundExample(NamedTuple):
+    """The outcome of looking for an input that the model runs on."""
+
+    example: Example | None  # the first input that works, on the CPU; None if none does
+    dtype: torch.dtype | None  # in which the model's copy runs it; None keeps the model's own types
+    failures: list[str]  # for each input that was tried before, why it does not work
+    evaluation: Example | None = None  # what the run evaluates first, as small as the example; None if it evaluates nothing
+
+
+class ExampleSearch:
+    """Tries the inputs that a module and its trainer offer, on copies of it, in this process; ``tp`` ranks share a sample."""
+
+    def __init__(self, module: LightningModule, trainer: Trainer, tp: int, device: torch.device) -> None:
+        self._module, self._trainer, self._tp, self._device = module, trainer, tp, device
+
+    def run(self) -> FoundExample:
+        """Try the inputs that the module and the trainer offer, with and without random draws, until one works."""
+        failures: list[str] = []
+        try:
+            for candidate in find_examples(self._module, self._trainer):
+                reductions = Reduction.variants(self._module, self._tp, candidate.length, candidate.longest)
+                for narrow, tried in self._ways(candidate):
+                    for reduction in reductions:
+                        dtype = None if narrow else reduction.dtype(self._module)
+                        example = tried.reduced(reduction)
+                        if (wrong := self._try(example, dtype)) is None:
+                            found = example.to(torch.device("cpu"), None)
+                            return FoundExample(found, dtype, failures, self._evaluated_as(example))
+                        text, at_any_size = wrong
+                        if at_any_size:
+                            break
+                    failures.append(f"{example.method} with {example.source}: {text}")
+        except PlainBackwardError:
+            raise
+        except NoExampleError as error:
+            failures.append(str(error))
+        except Exception as error:  # of the user's loader: training would meet it too, and raise it as it is
+            failures.append(f"the loader raised {type(error).__name__}: {error}")
+        return FoundExample(None, None, failures)
+
+    def _evaluated_as(self, example: Example) -> Example | None:
+        """What the run evaluates first, as small as an example that was found; None if that is nothing, or can't be read."""
+        running, step, name = _LOOPS[self._trainer.state.fn or TrainerFn.FITTING]
+        loop = getattr(self._trainer, running)
+        if step == "training_step":
+            if not self._trainer.enable_validation:
+                return None
+            loop, step, name = self._trainer.fit_loop.epoch_loop.val_loop, "validation_step", "validation"
+        try:
+            evaluation = next(_of_loop(self._module, self._trainer, loop, (step,), name))
+        except Exception:  # there is no such step, or the loop itself will tell
+            return None
+        alike = replace(evaluation, draws=example.draws, frozen=example.frozen)
+        return alike.reduced(example.reduction).to(torch.device("cpu"), None)
+
+    def _ways(self, candidate: Example) -> Iterator[tuple[bool, Example]]:
+        """How an input is tried, and whether in the model's own types alone. What proves most goes first."""
+        manual = not self._module.automatic_optimization
+        for frozen in (False, True) if any(not p.requires_grad for p in self._module.parameters()) else (False,):
+            for narrow, draws in ((False, False), (False, True), (True, False)):
+                for reads_gradients in (False, True) if manual else (False,):
+                    yield narrow, replace(candidate, draws=draws, reads_gradients=reads_gradients, frozen=frozen)
+
+    def _try(self, example: Example, dtype: torch.dtype | None) -> tuple[str, bool] | None:
+        """Run the example on a whole copy; what is wrong, and whether it is so in copies of any size, or None."""
+        device = self.room(example, dtype)
+        with kept_streams(), default_dtype(dtype):
+            try:
+                copied = detached_copy(self._module, device, dtype, example.reduction, frozen=example.frozen)
+                attach_view(copied, self._trainer)
+                seed_streams()
+                with example.repeats(copied) as repeats, Quiet(draws=example.draws):
+                    loss = example.to(device, dtype).run(copied)
+                    if not bool(torch.isfinite(loss.detach())):
+                        return f"the loss is {float(loss.detach())}", True
+                    copied.zero_grad()
+                    repeats.compute_all()
+                    loss.backward()
+                if all(parameter.grad is None for parameter in copied.parameters()):
+                    why = "does something hold the model itself, by a global name or a closure?"
+                    return f"no parameter of the copy that it runs on gets a gradient ({why})", True
+            except PlainBackwardError:
+                raise
+            except Exception as error:  # shown to the user if no other example works
+                # Its text alone: the error's frames hold the copy.
+                return describe_failure(error), isinstance(error, NoExampleError)
+            release(copied)
+        return None
+
+    def room(self, example: Example, dtype: torch.dtype | None) -> torch.device:
+        """The device on which this process has room for a copy of type ``dtype`` (None: the model's own): its own, or the CPU."""
+        if self._device.type != "cuda":
+            return self._device
+        widths = {p.element_size() for p in self._module.parameters()} if dtype is None else {dtype.itemsize}
+        needed = _COPIES * example.reduction.numel(self._module) * max(widths, default=4) + _SLACK
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return self._device if needed <= free else torch.device("cpu")

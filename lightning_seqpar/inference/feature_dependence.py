@@ -1,31 +1,126 @@
-"""Which features belong together: the columns' out-features that each rank's part of a row's input depends on.
+"""One block run by itself: whether it mixes positions, and which features belong together.
 
-It is found by gradients in one block: a random cotangent on some features of the row's input reaches exactly the
-out-features of the columns that they are made of (the support of the Jacobian), up to values that happen to be zero.
+Features are found by gradients: a random cotangent on some features of a row's input reaches exactly the out-features of the
+columns that they are made of (the support of the Jacobian), up to values that happen to be zero.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UserDecidesError
-from lightning_seqpar.inference.isolated_block import Block
-from lightning_seqpar.layout.linear_kind import is_parametrized
+from lightning_seqpar.inference.model_copy import Quiet
+from lightning_seqpar.layout.linear_kind import features, is_parametrized, linear_kind
 from lightning_seqpar.layout.param_layout import Shard
 from lightning_seqpar.user_input import sizes_that_divide
 
-_MAX_DRAWS = 16  # inputs that are tried at most before an out-feature counts as one that nothing depends on (ReLU hides some)
+EQUAL = {torch.float64: 1e-8, torch.float32: 1e-3}  # largest relative difference of equal tensors; 5e-2 in other types
 
-Ranges = tuple[tuple[int, int], ...]
-"""Ranges ``(start, stop)`` of features."""
+
+def is_equal(got: Tensor, wanted: Tensor, limit: float | None = None) -> bool:
+    """Whether two tensors are equal up to rounding, by :data:`EQUAL` or another limit."""
+    limit = EQUAL.get(wanted.dtype, 5e-2) if limit is None else limit
+    return float((got - wanted).abs().max()) <= limit * max(float(wanted.abs().max()), 1e-30)
+
+
+@contextmanager
+def other_data(tensors: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """While open, each of the first tensors has the data of the second."""
+    with ExitStack() as stack:
+        for tensor, data in tensors:
+            stack.callback(setattr, tensor, "data", tensor.data)
+            tensor.data = data
+        yield
+
+
+class Block:
+    """A block of a copy that is run with the input that it had in a recorded forward; ``blocks`` are the others of its stack."""
+
+    def __init__(self, flow: BlockFlow, blocks: Collection[str] = ()) -> None:
+        self.flow, self.model, self.blocks = flow, flow.trace.model, blocks
+        self.module, self.modules = flow.call.module, flow.trace.modules
+
+    def width(self, column: str) -> int:
+        """Number of a column's out-features."""
+        linear = self.flow.linears[column]
+        if not linear.is_called:
+            return self.model.get_parameter(linear.parameter).shape[linear.out_dim]
+        kind = linear_kind(self.modules[column])
+        assert kind is not None
+        return features(self.modules[column], kind)[0]
+
+    def run(self, seed: int = 0, *, grad: bool = False) -> tuple[Tensor, Any]:
+        """Run it with what it was given, as leaves of a new graph: its activation, and what it returns.
+
+        With a ``seed`` above 0 the activation is noise drawn from it; else it is the recorded one.
+        """
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), self.flow.call.given)
+        # The recorded forward filled a cache of keys and values, which the block would read instead of computing them.
+        args = [None if _is_cache(arg) else arg for arg in args]
+        kwargs = {key: None if _is_cache(arg) else arg for key, arg in kwargs.items()}
+        holder: Any = args if isinstance(self.flow.arg, int) else kwargs
+        x = holder[self.flow.arg]
+        if seed:
+            generator = torch.Generator().manual_seed(seed)
+            holder[self.flow.arg] = x = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+        x.requires_grad_(grad)
+        return x, run_quietly(self.module, args, kwargs)
+
+    def sequence_dim(self) -> int | None:
+        """The tensor dim along which the block mixes positions: 1 for ``[b, s, h]``, 0 for ``[s, b, h]`` or ``[tokens, h]``.
+
+        None if there is no such one dim: positions in two dims (``[b, h, w, c]``), or entries of a batch that mix (a batch norm).
+        """
+        if len(self.flow.tokens) != 2:
+            return 0 if len(self.flow.tokens) == 1 else None
+        x, out = self.run(grad=True)
+        first = next(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad)
+        mixed = [False, False]
+        for at in ((-1, -1), (0, 0)):
+            cotangent = torch.zeros_like(first)
+            cotangent[at[0], at[1]] = torch.randn(first.shape[-1], dtype=first.dtype)
+            (grad,) = torch.autograd.grad(first, x, cotangent, retain_graph=True, materialize_grads=True)
+            touched = grad.abs().amax(-1) > 0
+            mixed[0] |= bool(touched.any(1).sum() > 1)
+            mixed[1] |= bool(touched.any(0).sum() > 1)
+        return None if all(mixed) else 0 if mixed[0] else 1
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether an argument is a cache of keys and values, recognised by transformers' methods."""
+    return all(callable(getattr(value, name, None)) for name in ("update", "get_seq_length"))
+
+
+def run_quietly(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A module's forward, with random draws made constant, on copies of its buffers, which it may update.
+
+    The graph of what is returned keeps the copies: buffers that were put back would have changed under it.
+    """
+    copies: dict[int, Tensor] = {}
+    held = [(owner._buffers, dict(owner._buffers)) for owner in module.modules()]
+    try:
+        for buffers, before in held:
+            for key, buffer in before.items():
+                if buffer is not None:
+                    buffers[key] = copies.setdefault(id(buffer), buffer.detach().clone())
+        with Quiet():
+            return module(*args, **kwargs)
+    finally:
+        for buffers, before in held:
+            buffers.update(before)
+
+
+_MAX_DRAWS = 16  # inputs that are tried at most before an out-feature counts as one that nothing depends on (ReLU hides some)
+Ranges = tuple[tuple[int, int], ...]  # ranges ``(start, stop)`` of features
 
 
 @dataclass(frozen=True)
@@ -43,26 +138,16 @@ class GroupLayout:
 
     row: str  # the row's name
     features: int  # number of its in-features
-    units: (
-        int  # number of units (heads) among them that must stay whole; of several segments, of the one with the largest units
-    )
-    segments: tuple[
-        int, ...
-    ] = ()  # sizes of the parts of which its input is put together, `[attention|mlp]`; one for most rows
+    units: int  # number of units (heads) in them that must stay whole; of several segments, of that with the largest units
+    segments: tuple[int, ...] = ()  # sizes of the parts that its input is put together of, `[attention|mlp]`; one for most rows
     segment_units: tuple[int, ...] = ()  # for each of them, the number of units
     columns: dict[str, ColumnLayout] = field(default_factory=dict)  # one that is missing stays whole
     full_width: list[str] = field(default_factory=list)  # norms between them that need the whole width
 
-    def part(self, rank: int, tp: int) -> Tensor:
-        """The indices of the row's in-features that a rank has."""
-        return part_of_segments(self.segments, rank, tp)
-
 
 def part_of_segments(segments: Sequence[int], rank: int, tp: int) -> Tensor:
     """The indices of the features that a rank has, if each segment of them is dealt out in order."""
-    starts = [sum(segments[:at]) for at in range(len(segments))]
-    sizes = [size // tp for size in segments]
-    return torch.cat([torch.arange(at + rank * size, at + (rank + 1) * size) for at, size in zip(starts, sizes, strict=True)])
+    return torch.cat([segment.chunk(tp)[rank] for segment in torch.arange(sum(segments)).split(list(segments))])
 
 
 def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
@@ -81,14 +166,13 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
             )
         if not linear.is_called and (name == row or block.model.get_parameter(linear.parameter).ndim != 2):
             raise CantInferError(f"{linear.parameter}: a parameter that is multiplied past any linear module (einsum?)")
-    segments = block.flow.row_segments.get(row, ())
-    support = _FeatureSupport(block, row, columns, (), tp, segments)
+    support = _FeatureSupport(block, row, columns, tp)
     # A linear over positions, or one over all features, hides from which columns its input comes.
     if passed := [name for name in columns if support.mixes(name) and block.flow.linears[name].upstream & {*columns}]:
         columns = [name for name in columns if name not in passed]
-        support = _FeatureSupport(block, row, columns, (), tp, segments)
+        support = _FeatureSupport(block, row, columns, tp)
     if any(map(support.shared, columns)) and (norms := _wide_norms(block, row, columns, support.features)):
-        without = _FeatureSupport(block, row, columns, norms, tp, segments)
+        without = _FeatureSupport(block, row, columns, tp, norms)
         if sum(map(without.shared, columns)) < sum(map(support.shared, columns)):
             support = without
     sharded = [column for column in columns if not support.is_shared(column)]
@@ -106,7 +190,7 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
         )
     out = GroupLayout(row, support.features, heads, support.segments, tuple(units), full_width=list(support.skipped))
     for column in sharded:
-        out.columns[column] = support.deal(column, min((units[at] for at in support.feeds(column)), default=heads))
+        out.columns[column] = support.deal(column, min((units[at] for at in support.feeds[column]), default=heads))
     return out
 
 
@@ -131,7 +215,7 @@ def mixes_positions(flow: BlockFlow, row: str, *, unknown: bool = False) -> bool
         return False  # an expert that gets no token
     cotangent = torch.zeros_like(flat)
     cotangent[-1] = 1.0
-    grads = torch.autograd.grad(flat, [leaf for _, leaf in probe.leaves()], cotangent, allow_unused=True)
+    grads = torch.autograd.grad(flat, [leaf for _, leaf in probe.leaves], cotangent, allow_unused=True)
     return any(grad is not None and bool(grad.reshape(-1, grad.shape[-1])[:-1].any()) for grad in grads)
 
 
@@ -191,8 +275,7 @@ class _Probe:
 
             stack.enter_context(block.modules[row].register_forward_pre_hook(keep))
             with torch.enable_grad():
-                args, kwargs, _ = block.inputs(seed)
-                block.run(args, kwargs)
+                block.run(seed)
         for name in (row, *columns):
             if not (self._reads if name == row else self.made[name]):
                 raise CantInferError(f"{name}: the block run by itself does not call it (a cache, or a state of its own?)")
@@ -205,10 +288,7 @@ class _Probe:
             )
         self.features = self.read.shape[-1]
         self._seed = seed
-
-    def leaves(self) -> list[tuple[str, Tensor]]:
-        """The leaves of the graph, each with its column."""
-        return [(name, leaf) for name, made in self.made.items() for leaf in made]
+        self.leaves = [(name, leaf) for name, made in self.made.items() for leaf in made]  # of the graph, each with its column
 
     def support(self, features: Tensor) -> dict[str, Tensor]:
         """For each column, on which of its out-features the row's input at the indices ``features`` depends: bool ``[f]``."""
@@ -217,10 +297,10 @@ class _Probe:
         shape = (*self.read.shape[:-1], len(features))
         noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.read)
         cotangent.index_copy_(-1, features.to(self.read.device), noise)
-        leaves = self.leaves()
-        grads = torch.autograd.grad(self.read, [leaf for _, leaf in leaves], cotangent, retain_graph=True, allow_unused=True)
+        inputs = [leaf for _, leaf in self.leaves]
+        grads = torch.autograd.grad(self.read, inputs, cotangent, retain_graph=True, allow_unused=True)
         out: dict[str, Tensor] = {}
-        for (name, leaf), grad in zip(leaves, grads, strict=True):
+        for (name, leaf), grad in zip(self.leaves, grads, strict=True):
             dim = self._past.get(name, -1)
             touched = torch.zeros(leaf.shape[dim], dtype=torch.bool, device=leaf.device)
             if grad is not None and grad.numel():  # an expert may get no token
@@ -235,26 +315,18 @@ class _FeatureSupport:
     Several inputs are drawn, since ReLU sets some features to zero in each of them.
     """
 
-    def __init__(
-        self,
-        block: Block,
-        row: str,
-        columns: Sequence[str],
-        skipped: Sequence[str],
-        tp: int,
-        segments: tuple[int, ...],
-    ) -> None:
+    def __init__(self, block: Block, row: str, columns: Sequence[str], tp: int, skipped: Sequence[str] = ()) -> None:
         self.skipped = skipped  # norms over the whole width, which pass their input on unchanged
         self._probes = [_Probe(block, row, columns, 0, skipped)]
         self.features = self._probes[0].features
         self._tp = tp
         self._feeding = {name for column in columns for name in block.flow.linears[column].upstream}
+        segments = block.flow.row_segments.get(row, ())
         self.segments = segments if sum(segments) == self.features else (self.features,)
         if any(size % tp for size in self.segments):
             works = sizes_that_divide("tp", math.gcd(*self.segments))
             raise UserDecidesError(f"{row}: its {self.features} in-features do not divide by tp={tp}; {works}")
         self._parts = self._all_parts()
-        self._fed: dict[str, list[int]] = {}
         for seed in range(1, _MAX_DRAWS):
             if seed > 2 and all((self._owners(column) > 0).all() for column in columns):
                 break
@@ -263,19 +335,13 @@ class _FeatureSupport:
             except CantInferError:
                 continue  # with this input an expert gets no token, so it is not called
             self._parts = self._all_parts()
+        touched = [self._union(features) for features in torch.arange(self.features).split(list(self.segments))]
+        # For each column, the segments of the row's input that it feeds.
+        self.feeds = {name: [at for at, one in enumerate(touched) if one[name].any()] for name in columns}
 
     def _all_parts(self) -> list[dict[str, Tensor]]:
         """For each rank, the support of its features of the row's input, by column."""
         return [self._union(part_of_segments(self.segments, rank, self._tp)) for rank in range(self._tp)]
-
-    def feeds(self, column: str) -> list[int]:
-        """The segments of the row's input that a column feeds."""
-        if column not in self._fed:
-            ends = list(accumulate(self.segments))
-            starts = [end - size for end, size in zip(ends, self.segments, strict=True)]
-            touched = [bool(self._union(torch.arange(a, b))[column].any()) for a, b in zip(starts, ends, strict=True)]
-            self._fed[column] = [at for at, one in enumerate(touched) if one]
-        return self._fed[column]
 
     def _union(self, features: Tensor) -> dict[str, Tensor]:
         """The support of some features of the row's input over all draws, by column: bool ``[f]`` each."""
@@ -287,10 +353,8 @@ class _FeatureSupport:
         return torch.stack([part[column] for part in self._parts]).sum(0)
 
     def is_shared(self, column: str) -> bool:
-        """Whether every rank needs all out-features of a column, so that it stays whole.
-
-        If another column reads it, out-features that only that column needs are not counted.
-        """
+        """Whether every rank needs all out-features of a column, so that it stays whole."""
+        # If another column reads it, out-features that only that column needs are not counted.
         return self.mixes(column) if column in self._feeding else self.shared(column) == len(self._owners(column))
 
     def mixes(self, column: str) -> bool:
@@ -302,16 +366,16 @@ class _FeatureSupport:
         """Number of a column's out-features that every rank needs."""
         return int((self._owners(column) == self._tp).sum())
 
-    def _runs(self, column: str) -> tuple[Ranges, ...]:
+    def _ranges(self, column: str) -> tuple[Ranges, ...]:
         """For each rank, the ranges of a column's out-features that it needs."""
         return _split_at_all_ends([_runs(part[column]) for part in self._parts])
 
     def units(self, columns: Sequence[str], segment: int) -> int:
         """The number of units (heads) in a segment of the row's input: of those that a part of a column (queries, keys) feeds."""
         counts: list[int] = []
-        for column in (one for one in columns if segment in self.feeds(one)):
+        for column in (one for one in columns if segment in self.feeds[one]):
             try:
-                segments = _segments(column, self._runs(column))
+                segments = _segments(column, self._ranges(column))
             except CantInferError:
                 counts.append(self._units(column, 0, None))
             else:
@@ -323,16 +387,13 @@ class _FeatureSupport:
         """The number of the smallest units, from ``start`` to ``stop`` of a column, that share no out-feature with the rest."""
         own = self._owners(column) == 1
         own[:start] = False
-        if stop is not None:
-            own[stop:] = False
-        fed = self.feeds(column)
-        begin, features = (sum(self.segments[: fed[0]]), self.segments[fed[0]]) if fed else (0, self.features)
-        everything = torch.arange(begin, begin + features)
-        for size in range(1, features):
-            if features % size == 0:
-                first, rest = (self._union(part)[column] & own for part in (everything[:size], everything[size:]))
-                if first.any() and not (first & rest).any():
-                    return features // size
+        own[len(own) if stop is None else stop :] = False
+        fed = self.feeds[column]
+        everything = torch.arange(self.features).split(list(self.segments))[fed[0]] if fed else torch.arange(self.features)
+        for size in (size for size in range(1, len(everything)) if len(everything) % size == 0):
+            first, rest = (self._union(part)[column] & own for part in (everything[:size], everything[size:]))
+            if first.any() and not (first & rest).any():
+                return len(everything) // size
         # Several ranks need the same out-features (shared kv heads): there are as many units as distinct parts.
         return len({tuple(part[column].tolist()) for part in self._parts})
 
@@ -346,7 +407,7 @@ class _FeatureSupport:
         if not covered.all():
             missing = int((~covered).nonzero()[0])
             raise CantInferError(f"{column}: out-feature {missing} reaches nothing, so no rank would own it")
-        ranges = self._runs(column)
+        ranges = self._ranges(column)
         segments = _segments(column, ranges)
         owners = self._owners(column)
         sizes = [stop - start for start, stop, _ in segments]
@@ -360,14 +421,8 @@ class _FeatureSupport:
 
 def _runs(touched: Tensor) -> Ranges:
     """The ranges of indices at which a bool tensor ``[f]`` is true."""
-    indices = touched.nonzero().flatten().tolist()
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][1] == index:
-            runs[-1][1] = index + 1
-        else:
-            runs.append([index, index + 1])
-    return tuple((start, stop) for start, stop in runs)
+    changes = nn.functional.pad(touched.int(), (1, 1)).diff().nonzero().flatten().tolist()
+    return tuple(zip(changes[::2], changes[1::2], strict=True))
 
 
 def _segments(column: str, ranges: Sequence[Ranges]) -> list[tuple[int, int, int]]:
@@ -388,14 +443,11 @@ def _segments(column: str, ranges: Sequence[Ranges]) -> list[tuple[int, int, int
 def _split_at_all_ends(ranges: Sequence[Ranges]) -> tuple[Ranges, ...]:
     """Every rank's ranges, cut wherever a range of any rank begins or ends; parts of two segments may lie side by side."""
     ends = sorted({end for runs in ranges for run in runs for end in run})
-    split = []
-    for runs in ranges:
-        parts = []
-        for start, stop in runs:
-            cuts = [start, *(end for end in ends if start < end < stop), stop]
-            parts += list(pairwise(cuts))
-        split.append(tuple(parts))
-    return tuple(split)
+
+    def parts(start: int, stop: int) -> Iterator[tuple[int, int]]:
+        return pairwise(end for end in ends if start <= end <= stop)
+
+    return tuple(tuple(part for run in runs for part in parts(*run)) for runs in ranges)
 
 
 def _shown(ranges: Sequence[Ranges]) -> str:

@@ -1,19 +1,12 @@
-"""Gather points: the modules at whose entry the input of columns, a shard of the sequence, becomes whole."""
+"""Gather points, at whose entry the input of columns becomes whole, and what is right between them on whole sequences only."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from lightning_seqpar.inference.dataflow import (
-    OTHER_INPUT,
-    RESIDUAL,
-    BlockFlow,
-    BlockReader,
-    CantInferError,
-    find_streams,
-)
-from lightning_seqpar.inference.summed_rows import summed_rows
+from lightning_seqpar.inference.dataflow import OTHER_INPUT, RESIDUAL, BlockFlow, BlockReader, CantInferError, find_streams
+from lightning_seqpar.inference.summed_parts import summed_rows
 from lightning_seqpar.inference.trace import Call, ForwardTrace, Value
 from lightning_seqpar.layout.module_names import Argument, inside
 
@@ -25,7 +18,7 @@ def read_blocks(
 
     ``calls`` are the first of each block; ``mixes`` says whether positions mix between the columns of a row and the row, as in
     attention; ``sums``, whether a module that deals its tokens out to experts is given all tokens and returns a partial sum: if
-    not, each expert gathers for itself. A row with a column whose input can be gathered nowhere is noted in the flow.
+    not, each expert gathers for itself.
     """
     streams = tuple(dict.fromkeys(key for call in calls for key in find_streams(trace, call)))
     flows = []
@@ -105,9 +98,7 @@ class GatherPoints:
         """Find the gather point of one column: the outermost call that takes its input and lets it out through rows only.
 
         For an encoder's states it is the innermost call around the linear, since a larger module sees the decoder's too.
-
-        Raises:
-            CantInferError: if no call takes the column's input as an argument.
+        Raises CantInferError if no call takes the column's input as an argument.
         """
         trace, flow = self.trace, self.flow
         linear = flow.linears[column]
@@ -144,13 +135,11 @@ class GatherPoints:
 
     def _find_dealer(self, column: str) -> bool:
         """Find the module that takes all tokens and hands some of them on to this column, an expert; whether there is one."""
-        for call in reversed(self.flow.calls_around(column)):
-            if takes := self._takes_tokens(call):
-                if self._escapes(call):
-                    return False
-                self.flow.sums[call.name] = takes
-                return True
-        return False
+        dealer = next((call for call in reversed(self.flow.calls_around(column)) if self._takes_tokens(call)), None)
+        if dealer is None or self._escapes(dealer):
+            return False
+        self.flow.sums[dealer.name] = self._takes_tokens(dealer)
+        return True
 
     def _escapes(self, call: Call) -> bool:
         """Whether anything that a call makes, other than its first output, is read after it: by a router's balancing loss.
@@ -165,10 +154,7 @@ class GatherPoints:
         return any(n in made for op in trace.ops[call.last_op :] for n in op.inputs)
 
     def find_sum(self, row: str) -> None:
-        """The gather point of a row that its module multiplies itself: that module, which then returns a partial sum.
-
-        Nothing is written if the row and its columns are not all parameters of one module inside the block.
-        """
+        """The gather point of a row that its module multiplies itself: that module, which then returns a partial sum."""
         flow = self.flow
         names = [row, *flow.columns[row]]
         owner = row.rpartition(".")[0]
@@ -176,8 +162,7 @@ class GatherPoints:
         call = next((call for call in flow.calls_around(row) if call.name == owner), None)
         if mixed or call is None:
             return  # no one module makes it of its own parameters; planning the row raises
-        takes = self._takes_tokens(call)
-        if takes and not self._escapes(call):
+        if (takes := self._takes_tokens(call)) and not self._escapes(call):
             flow.sums[owner] = takes
 
     def _takes_tokens(self, call: Call) -> list[Argument]:
@@ -251,7 +236,6 @@ class GatherPoints:
             self.flow.gathers[name, style] = sorted(args, key=order.index)
 
     def _args_of(self, name: str) -> list[Argument]:
-        """The arguments that a module makes whole."""
         return [key for style in ("gather", "copy") for key in self.flow.gathers.get((name, style), ())]
 
     def _sources_of(self, call: Call, name: str) -> set[Argument]:
@@ -262,18 +246,15 @@ class GatherPoints:
     def _sources(self, call: Call, number: int) -> set[Argument]:
         """The arguments of a call of which a value inside it is made."""
         root = {self.trace.values[value].root: key for key, value in call.args.items()}
-        todo, seen, found = [number], set(), set()
+        todo, found = [number], set()
         makers = {n: op for op in self.trace.ops_in(call) for n in op.outputs}
         while todo:
             at = todo.pop()
-            if at in seen:
-                continue
-            seen.add(at)
             key = root.get(self.trace.values[at].root)
             if key is not None:
                 found.add(key)
-            elif at in makers and not makers[at].is_empty:
-                todo += makers[at].inputs
+            elif (maker := makers.pop(at, None)) is not None and not maker.is_empty:  # each is followed once
+                todo += maker.inputs
         return found
 
     def _is_activation(self, number: int) -> bool:
@@ -281,3 +262,60 @@ class GatherPoints:
         values, flow = self.trace.values, self.flow
         shapes = {values[one].shape for one in flow.activations}
         return number in flow.made and values[number].floating and values[number].shape in shapes
+
+
+def orders_tokens(flow: BlockFlow, covers: Callable[[str], bool]) -> tuple[str, str] | None:
+    """A module and an operation in it that counts, sorts or reduces tokens where it would see a shard of the sequence; or None.
+
+    An example is a token's place in an expert's queue. No gradient shows it, and the self-check's example may be too short.
+    Modules that ``covers`` says the user's own rules decide are left out: one that is computed whole sees whole sequences.
+    """
+    trace, tokens = flow.trace, flow.tokens
+    entered = {name for name, style in flow.gathers if style == "gather"} | set(flow.sums) | set(flow.attentions)
+    made_by_rows = {
+        name: {number for row in flow.rows if row.startswith(f"{name}.") for number in flow.linears[row].makes}
+        for name in entered - set(flow.sums)
+    }
+    for op in trace.ops_in(flow.call):
+        names = [trace.calls[number].name for number in op.stack]
+        for name in names:
+            if name in made_by_rows and any(number in made_by_rows[name] for number in op.inputs):
+                made_by_rows[name].update(op.outputs)
+        if not op.dims or op.inputs[0] not in flow.made:
+            continue
+        if any(name in entered and op.inputs[0] not in made_by_rows.get(name, ()) for name in names):
+            continue  # inside a gather point tokens are whole, up to the row
+        if any(covers(name) for name in names):
+            continue
+        shape = trace.values[op.inputs[0]].shape
+        flat = shape[:1] == (math.prod(tokens),) and 0 in op.dims
+        if flat or (shape[: len(tokens)] == tokens and any(dim < len(tokens) for dim in op.dims)):
+            return names[-1], op.name
+    return None
+
+
+def reorders_tokens(flow: BlockFlow) -> str | None:
+    """A gather point whose tokens were flattened in another order than the block's, ``[s·b, h]`` from ``[b, s, h]``; or None."""
+    trace, tokens = flow.trace, flow.tokens
+    if len(tokens) != 2:
+        return None
+    square = tokens[0] == tokens[1]  # then a transposed activation has the same shape, so any transpose counts
+    points = [(name, args) for (name, style), args in flow.gathers.items() if style == "gather"] + [*flow.sums.items()]
+    for name, args in points:
+        makers = {number: op for op in reversed(trace.ops_in(flow.call)) for number in op.outputs}
+        call = flow.call_of(name)
+        todo = [call.args[key] for key in args if key in call.args]
+        while todo:
+            number = todo.pop()
+            shape = trace.values[number].shape
+            if (maker := makers.pop(number, None)) is None:  # it comes from elsewhere, or was seen
+                continue
+            if shape[:1] == (math.prod(tokens),) and shape[:2] != tokens:
+                todo += maker.inputs
+            elif square and shape[:2] == tokens:
+                if maker.name in ("transpose", "permute", "t") and trace.values[maker.inputs[0]].shape == shape:
+                    return name
+                todo += maker.inputs
+            elif len(shape) > 2 and math.prod(shape[:2]) == math.prod(tokens) and shape[:2] != tokens:
+                return name
+    return None

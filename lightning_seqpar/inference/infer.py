@@ -1,13 +1,12 @@
 """Inference: a plan for a model that nobody wrote one for.
 
 The data flow of a recorded forward shows which linears are columns and rows and where to gather; gradients show which
-features belong together; a rehearsal of each rank's part shows which attributes must change. What can't be decided is
-refused, and what is decided is still proved by the self-check.
+features belong together; a rehearsal of each rank's part shows which attributes must change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,13 +15,19 @@ import torch
 from torch import nn
 
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
+from lightning_seqpar.inference.block_kinds import owner_of
 from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError, UserDecidesError
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, without_checkpoints
 from lightning_seqpar.inference.reduction import Reduction, is_large
-from lightning_seqpar.inference.repeats import owner_of
-from lightning_seqpar.inference.stack_planner import Inference, StackPlanner, left_whole, pattern_of_all
-from lightning_seqpar.inference.stacks import activation, find_stacks, only_convolutions
+from lightning_seqpar.inference.stack_planner import (
+    Inference,
+    StackPlanner,
+    find_stacks,
+    left_whole,
+    only_convolutions,
+    pattern_of_all,
+)
 from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.layout.linear_kind import without_adapters
@@ -59,22 +64,18 @@ def infer_plan(
         dtype: of the copy; None keeps the model's.
         prepare: is called with the copy before its forward.
 
-    Raises:
-        CantInferError: naming the module and why, with the rules that were tried and work, or the sentence that none was found.
+    Raises CantInferError with the module and why, and the rules that were tried and work, or the sentence that none was found.
     """
     with example_copy(model, example, dtype, prepare) as (copied, on_cpu):
 
         def attempt(more: Sequence[dict[str, Any]]) -> Inference:
             rules = ShardingPlan.from_rules(more).rules
             user_plan = replace(own, rules=(*own.rules, *rules)) if own is not None else ShardingPlan(rules)
-            try:
-                return _infer(copied, on_cpu, tp, user_plan if more else own, beside=beside, sums=sums)
-            except CantInferError:
-                raise
-            except Exception as error:
-                raise CantInferError(_of_the_run(model, error)) from error
+            with _explained(model):
+                return _infer(trace, tp, user_plan if more else own, beside=beside, sums=sums)
 
         try:
+            trace = _record(model, copied, on_cpu)
             return attempt([])
         except CantInferError as error:
             raise with_tried_rules(error, attempt, tp, own) from None
@@ -82,21 +83,11 @@ def infer_plan(
 
 @contextmanager
 def example_copy(
-    model: nn.Module,
-    example: Any,
-    dtype: torch.dtype | None,
-    prepare: Callable[[nn.Module], None],
-    *,
-    adapted: bool = False,
+    model: nn.Module, example: Any, dtype: torch.dtype | None, prepare: Callable[[nn.Module], None], *, adapted: bool = False
 ) -> Iterator[tuple[nn.Module, Example]]:
-    """A context with a copy of a model on the CPU and an example for it; the arguments are :func:`infer_plan`'s.
-
-    With ``adapted`` adapters stay around the linears; else the copy has these alone.
-    """
+    """A context with a copy of a model on the CPU and an example for it, by :func:`infer_plan`'s arguments; ``adapted`` or not."""
     if not isinstance(example, Example):
-        kwargs = dict(example) if isinstance(example, Mapping) else {}
-        args = () if kwargs else example if isinstance(example, tuple) else (example,)
-        example = Example("the example", "forward", args, kwargs, reduction=Reduction(skips_repeats=is_large(model)))
+        example = Example.of_forward("the example", example, reduction=Reduction(skips_repeats=is_large(model)))
     cpu = torch.device("cpu")
     if dtype is torch.float64 and is_large(model):
         dtype = torch.float32
@@ -114,27 +105,21 @@ def infer_blocks(
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda copied: None,
 ) -> ShardingPlan:
-    """The repeated blocks of ``model``, found as :func:`infer_plan` finds them, as rules that say nothing else.
-
-    Raises CantInferError if there are none, or the copy does not run.
-    """
+    """The repeated blocks of ``model``, found as :func:`infer_plan` finds them, as rules that say nothing else."""
     with example_copy(model, example, dtype, prepare) as (copied, on_cpu):
-        try:
-            trace = _record(copied, on_cpu)
-        except Exception as error:
-            raise CantInferError(_of_the_run(model, error)) from error
-        patterns = [pattern_of_all(copied, calls) for calls in find_stacks(trace)]
-        if not patterns:
-            raise CantInferError(_no_blocks(model))
-    return ShardingPlan.from_rules([{"pattern": one, "style": "blocks"} for one in patterns], source="inferred")
+        stacks = find_stacks(_record(model, copied, on_cpu))
+        rules = [{"pattern": pattern_of_all(copied, calls), "style": "blocks"} for calls in stacks]
+    if not rules:
+        raise CantInferError(_no_blocks(model))
+    return ShardingPlan.from_rules(rules, source="inferred")
 
 
-def _record(model: nn.Module, example: Example) -> ForwardTrace:
-    """The record of a copy's forward on its example."""
-    trace = ForwardTrace(model)
-    with example.repeats(model), trace.watch(), Quiet(draws=example.draws):
+def _record(model: nn.Module, copied: nn.Module, example: Example) -> ForwardTrace:
+    """The record of the forward of a model's copy on its example."""
+    trace = ForwardTrace(copied)
+    with _explained(model), example.repeats(copied), trace.watch(), Quiet(draws=example.draws):
         seed_streams()
-        example.run(model, trace.run_backward)
+        example.run(copied, trace.run_backward)
     return trace
 
 
@@ -145,36 +130,40 @@ def _no_blocks(model: nn.Module) -> str:
     )
 
 
-def _of_the_run(model: nn.Module, error: Exception) -> str:
-    """Why nothing is inferred where a run of the copy raised."""
-    name = type(model).__name__
-    if "use_reentrant" not in str(error):
-        return f"{name}: a copy of it was run to see what it computes, which raised {describe_failure(error)}"
-    return (
-        f"{name}: its forward runs blocks under reentrant checkpointing, through which no plan can be inferred; turn that off, or "
-        "write checkpoint(..., use_reentrant=False) (Hugging Face: "
-        "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}))"
-    )
+@contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """While open, what a run of the copy raises becomes a CantInferError."""
+    try:
+        yield
+    except CantInferError:
+        raise
+    except Exception as error:
+        why = f"a copy of it was run to see what it computes, which raised {describe_failure(error)}"
+        if "use_reentrant" in str(error):
+            why = (
+                "its forward runs blocks under reentrant checkpointing, through which no plan can be inferred; turn that off, or "
+                "write checkpoint(..., use_reentrant=False) (Hugging Face: "
+                "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}))"
+            )
+        raise CantInferError(f"{type(model).__name__}: {why}") from error
 
 
-def _infer(
-    model: nn.Module,
-    example: Example,
-    tp: int,
-    own: ShardingPlan | None,
-    *,
-    beside: Sequence[ShardingPlan] = (),
-    sums: bool,
-) -> Inference:
-    """:func:`infer_plan` on the copy itself."""
-    user_rules = _UserRules(model, own)
-    trace = _record(model, example)
+def _infer(trace: ForwardTrace, tp: int, own: ShardingPlan | None, *, beside: Sequence[ShardingPlan], sums: bool) -> Inference:
+    model = trace.model
+    matches = own.match(model) if own is not None else []
+    wholes = [match.name for match in matches if match.rule.undoes_inside]
+    linears = {match.name for match in matches if match.rule.slot == LINEAR}
+
+    def covers(*names: str) -> bool:
+        """Whether the user's rules decide these modules: one of them is computed whole, or all have a rule of their own."""
+        return any(inside(name, one) for name in names for one in wholes) or all(name in linears for name in names)
+
     if not trace.calls:
         raise CantInferError(
             f"{type(model).__name__}: a copy of it runs none of its own modules (its forward is a closure over the original?)"
         )
     planned = {match.name for plan in beside for match in plan.match(model)}
-    stacks = user_rules.stacks(trace) or [
+    stacks = _stacks_named(trace, {match.name for match in matches if match.rule.style == "blocks"}) or [
         calls
         for calls in find_stacks(trace)
         if not any(inside(name, call.name) or inside(call.name, name) for call in calls for name in planned if name)
@@ -187,7 +176,7 @@ def _infer(
     if not stacks:
         raise CantInferError(_no_blocks(model))
     found = Inference()
-    planner = StackPlanner(trace, tp, user_rules.covers, sums=sums)
+    planner = StackPlanner(trace, tp, covers, sums=sums)
     owners = [owner_of(model, calls[0].name) for calls in stacks]
     failed: list[CantInferError] = []
     for calls, owner in zip(stacks, owners, strict=True):
@@ -199,45 +188,24 @@ def _infer(
             if "use_reentrant" in str(caught):
                 raise
             why = f"{calls[0].name}: planning it was tried, which raised {describe_failure(caught)}"
-            error = caught if isinstance(caught, CantInferError) else CantInferError(why)
-            failed.append(error)
-            found.add(left_whole({pattern_of_all(model, calls): error.why}))
+            failed.append(caught if isinstance(caught, CantInferError) else CantInferError(why))
+            found.add(left_whole({pattern_of_all(model, calls): failed[-1].why}))
     if not found.rules:
         raise failed[0]
     return found
 
 
-class _UserRules:
-    """What the user's own rules decide, so that inference leaves it alone."""
-
-    def __init__(self, model: nn.Module, own: ShardingPlan | None) -> None:
-        self._matches = own.match(model) if own is not None else []
-        self._wholes = [match.name for match in self._matches if match.rule.undoes_inside]
-        self._linears = {match.name for match in self._matches if match.rule.slot == LINEAR}
-
-    def stacks(self, trace: ForwardTrace) -> list[list[Call]]:
-        """The stacks of blocks that the user named, in order of execution."""
-        named = {match.name for match in self._matches if match.rule.style == "blocks"}
-        by_parent: dict[str, dict[str, Call]] = {}
-        for call in trace.calls:
-            if call.name in named and activation(trace, call) is not None:
-                by_parent.setdefault(call.name.rpartition(".")[0], {}).setdefault(call.name, call)
-        return [list(calls.values()) for calls in by_parent.values()]
-
-    def covers(self, *names: str) -> bool:
-        """Whether the rules decide these modules: one of them is computed whole, or all have a rule of their own."""
-        whole = any(inside(name, one) for name in names for one in self._wholes)
-        return whole or all(name in self._linears for name in names)
-
-
-# ---- rules that a refusal proposes ------------------------------------------------------------------------------
+def _stacks_named(trace: ForwardTrace, names: set[str]) -> list[list[Call]]:
+    """The stacks of the blocks of these names, in order of execution."""
+    by_parent: dict[str, dict[str, Call]] = {}
+    for call in trace.calls:
+        if call.name in names and trace.activation(call) is not None:
+            by_parent.setdefault(call.name.rpartition(".")[0], {}).setdefault(call.name, call)
+    return [list(calls.values()) for calls in by_parent.values()]
 
 
 def with_tried_rules(
-    error: CantInferError,
-    attempt: Callable[[Sequence[dict[str, Any]]], object],
-    tp: int,
-    own: ShardingPlan | None = None,
+    error: CantInferError, attempt: Callable[[Sequence[dict[str, Any]]], object], tp: int, own: ShardingPlan | None = None
 ) -> CantInferError:
     """The error with rules that let inference go on, or with the sentence that no such rule was found.
 

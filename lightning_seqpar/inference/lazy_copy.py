@@ -1,9 +1,8 @@
 """Copies that are made as somebody reads them: what is done to such a copy does nothing to the object behind it.
 
-A step may reach anything through its trainer: a data module with gigabytes of data, callbacks with files and locks. Copying
-all of that would cost more than the step, and some of it can't be copied at all. So an object of a Python class is stood for
-by one of a subclass, with an empty ``__dict__``: its methods and properties are the class's own, and an attribute is copied
-from the object when it is first read. What is written stays in the copy.
+A step may reach anything through its trainer: gigabytes of data, files, locks. So an object of a Python class is stood for by one
+of a subclass, with an empty ``__dict__``: its methods and properties are the class's own, an attribute is copied from the object
+when it is first read, and what is written stays in the copy.
 """
 
 from __future__ import annotations

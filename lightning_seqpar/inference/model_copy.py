@@ -33,9 +33,7 @@ class Quiet(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = func.name().split("::")[-1].split(".")[0]
         # These draw nothing at all: whole and sharded copies would advance the random streams by different amounts.
         if name == "native_dropout":
@@ -57,9 +55,6 @@ class Quiet(TorchDispatchMode):
         return out
 
 
-# ---- copies ----------------------------------------------------------------------------------------------------
-
-
 def detached_copy(
     model: nn.Module,
     device: torch.device,
@@ -72,16 +67,9 @@ def detached_copy(
     """A copy of ``model`` that no trainer knows, with weights at which no wrong gradient stays hidden.
 
     Weights are those of the model with seeded noise added (zeros, ones and tiny scales would hide wrong gradients), or
-    noise alone for a model on the meta device.
-
-    Args:
-        model: the model, on any device.
-        device: of the copy.
-        dtype: of the copy; None keeps the model's own types.
-        reduction: how the copy is smaller than the model.
-        rules: what a plan says of modules and parameters, by name; only blocks of which it says the same share one module.
-        frozen: leave frozen parameters frozen. Else all of the copy's ask for gradients: those of the model may thaw while it
-            trains, and what nobody computed a gradient of would be unproved then.
+    noise alone for a model on the meta device. ``dtype`` None keeps the model's own types. ``rules`` is what a plan says of modules
+    and parameters, by name: only blocks of which it says the same share one module. Frozen parameters ask for gradients too unless
+    ``frozen`` is set: those of the model may thaw while it trains, and would be unproved then.
     """
     memo = left_out_of_copies(model)
 
@@ -246,7 +234,6 @@ class _Leads:
 
 
 def _refuse_shared(model: nn.Module, copied: nn.Module) -> None:
-    """Refuse a copy that has parameters of its model, which would be moved."""
     own = {id(parameter) for parameter in model.parameters()}
     for name, parameter in copied.named_parameters():
         if id(parameter) in own:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,35 +22,16 @@ from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.layout.module_names import Argument, inside
 from lightning_seqpar.pipeline.cut import Cut, CutStack
-from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.plan.sharding_plan import STYLES, ShardingPlan
 from lightning_seqpar.region.hooks import find_argument, put_argument
-from lightning_seqpar.styles.style import Stack
-
-
-class HowToCut(NamedTuple):
-    """What the configuration says of a pipeline."""
-
-    stages: int
-    rounds: int = 1  # chunks of blocks that each stage has
-    layers: Sequence[int] | None = None  # blocks of each chunk; None for chunks that cost alike
-    split: int | None = None  # the first stage of the second stack of blocks; None for whatever costs alike
-
-    @property
-    def chunks(self) -> int:
-        """How many chunks there are."""
-        return self.stages * self.rounds
-
-    @classmethod
-    def of(cls, config: ParallelConfig) -> HowToCut:
-        """What a configuration says."""
-        return cls(config.pp, config.virtual_pp or 1, config.pp_layers, config.pp_split_rank)
+from lightning_seqpar.styles.style import PlannedModel, Stack
 
 
 def find_cut(
     model: nn.Module,
     example: Example,
     stacks: Sequence[Stack],
-    how: HowToCut,
+    config: ParallelConfig,
     *,
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda copied: None,
@@ -59,7 +41,7 @@ def find_cut(
     ``dtype`` is the copy's, and ``prepare`` is called with it before it runs. Raises CantInferError if there are too few blocks, a
     block returns what no other block takes, or a stage reads what the blocks of another one made.
     """
-    check_stacks(stacks, how)
+    check_stacks(stacks, config)
     numel = {name: parameter.numel() for name, parameter in model.named_parameters()}
     drawn: list[Drawn] = []
     in_front: list[int] = []  # how many of them were drawn before the first block
@@ -70,25 +52,31 @@ def find_cut(
             first.register_forward_pre_hook(lambda module, args: in_front.append(len(drawn)))
         with Quiet(draws=on_cpu.draws), DrawWatch(drawn.append):
             try:
-                found = trace_cut(copied, lambda: on_cpu.run(copied), stacks, how, numel)
+                found = trace_cut(copied, lambda: on_cpu.run(copied), stacks, config, numel)
             except CantInferError:
                 raise
             except Exception as error:
                 raise CantInferError(
-                    f"pp={how.stages}: to find what each stage reads a copy was run, detached at every block, which raised "
+                    f"pp={config.pp}: to find what each stage reads a copy was run, detached at every block, which raised "
                     f"{describe_failure(error)}; such a model can't be cut. Use pp=1"
                 ) from error
-    if how.rounds > 1 and any(one.seeded for one in drawn):
+    if (config.virtual_pp or 1) > 1 and any(one.seeded for one in drawn):
         raise CantInferError(
-            f"virtual_pp={how.rounds}: the step draws from a torch.Generator of its own, and is run once for each chunk of blocks; "
-            "draw from torch's own generators (without generator=), or leave virtual_pp out"
+            f"virtual_pp={config.virtual_pp}: the step draws from a torch.Generator of its own, and is run once for each chunk of "
+            "blocks; draw from torch's own generators (without generator=), or leave virtual_pp out"
         )
     if any(one.seeded for one in drawn[in_front[0] :]):
         raise CantInferError(
-            f"pp={how.stages}: the step draws from a torch.Generator of its own in the blocks or behind them, and the stages that "
+            f"pp={config.pp}: the step draws from a torch.Generator of its own in the blocks or behind them, and the stages that "
             "do not come there would go on from other numbers; draw from torch's own generators (without generator=), or use pp=1"
         )
     return found._replace(draws=bool(drawn))
+
+
+def stacks_of(model: nn.Module, plans: Sequence[ShardingPlan]) -> Sequence[Stack]:
+    """The stacks of blocks that plans name in a model."""
+    matches = [match for plan in plans for match in plan.match(model) if match.rule.says_where_blocks_are]
+    return PlannedModel(model, matches, list(STYLES), 1, False).stacks
 
 
 def leaves_blocks(module: nn.Module, plans: Sequence[ShardingPlan]) -> bool:
@@ -105,48 +93,48 @@ def leaves_blocks(module: nn.Module, plans: Sequence[ShardingPlan]) -> bool:
     )
 
 
-def check_stacks(stacks: Sequence[Stack], how: HowToCut) -> None:
+def check_stacks(stacks: Sequence[Stack], config: ParallelConfig) -> None:
     """Refuse stacks that can't be dealt out so: the blocks are too few, or others than the configuration says."""
+    pp, rounds, layers, split = config.pp, config.virtual_pp or 1, config.pp_layers, config.pp_split_rank
     shown = " and ".join(stack.shown for stack in stacks)
     counts = [len(stack.blocks) for stack in stacks]
     count = sum(counts)
     if not stacks:
-        raise CantInferError(f"pp={how.stages}: the model has no repeated blocks that stages could hold; use pp=1")
+        raise CantInferError(f"pp={pp}: the model has no repeated blocks that stages could hold; use pp=1")
     few = f"{shown} {'has' if len(stacks) == 1 else 'have'} {count} block{'s' * (count > 1)}"
-    if count < how.stages:
-        raise CantInferError(f"pp={how.stages}: {few}, and each stage needs one; use pp={count} at most")
-    if how.rounds > 1 and len(stacks) > 1:
+    if count < pp:
+        raise CantInferError(f"pp={pp}: {few}, and each stage needs one; use pp={count} at most")
+    if rounds > 1 and len(stacks) > 1:
         raise CantInferError(
-            f"virtual_pp={how.rounds}: the model has several stacks of blocks ({shown}), whose stages have one chunk each; leave "
+            f"virtual_pp={rounds}: the model has several stacks of blocks ({shown}), whose stages have one chunk each; leave "
             "virtual_pp out"
         )
-    if count < how.chunks:
+    if count < pp * rounds:
         raise CantInferError(
-            f"virtual_pp={how.rounds} with pp={how.stages}: {few}, and each stage needs {how.rounds}; use "
-            f"virtual_pp={count // how.stages} at most"
+            f"virtual_pp={rounds} with pp={pp}: {few}, and each stage needs {rounds}; use virtual_pp={count // pp} at most"
         )
-    if how.layers is not None and sum(how.layers) != count:
+    if layers is not None and sum(layers) != count:
         raise CantInferError(
-            f"pp_layers={list(how.layers)}: they are {sum(how.layers)} blocks together, and {few}; let the numbers add up to that, "
+            f"pp_layers={list(layers)}: they are {sum(layers)} blocks together, and {few}; let the numbers add up to that, "
             "or leave pp_layers out for stages that cost alike"
         )
-    if how.split is None:
+    if split is None:
         return
     if len(stacks) != 2:
         raise CantInferError(
-            f"pp_split_rank={how.split}: it says at which stage the decoder begins, and the model has "
+            f"pp_split_rank={split}: it says at which stage the decoder begins, and the model has "
             f"{len(stacks)} stack{'s' * (len(stacks) > 1)} of blocks ({shown}), not an encoder and a decoder; leave it out"
         )
-    for stack, stages in zip(stacks, (how.split, how.stages - how.split), strict=True):
+    for stack, stages in zip(stacks, (split, pp - split), strict=True):
         if len(stack.blocks) < stages:
             raise CantInferError(
-                f"pp_split_rank={how.split} with pp={how.stages}: {stack.shown} has {len(stack.blocks)} blocks for {stages} "
+                f"pp_split_rank={split} with pp={pp}: {stack.shown} has {len(stack.blocks)} blocks for {stages} "
                 "stages, and each stage needs one; split elsewhere, or leave pp_split_rank out for stages that cost alike"
             )
-    if how.layers is not None and sum(how.layers[: how.split]) != counts[0]:
+    if layers is not None and sum(layers[:split]) != counts[0]:
         raise CantInferError(
-            f"pp_layers={list(how.layers)} with pp_split_rank={how.split}: the first {how.split} are "
-            f"{sum(how.layers[: how.split])} blocks, and {stacks[0].shown} has {counts[0]}; let them add up to that, or leave one "
+            f"pp_layers={list(layers)} with pp_split_rank={split}: the first {split} are "
+            f"{sum(layers[:split])} blocks, and {stacks[0].shown} has {counts[0]}; let them add up to that, or leave one "
             "out"
         )
 
@@ -192,8 +180,7 @@ class _Traced:
         """A hook of a block: what it returns; behind a stack's last block the activation is detached."""
 
         def hook(module: nn.Module, args: Any, out: Any) -> Any:
-            x = out[0] if isinstance(out, tuple) and out else out
-            others = out[1:] if isinstance(out, tuple) else ()
+            x, *others = out if isinstance(out, tuple) and out else (out,)
             can_go = (one is None or (isinstance(one, Tensor) and one.is_floating_point()) for one in others)
             if not isinstance(x, Tensor) or not all(can_go):
                 raise CantInferError(f"{name} returns more than its activation, which stages behind would not have; use pp=1")
@@ -217,16 +204,9 @@ def _changeable(leaf: Tensor) -> Tensor:
 
 
 def trace_cut(
-    model: nn.Module,
-    run: Callable[[], Tensor],
-    stacks: Sequence[Stack],
-    how: HowToCut,
-    numel: Mapping[str, int],
+    model: nn.Module, run: Callable[[], Tensor], stacks: Sequence[Stack], config: ParallelConfig, numel: Mapping[str, int]
 ) -> Cut:
-    """:func:`find_cut` on a model that is run as it is.
-
-    ``run`` runs it and returns the loss; ``numel`` is the size of each parameter of the whole model, by name.
-    """
+    """:func:`find_cut` on a model as it is: ``run`` makes its loss, ``numel`` is the size of each parameter of the whole model."""
     called: list[str] = []
     at_blocks: list[bytes] = []  # the state of the host's generators at the first block
     traced = [_Traced(stack, called) for stack in stacks]
@@ -242,14 +222,14 @@ def trace_cut(
     host_draws = at_blocks != [] and at_blocks[0] != host_state()
     if idle := next((one.stack for one in traced if one.stack.blocks[0] not in called), None):
         raise CantInferError(
-            f"pp={how.stages}: the step does not run the blocks of {idle.shown} ({idle.blocks[0]}), which each stage would hold "
+            f"pp={config.pp}: the step does not run the blocks of {idle.shown} ({idle.blocks[0]}), which each stage would hold "
             "whole beside its part of the others; use pp=1"
         )
     traced.sort(key=lambda one: called.index(one.stack.blocks[0]))
     blocks = [name for one in traced for name in one.stack.blocks]
     if called != blocks or any(len(one.returned) != 1 for one in traced):
         raise CantInferError(
-            f"pp={how.stages}: the blocks of {' and '.join(one.stack.shown for one in traced)} were not called one after the "
+            f"pp={config.pp}: the blocks of {' and '.join(one.stack.shown for one in traced)} were not called one after the "
             "other, each once, as stages need it; use pp=1"
         )
     ends = {id(one.stand_in): at for at, one in enumerate(traced)}
@@ -265,14 +245,15 @@ def trace_cut(
     reached[-1] |= of_loss
     read = [{known[leaf] for leaf in leaves if leaf in known} for leaves in reached]
     takes = [{ends[leaf] for leaf in leaves if leaf in ends} for leaves in reached]  # the stacks whose ends are read
-    layers = how.layers
+    layers: Sequence[int] | None = config.pp_layers
+    rounds, split = config.virtual_pp or 1, config.pp_split_rank
     if layers is None:
         costs = [sum(size for name, size in numel.items() if inside(name, block)) for block in blocks]
         # What is behind the blocks is computed by the last stage.
         costs[-1] += sum(numel[name] for name in behind)
-        border = 0 if how.split is None else len(traced[0].stack.blocks)
-        layers = deal_out(costs[border:], how.chunks - (how.split or 0))
-        layers = [*(deal_out(costs[:border], how.split) if how.split else ()), *layers]
+        border = 0 if split is None else len(traced[0].stack.blocks)
+        layers = deal_out(costs[border:], config.pp * rounds - (split or 0))
+        layers = [*(deal_out(costs[:border], split) if split else ()), *layers]
     borders = [*accumulate(layers, initial=0)]
     chunks = tuple(tuple(blocks[start:stop]) for start, stop in pairwise(borders))
     reads = [set().union(*read[start:stop]) for start, stop in pairwise(borders)]
@@ -281,15 +262,15 @@ def trace_cut(
         for other, theirs in enumerate(chunks):
             crossing = _inside(theirs, reads[at])
             if other != at and crossing:
-                reader, holder = (
-                    (f"stage {at}", f"on stage {other}") if how.rounds == 1 else (names[0], "in a chunk of its own")
-                )
+                reader, holder = f"stage {at}", f"on stage {other}"
+                if rounds > 1:
+                    reader, holder = names[0], "in a chunk of its own"
                 raise CantInferError(
-                    f"pp={how.stages}: {reader} reads {min(crossing)}, which is {holder}, or what it made, past the activation "
+                    f"pp={config.pp}: {reader} reads {min(crossing)}, which is {holder}, or what it made, past the activation "
                     "between blocks; such a model can't be cut there. Use pp=1"
                 )
         reads[at] |= _inside(names, everything)
-    held = [set().union(*reads[stage :: how.stages]) for stage in range(how.stages)]
+    held = [set().union(*reads[stage :: config.pp]) for stage in range(config.pp)]
     for unread in everything - set().union(*held):  # in the example: whoever reads it later must have it
         for each in held:
             each.add(unread)
@@ -309,27 +290,23 @@ def deal_out(costs: Sequence[int], stages: int) -> list[int]:
     Among equal ways, that in which the stages cost most alike; of those the one that has fewer blocks in front, since the first
     stages keep the activations of most micro-batches. Each stage gets one block at least.
     """
-    # Of the first so many blocks over so many stages: the highest cost, the sum of squares, and the numbers of blocks.
-    best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
+    # By how many of the first blocks the stages so far have: the highest cost, the sum of squares, and the numbers of blocks.
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for stage in range(1, stages + 1):
-        for stop in range(stage, len(costs) - (stages - stage) + 1):
-            ways = []
-            for start in range(stage - 1, stop):
-                if (start, stage - 1) in best:
-                    highest, squares, layers = best[start, stage - 1]
-                    cost = float(sum(costs[start:stop]))
-                    ways.append((max(highest, cost), squares + cost * cost, [*layers, stop - start]))
-            best[stop, stage] = min(ways)
-    return best[len(costs), stages][2]
+        ways: dict[int, list[tuple[float, float, list[int]]]] = defaultdict(list)
+        for start, (highest, squares, layers) in best.items():
+            for stop in range(start + 1, len(costs) - (stages - stage) + 1):
+                cost = float(sum(costs[start:stop]))
+                ways[stop].append((max(highest, cost), squares + cost * cost, [*layers, stop - start]))
+        best = {stop: min(found) for stop, found in ways.items()}
+    return best[len(costs)][2]
 
 
 def _inside(blocks: Sequence[str], names: set[str]) -> set[str]:
-    """The parameters that lie in the blocks."""
     return {name for name in names if any(inside(name, block) for block in blocks)}
 
 
 def _reached(root: Tensor) -> set[int]:
-    """The ids of the leaves that a tensor's graph leads to."""
     if root.grad_fn is None:
         return {id(root)}
     return {id(leaf) for node in reach(root.grad_fn) if (leaf := leaf_of(node)) is not None}

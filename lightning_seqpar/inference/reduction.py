@@ -1,8 +1,7 @@
 """How the copies of a large model are smaller than it: one block of each kind, a short vocabulary, a few dozen tokens.
 
-What a copy proves does not need the model's depth, since blocks of one kind compute alike, nor all rows of its vocabulary, nor
-long sequences. Widths, heads and the remainders of what is dealt out over ranks stay as they are. A model whose code does not
-run at a smaller vocabulary or length is copied with its own.
+Widths, heads and the remainders of what is dealt out over ranks stay as they are. A model whose code does not run at a smaller
+vocabulary or length is copied with its own.
 """
 
 from __future__ import annotations
@@ -18,15 +17,9 @@ from torch import Tensor, nn
 
 from lightning_seqpar.inference.block_kinds import in_repeated_blocks, is_settings, repeated_blocks
 
-LARGE = 10_000_000
-"""Number of parameters above which copies of a model are reduced."""
-
-IDS = (torch.int16, torch.int32, torch.int64)
-"""Types of tensors that may hold the ids of tokens."""
-
-PRECISE = 100_000_000
-"""Number of parameters of a copy up to which it computes in float64."""
-
+LARGE = 10_000_000  # parameters above which copies of a model are reduced
+PRECISE = 100_000_000  # parameters of a copy up to which it computes in float64
+IDS = (torch.int16, torch.int32, torch.int64)  # types of tensors that may hold the ids of tokens
 _ROWS = 512  # about how many rows of a vocabulary a copy keeps
 _TOKENS = 32  # about how long the sequences are that a copy is run on
 _LONG = 256  # sequences up to this length are left as they are, if the model is small
@@ -97,11 +90,7 @@ class Reduction:
         return token % min(self.vocabularies.values())
 
 
-WHOLE = Reduction()
-"""A copy as large as its model."""
-
-
-# ---- vocabulary and length -------------------------------------------------------------------------------------
+WHOLE = Reduction()  # a copy as large as its model
 
 
 def _short_vocabularies(model: nn.Module, tp: int, least: int) -> dict[int, int]:
@@ -162,9 +151,9 @@ def cut_vocabularies(model: nn.Module, vocabularies: Mapping[int, int], memo: di
 
 def tell_vocabularies(copied: nn.Module, original: nn.Module, reduction: Reduction) -> None:
     """Give a copy's attributes and configs the sizes of the short vocabularies and ids inside them; not what its model holds."""
-    shared = {id(value) for value in _holders(original)}
+    shared = {id(value) for value in holders(original)}
     smallest, largest = min(reduction.vocabularies.values()), max(reduction.vocabularies)
-    for holder in _holders(copied):
+    for holder in holders(copied):
         if id(holder) in shared:
             continue
         values = holder if isinstance(holder, dict) else vars(holder)
@@ -180,11 +169,10 @@ def tell_vocabularies(copied: nn.Module, original: nn.Module, reduction: Reducti
 _OTHER_SIZE = re.compile(r"hidden|inter|ffn|ff_|dim|width|position|ctx|context|len|window|block|in_features", re.IGNORECASE)
 """Names of attributes that are no vocabulary's size, though they may be equal to one."""
 
-_TOKEN_NAME = re.compile(r"(id|idx|index|token|pad|mask|bos|eos|cls|sep|unk|sos)$", re.IGNORECASE)
-"""Names of attributes that hold the id of a token."""
+_TOKEN_NAME = re.compile(r"(id|idx|index|token|pad|mask|bos|eos|cls|sep|unk|sos)$", re.IGNORECASE)  # names of the ids of tokens
 
 
-def _holders(model: nn.Module) -> Iterator[Any]:
+def holders(model: nn.Module) -> Iterator[Any]:
     """A model's modules, and the configs and dictionaries that they hold, two levels deep, each once."""
     seen: set[int] = set()
     level: list[Any] = list(model.modules())

@@ -1,4 +1,4 @@
-"""The plan of one stack of blocks: the plans of its kinds of block, written as rules over patterns."""
+"""The stacks of repeated blocks in a recorded forward, and the plan of each, as rules over patterns."""
 
 from __future__ import annotations
 
@@ -9,18 +9,169 @@ from typing import Any
 
 from torch import nn
 
-from lightning_seqpar.inference.block_kinds import kind_of
+from lightning_seqpar.inference.block_kinds import kind_of, owner_of
 from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, pattern_of
 from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UserDecidesError
-from lightning_seqpar.inference.feature_dependence import mixes_positions
+from lightning_seqpar.inference.feature_dependence import Block, mixes_positions
 from lightning_seqpar.inference.gather_points import read_blocks
-from lightning_seqpar.inference.isolated_block import Block
-from lightning_seqpar.inference.repeats import owner_of
-from lightning_seqpar.inference.stacks import find_exit
 from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.layout.linear_kind import holds_variants, is_parametrized, linear_kind
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+
+
+def find_stacks(trace: ForwardTrace) -> list[list[Call]]:
+    """Find the repeated blocks: for each stack, the first call of every block, in order of execution.
+
+    A block maps an activation to one of the same shape and holds at least two matrices. It stands in a list, or is one of
+    several modules of one class, or is called several times. Of nested candidates the outermost is the block. A module
+    outside lists that holds a list of modules that feed each other is no block but the owner of blocks: an encoder and a
+    decoder may be of one class.
+    """
+
+    def fits(call: Call) -> bool:
+        module = call.module
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.MultiheadAttention)
+        if not call.name or is_list or not any(True for _ in module.children()) or trace.activation(call) is None:
+            return False
+        # Blocks of images are candidates if they hold linears: of convolutions alone nothing is sharded.
+        is_image = len(trace.values[call.outputs[0]].shape) >= 4
+        return sum(p.ndim == 2 if is_image else p.ndim >= 2 for p in module.parameters()) >= 2
+
+    fitting = [call for call in trace.calls if fits(call)]
+    by_kind: dict[tuple[str, type], list[Call]] = defaultdict(list)
+    for call in fitting:
+        by_kind[_parent(call.name), type(call.module)].append(call)
+    listed = {call.id: call for call in fitting if _is_listed(trace.model, call.name)}
+    repeated: set[str] = set()
+    for calls in by_kind.values():
+        chained = len(calls) > 1 and not any(_holds_a_chain(trace, call, listed.values()) for call in calls)
+        if calls[0].id in listed or chained:
+            repeated |= {call.name for call in calls}
+    outermost = [call for call in fitting if call.name in repeated and not _encloses(trace, call, repeated)]
+    outermost = _without_lone_mlps(trace, outermost)
+    stacks: dict[str, list[Call]] = defaultdict(list)
+    for call in outermost:
+        stack = stacks[_parent(call.name)]
+        if all(call.name != other.name for other in stack):
+            stack.append(call)
+    return list(stacks.values())
+
+
+def _without_lone_mlps(trace: ForwardTrace, calls: Sequence[Call]) -> list[Call]:
+    """Candidates for blocks without those that stand for themselves and relate no positions, if others do relate them.
+
+    An MLP in front of the transformer is none of its blocks, also where it stands in the same list. One behind the first block of
+    a list (a feed-forward module of its own) is, and so are several of one class in a list, which repeat. Lists in a list
+    (``[norm, attention, residual]``, ``[norm, feed-forward, residual]``, ...) are one.
+    """
+    mixing = [call for call in calls if any(op.name in _RELATING for op in trace.ops_in(call)) or _multiplies(trace, call)]
+    within = {call.name: _outer_list(trace.model, _parent(call.name)) for call in calls}
+    first = {within[call.name]: call.id for call in reversed(mixing)}
+    if not first:
+        return list(calls)
+    alike: dict[tuple[str, type], set[str]] = defaultdict(set)
+    for call in (one for one in calls if _is_listed(trace.model, one.name)):
+        alike[within[call.name], type(call.module)].add(call.name)
+    mixes = {call.name for call in mixing}
+    return [
+        call
+        for call in calls
+        if call.name in mixes
+        or len(alike[within[call.name], type(call.module)]) > 1
+        or first.get(within[call.name], call.id) < call.id
+    ]
+
+
+def _outer_list(model: nn.Module, name: str) -> str:
+    """The name of the outermost list that has the list ``name`` in it, itself if it is in none."""
+    while isinstance(model.get_submodule(_parent(name)), nn.ModuleList) and _parent(name):
+        name = _parent(name)
+    return name
+
+
+_RELATING = ("convolution", "cumsum", "_fft_r2c", "_fft_c2c", "flip", "roll")
+"""Operations by which positions see each other, besides attention's own and products of two activations."""
+
+
+def _multiplies(trace: ForwardTrace, call: Call) -> bool:
+    """Whether activations are multiplied with each other inside a call, as attention does: no factor is a parameter."""
+    for op in trace.ops_in(call):
+        if "scaled_dot_product" in op.name or "attention" in op.name:
+            return True
+        factors = [trace.values[one] for one in op.inputs if len(trace.values[one].shape) > 1]
+        if op.name in ("mm", "bmm", "baddbmm") and len(factors) > 1 and all(one.parameter is None for one in factors):
+            return True
+    return False
+
+
+def only_convolutions(model: nn.Module) -> str:
+    """The pattern and class of a model's repeated modules if they hold convolutions and none of them a linear; else empty."""
+    sizes: dict[tuple[str, type], int] = defaultdict(int)
+    for name, module in model.named_modules():
+        if not _is_listed(model, name):
+            continue
+        # A single linear in a list is a head: nothing repeats around it.
+        if sum(parameter.ndim == 2 for parameter in module.parameters()) > 1:
+            return ""
+        if any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules()) and any(True for _ in module.children()):
+            sizes[_parent(name), type(module)] += sum(parameter.numel() for parameter in module.parameters())
+    if not sizes:
+        return ""
+    parent, kind = max(sizes, key=lambda key: sizes[key])
+    return f"{parent}.*, of class {kind.__name__}"
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_listed(model: nn.Module, name: str) -> bool:
+    parent = _parent(name)
+    return bool(parent) and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential)
+
+
+def _holds_a_chain(trace: ForwardTrace, call: Call, listed: Iterable[Call]) -> bool:
+    """Whether inside the call a module of a list works on what the one before it returned, as blocks do and experts don't."""
+    last: dict[tuple[str, type], Call] = {}
+    for one in listed:
+        if call.first_op <= one.first_op < call.last_op and _encloses(trace, one, {call.name}):
+            kind = _parent(one.name), type(one.module)
+            before, key = last.get(kind), trace.activation(one)
+            assert key is not None
+            if before and trace.values[one.args[key]].root == trace.values[before.outputs[0]].root:
+                return True
+            last[kind] = one
+    return False
+
+
+def _encloses(trace: ForwardTrace, call: Call, among: set[str]) -> bool:
+    return any(trace.calls[number].name in among for number in call.around)
+
+
+def find_exit(trace: ForwardTrace, blocks: Sequence[str]) -> str | None:
+    """The norm at whose output the region ends, if nothing else reads the last block's; None if it ends with that block."""
+    calls = [call for call in trace.calls if call.name in blocks]
+    last = max(calls, key=lambda call: call.last_op)
+    root = trace.values[last.outputs[0]].root
+    readers = [op for op in trace.ops[last.last_op :] if any(trace.values[n].root == root for n in op.inputs)]
+    depth = len(last.around)
+    heads = {op.stack[depth] if len(op.stack) > depth else -1 for op in readers}
+    if len(heads) != 1 or -1 in heads:
+        return None
+    call = trace.calls[heads.pop()]
+    takes = any(trace.values[value].root == root for value in call.args.values())
+    same = bool(call.outputs) and trace.values[call.outputs[0]].shape == trace.values[last.outputs[0]].shape
+    return call.name if _is_norm(call.module) and same and takes else None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module is one of torch's norms, or is called a norm and has vectors alone."""
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return True
+    own = [*module.parameters()]
+    leaf = not any(True for _ in module.children())
+    return leaf and "norm" in type(module).__name__.lower() and {one.ndim for one in own} == {1}
 
 
 @dataclass
@@ -67,6 +218,8 @@ class StackPlanner:
         while True:
             try:
                 plan = self._plan_rest(rest, left, alone=alone)
+                plan.add(left_whole(left))
+                return plan
             except UserDecidesError:
                 raise
             except CantInferError as error:
@@ -77,9 +230,6 @@ class StackPlanner:
                 if not failing or not rest:
                     raise first from None
                 left[pattern_of_all(self._model, failing)] = error.why
-                continue
-            plan.add(left_whole(left))
-            return plan
 
     def _plan_rest(self, calls: Sequence[Call], left: Mapping[str, str], *, alone: bool) -> Inference:
         """The plan of a stack's blocks, of which some others are left whole: ``left``, by pattern with the reason."""
@@ -102,9 +252,8 @@ class StackPlanner:
         blocks = pattern_of(model, names)
         dim = next(iter(dims.values())) if len(set(dims.values())) == 1 else None
         streams = dict.fromkeys(key for flow in flows for key in flow.streams)
-        why_no_sp = self._why_whole_sequences(flows, known, dims, left)
-        whole = bool(why_no_sp)
-        where = {"style": "blocks", **({} if dim is None else {"dim": dim}), **({"sp": False} if whole else {})}
+        why_no_sp = _why_whole_sequences(flows, known, dims, left)
+        where = {"style": "blocks", **({} if dim is None else {"dim": dim}), **({"sp": False} if why_no_sp else {})}
         out: list[dict[str, Any]] = [{"pattern": blocks, **where}]
         args = {name: flow.arg for flow in flows if flow.arg != 0 for name in all_names(model, [flow.name])}
         for arg in dict.fromkeys(args.values()):
@@ -116,38 +265,15 @@ class StackPlanner:
         at = [] if dim is None else [f"sequence at dim {dim}"]
         at += [f"{why_no_sp}: no sequence parallelism here"] if dim is None or streams or left else []
         reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, {', '.join(at)}"]
-        for plan in known:
-            reasons += plan.reasons
+        reasons += [reason for plan in known for reason in plan.reasons]
         reasons += [f"{blocks}.{part}: computed whole on every rank: {error.why}" for part, error in wholes.items()]
         sharded = dict.fromkeys(part for plan in known for part in plan.parts)
         why_whole = {f"{blocks}.{part}": error.why for part, error in wholes.items()}
         for name, plan in plans.items():
             like = blocks if len(known) == 1 else name
             why_whole |= {f"{like}.{inner}": why for inner, why in plan.whole.items()}
-        no_sp = {blocks: why_no_sp} if whole else {}
+        no_sp = {blocks: why_no_sp} if why_no_sp else {}
         return Inference(out, reasons, _whole_rules(flows, blocks, sharded), why_whole, no_sp)
-
-    def _why_whole_sequences(
-        self,
-        flows: Sequence[BlockFlow],
-        plans: Iterable[BlockPlan],
-        dims: Mapping[str, int | None],
-        left: Iterable[str],
-    ) -> str:
-        """Why the blocks are given whole sequences; empty if they are given shards."""
-        found = list(dict.fromkeys(dims.values()))
-        if len(found) > 1:
-            return f"its blocks have their sequence at different dims ({dims})"
-        if found == [None]:
-            shape = list(flows[0].trace.values[flows[0].activations[0]].shape)
-            if len(shape) > 3:
-                return f"its activation {shape} has positions in {len(shape) - 2} dims"
-            return f"both the first and the second dim of its activation {shape} mix (a batch norm?)"
-        if streams := dict.fromkeys(key for flow in flows for key in flow.streams):
-            return f"argument {', '.join(map(repr, streams))} is an activation too"
-        if names := ", ".join(left):
-            return f"{names} stay whole between these blocks"
-        return next((plan.no_sp for plan in plans if plan.no_sp), "")
 
     def _plan_blocks(
         self, flows: Sequence[BlockFlow], names: Sequence[str]
@@ -187,15 +313,12 @@ class StackPlanner:
                 return examples, of_block, wholes
 
     def _refuse_unknown_linears(self, calls: Sequence[Call]) -> None:
-        """Refuse a subclass of ``nn.Linear`` that may compute something else (quantised?), unless the user's rules decide it.
-
-        One that returns more than one tensor (a router) is not taken for a linear.
-        """
+        """Refuse a subclass of ``nn.Linear`` that may compute something else (quantised?), unless the user's rules decide it."""
         for call in self._trace.calls:
             module, block = call.module, next((one.name for one in calls if inside(call.name, one.name)), None)
-            unknown = isinstance(module, nn.Linear) and linear_kind(module) is None and len(call.outputs) == 1
-            unknown = unknown and not is_parametrized(module)  # what it computes is known: its part is left whole
-            if unknown and block is not None and not self._covers(call.name):
+            # A router returns more than one tensor; what a parametrized one computes is known: its part is left whole.
+            is_linear = isinstance(module, nn.Linear) and len(call.outputs) == 1 and not is_parametrized(module)
+            if is_linear and linear_kind(module) is None and block is not None and not self._covers(call.name):
                 error = UserDecidesError(
                     f"{call.name}: a {type(module).__name__}, which is not known to compute what nn.Linear does (is it quantised?)"
                 )
@@ -203,6 +326,25 @@ class StackPlanner:
                 part = (around if around != block else call.name)[len(block) + 1 :]
                 error.rules = [{"pattern": f"{pattern_of_all(self._model, calls)}.{part}", "style": "whole"}]
                 raise error
+
+
+def _why_whole_sequences(
+    flows: Sequence[BlockFlow], plans: Iterable[BlockPlan], dims: Mapping[str, int | None], left: Iterable[str]
+) -> str:
+    """Why the blocks are given whole sequences; empty if they are given shards."""
+    found = list(dict.fromkeys(dims.values()))
+    if len(found) > 1:
+        return f"its blocks have their sequence at different dims ({dims})"
+    if found == [None]:
+        shape = list(flows[0].trace.values[flows[0].activations[0]].shape)
+        if len(shape) > 3:
+            return f"its activation {shape} has positions in {len(shape) - 2} dims"
+        return f"both the first and the second dim of its activation {shape} mix (a batch norm?)"
+    if streams := dict.fromkeys(key for flow in flows for key in flow.streams):
+        return f"argument {', '.join(map(repr, streams))} is an activation too"
+    if names := ", ".join(left):
+        return f"{names} stay whole between these blocks"
+    return next((plan.no_sp for plan in plans if plan.no_sp), "")
 
 
 def left_whole(blocks: dict[str, str]) -> Inference:
@@ -235,25 +377,21 @@ def _refuse_idle_stack(model: nn.Module, first: str, plans: Iterable[BlockPlan],
                 f"{'; '.join(reasons)}\n  With these parts computed whole nothing of the block is left to shard: no plan was "
                 "found for it"
             )
-        pointwise = [
-            name
-            for name, module in model.get_submodule(first).named_modules()
-            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and {*module.kernel_size} == {1}
-        ]
+        advice = "name them: {pattern: ..., style: column} and {pattern: ..., style: row}"
+        for name, module in model.get_submodule(first).named_modules():
+            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and {*module.kernel_size} == {1}:
+                advice = (
+                    f"{name} is a convolution of kernel 1, and linears alone are sharded: write it as nn.Linear, on [b, s, c]"
+                )
+                break
         raise CantInferError(
-            f"{first}: no pair of linears is found in it, of which the second one's output is added to the block's input; "
-            + (
-                f"{pointwise[0]} is a convolution of kernel 1, and linears alone are sharded: write it as nn.Linear, on [b, s, c]"
-                if pointwise
-                else "name them: {pattern: ..., style: column} and {pattern: ..., style: row}"
-            )
+            f"{first}: no pair of linears is found in it, of which the second one's output is added to the block's input; {advice}"
         )
 
 
 def _exit_rules(
     trace: ForwardTrace, model: nn.Module, names: Sequence[str], blocks: str, *, alone: bool
 ) -> list[dict[str, Any]]:
-    """The rules for the end of a stack's region, if it is not the last block."""
     owner = owner_of(model, names[0])
     if type(model.get_submodule(owner)) is nn.TransformerEncoder:
         return [{"pattern": owner, "style": "replace"}, {"pattern": owner, "style": "exit"}]
@@ -289,15 +427,11 @@ def _likeness(flow: BlockFlow) -> Any:
 
 def _compress(model: nn.Module, names: Sequence[str], plans: Mapping[str, BlockPlan]) -> list[dict[str, Any]]:
     """Rules over patterns: each rule once for all blocks that have it, in the order in which they first appear."""
-    holders: dict[str, list[str]] = defaultdict(list)
-    rules: dict[str, tuple[str, str, dict[str, Any]]] = {}
+    found: dict[str, tuple[tuple[str, str, dict[str, Any]], list[str]]] = {}
     for name in names:
         for rule in plans[name].rules:
-            key = repr(rule)
-            rules[key] = rule
-            holders[key].append(name)
-    out = []
-    for key, (inner, style, options) in rules.items():
-        block = pattern_of(model, holders[key])
-        out.append({"pattern": f"{block}.{inner}" if inner else block, "style": style, **options})
-    return out
+            found.setdefault(repr(rule), (rule, []))[1].append(name)
+    return [
+        {"pattern": f"{pattern_of(model, holders)}.{inner}".rstrip("."), "style": style, **options}
+        for (inner, style, options), holders in found.values()
+    ]

@@ -1,7 +1,6 @@
 """A record of one forward: every operation with the values that it read and made, and the module calls around it.
 
-Operations are seen below autograd, as torch's dispatcher is given them, so a model's own code, functional calls and
-libraries all look alike. What the record means is read by the other modules of this package.
+Operations are seen as torch's dispatcher is given them, so a model's own code, functional calls and libraries all look alike.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ _EMPTY = (
 )
 """Operations that read a tensor's shape alone, so that nothing flows from its content."""
 
-_COPIES = (
-    "_unsafe_view",
-    "clone",
-    "_to_copy",
-)  # operations that are no views, whose result has the content of their one input
+_COPIES = ("_unsafe_view", "clone", "_to_copy")  # no views, but their result has the content of their one input
 _ORDERED = (
     *("cumsum", "cumprod", "cummax", "cummin", "_cummax_helper", "_cummin_helper", "logcumsumexp"),
     *("sort", "argsort", "topk", "kthvalue", "flip", "roll"),
@@ -57,7 +52,6 @@ def _ordered_dims(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 class Value:
     """A tensor between two writes: a tensor that is written in place has another value from then on."""
 
-    id: int  # its index in :attr:`ForwardTrace.values`
     shape: tuple[int, ...]  # its shape
     floating: bool  # whether gradients can flow through it
     root: int  # id of the value whose content it has; views and copies have the same root
@@ -118,54 +112,33 @@ class ForwardTrace(TorchDispatchMode):
         self.model, self.modules = model, dict(model.named_modules())
         self._is_paused = False
 
-    # ---- values ------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _key(tensor: Tensor) -> tuple[Any, ...]:
-        """What tells one view of memory from another."""
-        return storage_id(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
     def _make(self, tensor: Tensor, parameter: str | None = None, copied: int | None = None) -> int:
         """Record a tensor as a new value; ``copied`` is the value whose content it has, if it is a copy."""
-        key = self._key(tensor)
+        key = _view(tensor)
         storage, number = key[0], len(self.values)
         root = self._roots.setdefault(storage, number if copied is None else self.values[copied].root)
         floating = tensor.is_floating_point() or tensor.is_complex()
-        value = Value(number, tuple(tensor.shape), floating, root, parameter)
-        self.values.append(value)
+        self.values.append(Value(tuple(tensor.shape), floating, root, parameter))
         if key not in self._current:
             self._keys.setdefault(storage, []).append(key)
-        self._current[key] = value.id
+        self._current[key] = number
         self._alive.append(tensor)
-        return value.id
+        return number
 
     def value_of(self, tensor: Tensor) -> int:
         """Id of the value that a tensor has now; it is recorded if it was not seen yet."""
-        value = self._current.get(self._key(tensor))
+        value = self._current.get(_view(tensor))
         return self._make(tensor, self._parameters.get(storage_id(tensor))) if value is None else value
 
-    @staticmethod
-    def _strided(value: Any) -> list[Tensor]:
-        """The ordinary tensors in any nest of containers; sparse and nested ones are left out."""
-        return [
-            leaf
-            for leaf in tree_leaves(value)
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
-        ]
-
-    # ---- operations --------------------------------------------------------------------------------------------
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        tensors = self._strided((args, kwargs))
+        tensors = _strided((args, kwargs))
         inputs = [self.value_of(tensor) for tensor in tensors]
         out = func(*args, **kwargs)
         name = func.name().split("::")[-1].split(".")[0]
-        results = self._strided(out)
+        results = _strided(out)
         dims = _ordered_dims(func, name, args, kwargs)
         tag = copied = None
         if (func.is_view or name in _COPIES) and len(inputs) == 1:
@@ -173,11 +146,9 @@ class ForwardTrace(TorchDispatchMode):
         elif name in ("index", "index_select") and len(self.values[inputs[0]].shape) > 2:
             # A choice among the matrices that a parameter stacks, such as experts' weights, is still that parameter.
             tag = self.values[inputs[0]].parameter
-        outputs: list[int] = []
         if func._schema.is_mutable:
-            written = {storage_id(tensor) for tensor in (results or tensors[:1])}
-            for storage in sorted(written & set(self._roots)):
-                outputs += self._rewrite(storage)
+            written = {storage_id(tensor) for tensor in (results or tensors[:1])} & set(self._roots)
+            outputs = [made for storage in sorted(written) for made in self._rewrite(storage)]
             self._add(name.removesuffix("_"), inputs, outputs, dims)
         else:
             outputs = [self._make(tensor, tag, copied) for tensor in results]
@@ -186,31 +157,23 @@ class ForwardTrace(TorchDispatchMode):
 
     def _rewrite(self, storage: int) -> list[int]:
         """Record a new value for every view of a storage that was written to."""
-        self._roots[storage] = len(self.values)
-        made = []
+        root = self._roots[storage] = len(self.values)
         for key in self._keys.get(storage, []):
-            old = self.values[self._current[key]]
-            value = Value(len(self.values), old.shape, old.floating, self._roots[storage])
-            self.values.append(value)
-            self._current[key] = value.id
-            made.append(value.id)
+            before, self._current[key] = self._current[key], len(self.values)
+            self.values.append(Value(self.values[before].shape, self.values[before].floating, root))
             # An operation of its own says that the old content may still be in the new value.
-            self._add("rewrite", [old.id], [value.id])
-        return made
+            self._add("rewrite", [before], [self._current[key]])
+        return list(range(root, len(self.values)))
 
     def _add(self, name: str, inputs: list[int], outputs: list[int], dims: tuple[int, ...] = ()) -> None:
         self.ops.append(Op(len(self.ops), name, tuple(inputs), tuple(outputs), tuple(self._open), dims))
 
-    # ---- calls -------------------------------------------------------------------------------------------------
-
     def _enter(self, name: str) -> Any:
-        """A forward pre-hook that records the beginning of a call of the module ``name``."""
-
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call = Call(len(self.calls), name, module, tuple(self._open), len(self.ops), given=(args, kwargs))
             given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
             for key, arg in given:
-                if isinstance(arg, Tensor) and self._strided(arg):
+                if isinstance(arg, Tensor) and _strided(arg):
                     call.args[key] = self.value_of(arg)
             self.calls.append(call)
             self._open.append(call.id)
@@ -218,10 +181,9 @@ class ForwardTrace(TorchDispatchMode):
         return hook
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        """A forward hook that records the end of the call that began last."""
         call = self.calls[self._open.pop()]
         call.last_op = len(self.ops)
-        call.outputs = [self.value_of(tensor) for tensor in self._strided(out)]
+        call.outputs = [self.value_of(tensor) for tensor in _strided(out)]
 
     @contextmanager
     def watch(self) -> Iterator[ForwardTrace]:
@@ -241,8 +203,6 @@ class ForwardTrace(TorchDispatchMode):
         finally:
             self._is_paused = False
 
-    # ---- questions ---------------------------------------------------------------------------------------------
-
     def calls_of(self, name: str) -> list[Call]:
         """The calls of the module of that name, in order."""
         return [call for call in self.calls if call.name == name]
@@ -255,3 +215,25 @@ class ForwardTrace(TorchDispatchMode):
     def ops_in(self, call: Call) -> list[Op]:
         """The operations inside a call, in order."""
         return self.ops[call.first_op : call.last_op]
+
+    def activation(self, call: Call) -> int | str | None:
+        """The argument that is the activation: the first floating-point one with the shape of the call's first output; or None.
+
+        Shapes are ``[tokens, h]``, ``[b, s, h]`` or, with positions in several dims, ``[b, h, w, c]`` and ``[b, c, h, w]``.
+        """
+        out = self.values[call.outputs[0]] if call.outputs else None
+        if out is None or not out.floating or len(out.shape) < 2:
+            return None
+        given = ((key, self.values[value]) for key, value in call.args.items())
+        return next((key for key, value in given if value.floating and value.shape == out.shape), None)
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    """What tells one view of memory from another."""
+    return storage_id(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _strided(value: Any) -> list[Tensor]:
+    """The ordinary tensors in any nest of containers; sparse and nested ones are left out."""
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return [tensor for tensor in tensors if tensor.layout == torch.strided and not tensor.is_nested]

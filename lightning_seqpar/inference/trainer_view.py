@@ -58,23 +58,19 @@ def attach_view(model: nn.Module, trainer: Trainer | None) -> None:
 
 
 def answer_harmlessly(
-    model: LightningModule,
-    logged: list[tuple[str, Any]],
-    losses: list[Tensor],
-    at_once: Callable[[Tensor], None] | None = None,
+    model: LightningModule, logged: list[tuple[str, Any]], losses: list[Tensor], at_once: Callable[[Tensor], None] | None = None
 ) -> None:
     """Replace what a step calls on its module, in place, so that running a step on a copy has no effects.
 
-    ``logged`` gets the names and values that the step logs, and ``losses`` what it passes to ``manual_backward``. ``at_once``
-    computes the gradients of such a loss, for a step that reads them.
+    ``logged`` gets the names and values that the step logs, and ``losses`` what it passes to ``manual_backward``, whose gradients
+    ``at_once`` computes for a step that reads them.
     """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         logged.append((name, value))
 
     def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        for name, value in values.items():
-            log(name, value)
+        logged.extend(values.items())
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         losses.append(loss)
@@ -114,17 +110,9 @@ def describe_failure(error: BaseException) -> str:
 
 
 class OneRankOnly(TorchDispatchMode):
-    """A mode in which ``torch.distributed`` is not used: the others are not there, and the run would wait for them.
+    """A mode in which ``torch.distributed`` is not used: an example is sought on one rank, which would wait for the others."""
 
-    The search for an example and inference run on one rank, and what goes through the trainer needs no collective.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().split("::")[-1].split(".")[0].strip("_")
             raise NoExampleError(
@@ -220,8 +208,6 @@ def _view(model: LightningModule, trainer: Trainer) -> Any:
 
 
 def _of_trainer() -> dict[str, Any]:
-    """What the trainer's stand-in answers by itself."""
-
     def runs(name: str) -> Callable[..., Any]:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             raise NoExampleError(f"the step calls self.trainer.{name}, which can't run on a copy of the module")

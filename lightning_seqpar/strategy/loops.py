@@ -29,8 +29,8 @@ from lightning_seqpar.strategy.callbacks import share_metrics
 from lightning_seqpar.strategy.ending import exchange
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.steps import Steps, plain_optimizer
-from lightning_seqpar.verify.guards.batch import OutputWatch
-from lightning_seqpar.verify.guards.pipeline import describe_bubble
+from lightning_seqpar.verify.guards.before_training import describe_bubble
+from lightning_seqpar.verify.guards.while_training import OutputWatch
 
 PATIENCE = timedelta(seconds=60)  # how long a rank waits for the others behind a trial
 

@@ -38,10 +38,9 @@ from lightning_seqpar.strategy.ending import is_verbose
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.coverage import Coverage, cover
-from lightning_seqpar.verify.guards.config import syncs_batch_norms
-from lightning_seqpar.verify.guards.model import refuse_overlaps
-from lightning_seqpar.verify.plan_file import write_plan
-from lightning_seqpar.verify.prover import Proved, Prover
+from lightning_seqpar.verify.guards.before_training import syncs_batch_norms
+from lightning_seqpar.verify.guards.while_training import refuse_overlaps
+from lightning_seqpar.verify.prover import Proved, Prover, write_plan
 
 LINES = 8  # how many lines the text has unless all of it is asked for
 _DETAILS = ("why: ", "rule: ")  # what lines on a plan begin with that are left to its file

@@ -35,7 +35,7 @@ from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.loops import Loaders
 from lightning_seqpar.strategy.steps import Steps, plain_optimizer
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.guards.callbacks import refuse_saved_shards
+from lightning_seqpar.verify.guards.while_training import refuse_saved_shards
 
 
 class Background:

@@ -33,8 +33,12 @@ from lightning_seqpar.pipeline.cut import OneForwardOneBackward, interleave
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.region.observers import WatchSchedule
 from lightning_seqpar.strategy.environment import Environment
-from lightning_seqpar.verify.guards.model import check_buffers_of_stages, check_parameters_of_stages
-from lightning_seqpar.verify.guards.pipeline import refuse_hooks_of_reduced, refuse_hooks_on_shared
+from lightning_seqpar.verify.guards.while_training import (
+    check_buffers_of_stages,
+    check_parameters_of_stages,
+    refuse_hooks_of_reduced,
+    refuse_hooks_on_shared,
+)
 
 _CPU = torch.device("cpu")
 

@@ -34,10 +34,17 @@ from lightning_seqpar.strategy.callbacks import share_metrics
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.stages import Stages
 from lightning_seqpar.strategy.weights_by_hand import WeightWatch
-from lightning_seqpar.verify.guards.batch import OutputWatch, check_batch, warn_of_equal_replicas
-from lightning_seqpar.verify.guards.graph import check_readers, refuse_second_derivative
-from lightning_seqpar.verify.guards.model import check_buffers, check_parameters, refuse_added
 from lightning_seqpar.verify.guards.optimizer import OptimizerGuard
+from lightning_seqpar.verify.guards.while_training import (
+    OutputWatch,
+    check_batch,
+    check_buffers,
+    check_parameters,
+    check_readers,
+    refuse_added,
+    refuse_second_derivative,
+    warn_of_equal_replicas,
+)
 
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 """Hooks between the backward and the update, in which a user's code may change gradients."""

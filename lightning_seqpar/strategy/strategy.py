@@ -49,17 +49,18 @@ from lightning_seqpar.strategy.steps import Steps
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.user_input import nearest
-from lightning_seqpar.verify.guards.callbacks import refuse_callbacks, refuse_links
-from lightning_seqpar.verify.guards.config import (
+from lightning_seqpar.verify.guards.before_training import (
     check_backend,
     check_compile_options,
     check_ddp_options,
     check_layer_sync,
+    refuse_callbacks,
+    refuse_in_stages,
+    refuse_links,
     refuse_notebook,
     refuse_sweep,
     refuse_unsupported,
 )
-from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
 
 P = ParamSpec("P")
 T = TypeVar("T")

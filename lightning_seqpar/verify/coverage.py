@@ -1,13 +1,10 @@
-"""How much of a model a plan shards of what could be, and why the rest is whole: for the summary, its warnings and ``seqpar plan``.
-
-:func:`cover` reads the record of a sharded model and what those who found its plans know; no model is run.
-"""
+"""How much of a model a plan shards of what could be, and why the rest is whole: for the summary, its warnings, ``seqpar plan``."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -15,20 +12,16 @@ import torch
 from torch import nn
 
 from lightning_seqpar.layout.linear_kind import DOWN, UP, is_adapted
-from lightning_seqpar.layout.module_names import inside, match_pattern
+from lightning_seqpar.layout.module_names import inside, match_pattern, outwards
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.plan.vocabulary import OWN_PLAN, SOURCE, VOCAB_OFF
 from lightning_seqpar.styles.blocks import BlocksRule
 
-_MOST_LINES = 5
-"""Lines of reasons that are shown."""
-_MOST_NAMES = 3
-"""Names in one such line."""
-_MOST_CHARACTERS = 200
-"""Length of a reason, which may hold an error's text."""
-_ENOUGH = 0.5
-"""Share of what could be sharded below which a warning says that it is little."""
+_MOST_LINES = 5  # of reasons that are shown
+_MOST_NAMES = 3  # in one such line
+_MOST_CHARACTERS = 200  # of a reason, which may hold an error's text
+_ENOUGH = 0.5  # the share of what could be sharded below which a warning says that it is little
 
 
 @dataclass
@@ -152,14 +145,12 @@ def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanatio
         numel,
         numel + sum(one.numel for one in whole),
         tuple(sorted(whole, key=lambda one: -one.numel)),
-        tuple(Whole(tuple(dict.fromkeys(map(_starred, names))), why, asked) for (why, asked), names in no_sp.items()),
+        tuple(Whole(tuple(dict.fromkeys(map(starred, names))), why, asked) for (why, asked), names in no_sp.items()),
         any(region.sp for region in record.regions),
     )
 
 
 class _Look:
-    """A look at a sharded model and its plans."""
-
     def __init__(self, record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanations) -> None:
         self._record, self._known = record, known
         self._modules = dict(record.model.named_modules(remove_duplicate=False))
@@ -171,7 +162,6 @@ class _Look:
         self._blocks = {block for region in record.regions for block in region.blocks}
 
     def numel(self, names: Iterable[str]) -> int:
-        """How many numbers these tensors hold, when they are whole."""
         return sum(torch.Size(self._record.layout[name].global_shape).numel() for name in names)
 
     def could_be(self, name: str) -> bool:
@@ -182,7 +172,7 @@ class _Look:
         if sum(length > 1 for length in shape) < 2 or isinstance(self._modules[holder], _NO_LINEARS):
             return False
         linear = isinstance(self._modules[holder], nn.Linear | nn.MultiheadAttention)
-        if not linear and not any(around in self._blocks for around in _around(holder)):
+        if not linear and not any(around in self._blocks for around in outwards(holder)):
             return False  # a table of positions
         adapters = [holder.rpartition(f".{half}.")[0] for half in (DOWN, UP) if f".{half}." in holder]
         return not any(is_adapted(self._modules[adapter]) for adapter in adapters)
@@ -201,8 +191,7 @@ class _Look:
             return ("your rule", True) if said is Origin.USER else (said.value, False)
         if (why := self._vocabulary(name)) is not None:
             return (why, True) if why in (OWN_PLAN, VOCAB_OFF) else (f"vocab: {_short(why)}", False)
-        around = (_reason(self._known.whole, one) for one in reversed(list(_around(name))))
-        if (why := next((one for one in around if one is not None), None)) is not None:
+        if why := next(filter(None, (_reason(self._known.whole, around) for around in outwards(name))), None):
             return _short(why), False
         origin = self._origin_of_blocks(holder) or self._rest
         if origin is None:
@@ -216,63 +205,45 @@ class _Look:
         return found[-1] if found else None
 
     def no_sp(self) -> dict[tuple[str, bool], list[str]]:
-        """The blocks without sequence parallelism, by the reason and whether the user said so."""
         out: dict[tuple[str, bool], list[str]] = defaultdict(list)
         for block in (block for region in self._record.regions if not region.sp for block in region.blocks):
             origin = self._origin_of_blocks(block)
+            why = _short(_reason(self._known.no_sp, block) or "they are right on whole sequences only")
             if origin in (Origin.USER, Origin.FAMILY):
                 why = f"{'your rule' if origin is Origin.USER else 'the shipped plan'} says sp: false"
-            else:
-                why = _short(_reason(self._known.no_sp, block) or "they are right on whole sequences only")
             out[why, origin is Origin.USER].append(block)
         return out
 
     def patterns(self, tensors: Sequence[str]) -> tuple[str, ...]:
         """Patterns for the outermost modules around these tensors that hold none of the others."""
-        given = set(tensors)
-        taken = {
-            _starred(around)
-            for name, layout in self._record.layout.items()
-            if name not in given and (layout.is_sharded or self.could_be(name))
-            for around in _around(name.rpartition(".")[0])
-        }
-        starred = dict.fromkeys(map(_starred, tensors))
-        free = [(name, [one for one in _around(name.rpartition(".")[0]) if one not in taken]) for name in starred]
-        return tuple(dict.fromkeys(around[0] if around else name for name, around in free))
+        given, items = set(tensors), self._record.layout.items()
+        others = (name for name, layout in items if name not in given and (layout.is_sharded or self.could_be(name)))
+        taken = {starred(around) for name in others for around in outwards(name.rpartition(".")[0])}
+        found: dict[str, None] = {}
+        for name in map(starred, tensors):
+            free = [around for around in outwards(name.rpartition(".")[0]) if around not in taken]
+            found[free[-1] if free else name] = None
+        return tuple(found)
 
 
 def _reason(reasons: Mapping[str, str], name: str) -> str | None:
-    """The reason for a module of that name, by patterns over names."""
     return next((why for pattern, why in reasons.items() if match_pattern(pattern, name)), None)
 
 
 _NO_LINEARS = (
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.modules.conv._ConvNd,
-    nn.RNNBase,
-    nn.RNNCellBase,
-    nn.LayerNorm,
-    nn.RMSNorm,
+    *(nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd),
+    *(nn.RNNBase, nn.RNNCellBase, nn.LayerNorm, nn.RMSNorm),
 )
 """Modules whose matrices are no linears'."""
-_NO_STACK = "it is in no stack of blocks that was found and that the example runs"
-"""The reason for what no plan speaks of."""
+_NO_STACK = "it is in no stack of blocks that was found and that the example runs"  # the reason for what no plan speaks of
 
 
-def _around(name: str) -> Iterator[str]:
-    """The modules around a module and itself, from the outermost."""
-    path = name.split(".")
-    return (".".join(path[: at + 1]) for at in range(len(path)))
-
-
-def _starred(name: str) -> str:
+def starred(name: str) -> str:
     """A name with ``*`` for each index."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first few names."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
 

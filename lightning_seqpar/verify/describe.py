@@ -7,7 +7,6 @@ nothing; what a step keeps and sends is counted there, by the same code that tra
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from lightning_seqpar.inference.dataflow import CantInferError, UserDecidesError
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.lazy_copy import deep_copy
 from lightning_seqpar.inference.model_copy import change_attribute_tensors, left_out_of_copies
-from lightning_seqpar.inference.pipeline_cut import HowToCut, check_stacks, leaves_blocks, trace_cut
+from lightning_seqpar.inference.pipeline_cut import check_stacks, leaves_blocks, stacks_of, trace_cut
 from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_untraceable
 from lightning_seqpar.parallel.beside_tp import MLPTiles, change_unsharded, split_context
 from lightning_seqpar.parallel.fsdp_units import ReplicaSplit
@@ -34,62 +33,41 @@ from lightning_seqpar.parallel.grad_sync import step_traffic
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.pipeline.cut import warm_up
-from lightning_seqpar.plan.sharding_plan import STYLES, ShardingPlan, resolve_plans
+from lightning_seqpar.plan.sharding_plan import ShardingPlan, resolve_plans
 from lightning_seqpar.plan.vocabulary import VOCAB_OFF, find_vocabulary, with_vocabulary
-from lightning_seqpar.styles.style import PlannedModel
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.coverage import Coverage, Explanations, cover
-from lightning_seqpar.verify.guards.pipeline import describe_bubble
+from lightning_seqpar.verify.coverage import Coverage, Explanations, cover, starred
+from lightning_seqpar.verify.guards.before_training import describe_bubble
 from lightning_seqpar.verify.traced_step import TracedStep, why_not_without_numbers
 
-OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
-"""How many numbers an optimizer keeps as state for each parameter."""
+OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}  # how many numbers each keeps as state for a parameter
 
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """A line of the table: modules whose styles and shapes are all alike.
+    """A line of the table: modules whose styles and shapes are all alike."""
 
-    Attributes:
-        module: a pattern that matches exactly their names, as a plan writes it.
-        count: how many modules they are.
-        style: the styles of the rules that match them; without a rule, ``on shards`` inside the blocks and ``whole`` outside.
-        tensors: name, whole shape and local shape of each parameter.
-        sync: over which axes the gradients are summed after the backward, and why; empty if they need no sum.
-        tied: names of parameters that an earlier row shows under another name.
-        decided: where the rule came from: a family, the user's plan, inference; empty if there is none.
-    """
-
-    module: str
-    count: int
-    style: str
-    tensors: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    tied: tuple[str, ...]
-    sync: str
-    decided: str
+    module: str  # a pattern that matches exactly their names, as a plan writes it
+    count: int  # how many modules they are
+    style: str  # of the rules that match them; without a rule, ``on shards`` inside the blocks and ``whole`` outside
+    tensors: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]  # name, whole shape and local shape of each parameter
+    tied: tuple[str, ...]  # names of parameters that an earlier row shows under another name
+    sync: str  # over which axes the gradients are summed after the backward, and why; empty if they need no sum
+    decided: str  # where the rule came from: a family, the user's plan, inference; empty if there is none
 
 
 @dataclass(kw_only=True)
 class RankBytes:
-    """What a rank keeps.
+    """What a rank keeps."""
 
-    Attributes:
-        parameters: number of its parameters.
-        parameter_bytes: their bytes.
-        gradient_bytes: bytes of their gradients.
-        optimizer_bytes: bytes of the optimizer's state for them.
-        activation_bytes: bytes kept for the backward, counted on a traced step: of one micro-batch, or of all that are alive at
-            once in a stage; None if no step could be traced.
-        gathered_bytes: bytes of whole parameters that ``fsdp`` gathers at once in a step.
-    """
-
-    parameters: int
+    parameters: int  # how many
     parameter_bytes: int
     gradient_bytes: int
-    optimizer_bytes: int
+    optimizer_bytes: int  # of the optimizer's state for them
+    # Of a traced step's one micro-batch, or of all that are alive at once in a stage; None if no step could be traced.
     activation_bytes: int | None = None
-    gathered_bytes: int = 0
+    gathered_bytes: int = 0  # of whole parameters that ``fsdp`` gathers at once in a step
 
     @property
     def total_bytes(self) -> int:
@@ -100,52 +78,30 @@ class RankBytes:
 
 @dataclass(kw_only=True)
 class StageRow(RankBytes):
-    """A stage of a pipeline, and what each of its ranks keeps.
+    """A stage of a pipeline, and what each of its ranks keeps."""
 
-    Attributes:
-        ends: of each of its chunks the names of the first and the last block.
-        blocks: how many blocks it has.
-        alive: of how many micro-batches it keeps activations at once.
-    """
-
-    ends: tuple[tuple[str, str], ...]
-    blocks: int
-    alive: float
+    ends: tuple[tuple[str, str], ...]  # of each of its chunks the names of the first and the last block
+    blocks: int  # how many it has
+    alive: float  # of how many micro-batches it keeps activations at once
 
 
 @dataclass(kw_only=True)
 class Description(RankBytes):
-    """What a configuration makes of a model, and what each rank keeps; of a pipeline, in the stage that keeps most.
-
-    Attributes:
-        world_size: number of ranks.
-        axes: sizes of the axes that are larger than 1.
-        sp: whether activations between some of the blocks are sharded along the sequence.
-        optimizer: for which the bytes of the state are counted.
-        rows: the table, a row for modules that are alike.
-        plan: the plan as YAML, to be edited and fed back.
-        global_parameters: number of parameters of the whole model.
-        sent_bytes: bytes that a rank gives to each kind of collective in one step, as :class:`Traffic` counts them.
-        sent_calls: how often it calls each kind of collective in one step.
-        input: batch and length of the traced input, ``[b, s]``.
-        notes: what could not be found out, and why.
-        coverage: how much is sharded of what could be, and why the rest is whole; None at tp 1.
-        stages: the stages of a pipeline, in order; none at pp 1.
-    """
+    """What a configuration makes of a model, and what each rank keeps; of a pipeline, in the stage that keeps most."""
 
     world_size: int
-    axes: dict[str, int]
-    sp: bool
-    optimizer: str
-    rows: list[ModuleRow]
-    plan: str
-    global_parameters: int
-    sent_bytes: dict[str, int] = field(default_factory=dict)
-    sent_calls: dict[str, int] = field(default_factory=dict)
-    input: list[int] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    coverage: Coverage | None = None
-    stages: list[StageRow] = field(default_factory=list)
+    axes: dict[str, int]  # sizes of those that are larger than 1
+    sp: bool  # whether activations between some of the blocks are sharded along the sequence
+    optimizer: str  # for which the bytes of the state are counted
+    rows: list[ModuleRow]  # the table
+    plan: str  # as YAML, to be edited and fed back
+    global_parameters: int  # how many the whole model has
+    sent_bytes: dict[str, int] = field(default_factory=dict)  # that a rank gives to each kind of collective in a step
+    sent_calls: dict[str, int] = field(default_factory=dict)  # how often it calls each kind in a step
+    input: list[int] = field(default_factory=list)  # batch and length of the traced input
+    notes: list[str] = field(default_factory=list)  # what could not be found out, and why
+    coverage: Coverage | None = None  # how much is sharded of what could be, and why the rest is whole; None at tp 1
+    stages: list[StageRow] = field(default_factory=list)  # of a pipeline, in order
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""
@@ -228,7 +184,6 @@ class _Describer:
     split: ReplicaSplit = field(default_factory=ReplicaSplit)
 
     def run(self) -> Description:
-        """The description."""
         config, planned = self.config, without_numbers(self.model)
         record: ShardedModel | None = None
         plans: list[ShardingPlan] = []
@@ -266,8 +221,7 @@ class _Describer:
             notes, recomputed = self._change_unsharded(planned)
             out.notes += notes
         if recomputed:
-            patterns = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in recomputed)
-            what = f"{', '.join(patterns)} ({len(recomputed)} modules)"
+            what = f"{', '.join(dict.fromkeys(map(starred, recomputed)))} ({len(recomputed)} modules)"
             out.notes.append(f"recompute {config.recompute}: {what} run again in the backward")
         self._trace(out, planned, record)
         if config.pp > 1:
@@ -303,16 +257,8 @@ class _Describer:
         refuse_compiled(self.model, (match.name for plan in plans for match in plan.match(planned)))
         if config.compile:
             refuse_untraceable(ResolvedPlan(planned, plans, config.tp, config.sp, config.loss_chunk))
-        record = parallelize(
-            planned,
-            plans,
-            ParallelGroups.silent(self.topology),
-            sp=config.sp,
-            regather=config.regather,
-            loss_chunk=config.loss_chunk,
-            recompute=config.recompute,
-            tiles=self._tiles,
-        )
+        options: dict[str, Any] = config.model_dump(include={"sp", "regather", "loss_chunk", "recompute"})
+        record = parallelize(planned, plans, ParallelGroups.silent(self.topology), tiles=self._tiles, **options)
         for region in record.regions:
             region.streams.draws = []  # on the meta device they give no numbers
         return record
@@ -329,38 +275,35 @@ class _Describer:
         recomputed, _ = change_unsharded(model, plans, groups, tiles=self._tiles, **options)
         if config.cp == 1:
             return [], recomputed
-        blocks = split_context(model, plans, groups, config.cp_method).context_blocks
-        where = f"in {len(blocks)} blocks and around them"
-        return [f"cp {config.cp}: a rank holds its positions of each sequence {where}"], recomputed
+        count = len(split_context(model, plans, groups, config.cp_method).context_blocks)
+        return [f"cp {config.cp}: a rank holds its positions of each sequence in {count} blocks and around them"], recomputed
 
     @unset_fake_temporarily()
     def _infer(self, tp: int, beside: Sequence[ShardingPlan] = ()) -> ShardingPlan:
         """Infer a plan from a small input with real numbers, outside the mode that makes tensors without memory."""
         config, step = self.config, self.step
-        if step.missing:
+        if step.example is None:
             raise ValueError(
                 f"plan={config.plan if isinstance(config.plan, str) else config.plan.base!r}: no shipped plan fits "
                 f"{type(self.model).__name__}, and to infer one an example is needed: pass example= (what forward takes) or batch= "
                 "(what training_step takes; seqpar plan: --batch package.module:function), or set example_input_array on the module"
             )
-        part = self.model.get_submodule(step.path)
+        path = step.example.path
+        part = self.model.get_submodule(path)
         own = ShardingPlan.from_rules(config.plan.rules) if isinstance(config.plan, PlanSpec) else None
-        above = f"{step.path}." if step.path else ""
+        above = f"{path}." if path else ""
         others = [dataclasses.replace(plan, prefix=plan.prefix.removeprefix(above)) for plan in beside]
-        *smaller, last = step.examples(part, tp * config.cp)
-        for example in smaller:
+        examples = step.examples(part, tp * config.cp)
+        for example in examples:
             try:
                 inferred = infer_plan(part, example, tp, own, beside=others)
                 break
-            except UserDecidesError:
-                raise
-            except CantInferError:
-                continue  # the code may need all of its input
-        else:
-            inferred = infer_plan(part, last, tp, own, beside=others)
+            except CantInferError as error:  # the code may need all of its input
+                if isinstance(error, UserDecidesError) or example is examples[-1]:
+                    raise
         self.known.whole = {f"{above}{pattern}": why for pattern, why in inferred.whole.items()}
         self.known.no_sp = {f"{above}{pattern}": why for pattern, why in inferred.no_sp.items()}
-        return dataclasses.replace(inferred.plan, prefix=step.path)
+        return dataclasses.replace(inferred.plan, prefix=path)
 
     def _held(self, named: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         """The fields of :class:`RankBytes` for these parameters, without activations."""
@@ -374,8 +317,7 @@ class _Describer:
         }
 
     def _trace(self, out: Description, model: nn.Module, record: ShardedModel | None) -> None:
-        """Run a step on tensors without memory, and write into ``out`` what it keeps for the backward and what it sends."""
-        if self.step.missing:
+        if self.step.example is None:
             out.notes.append(f"activations and traffic: {self.step.missing}")
             return
         out.input = list(self.step.sizes or ())
@@ -408,7 +350,7 @@ class _Describer:
     def _cut(self, out: Description, planned: nn.Module, plans: Sequence[ShardingPlan]) -> None:
         """Describe the stages of a pipeline; the numbers of ``out`` become those of the stage that keeps most."""
         config, step = self.config, self.step
-        if step.missing:
+        if step.example is None:
             out.notes.append(f"stages: {step.missing}")
             return
         copied = without_numbers(self.model)
@@ -416,13 +358,12 @@ class _Describer:
             plans = resolve_plans(config.plan, copied, lambda: self._infer(max(config.tp, 2)))
             if not isinstance(config.plan, PlanSpec) and leaves_blocks(copied, plans):
                 plans = [self._infer(max(config.tp, 2))]
-        matches = [match for plan in plans for match in plan.match(copied) if match.rule.says_where_blocks_are]
-        stacks, how = PlannedModel(copied, matches, list(STYLES), 1, False).stacks, HowToCut.of(config)
-        check_stacks(stacks, how)
+        stacks, rounds = stacks_of(copied, plans), config.virtual_pp or 1
+        check_stacks(stacks, config)
         blocks = sum(len(stack.blocks) for stack in stacks)
         numel = {name: parameter.numel() for name, parameter in copied.named_parameters()}
         try:
-            cut = trace_cut(copied, lambda: step.run(copied), stacks, how, numel)
+            cut = trace_cut(copied, lambda: step.run(copied), stacks, config, numel)
         except ValueError:
             raise
         except Exception as error:  # of the user's code
@@ -434,8 +375,8 @@ class _Describer:
             count = sum(len(names) for names in chunks)
             # With many micro-batches; of a chunk at a time where a stage has several.
             alive = float(config.pp - at)
-            if how.rounds > 1:
-                alive = (warm_up(at, config.pp, how.rounds, config.pp * (how.rounds + 2)) + 1) / how.rounds
+            if rounds > 1:
+                alive = (warm_up(at, config.pp, rounds, config.pp * (rounds + 2)) + 1) / rounds
             kept = None if out.activation_bytes is None else int(alive * count / blocks * out.activation_bytes)
             ends = tuple((names[0], names[-1]) for names in chunks)
             held = self._held({name: local[name] for name in cut.held[at]})
@@ -445,7 +386,7 @@ class _Describer:
             setattr(out, one.name, getattr(largest, one.name))
         out.notes += [
             "per rank: of the stage that keeps most; what is sent is that of all stages, without the activations between them",
-            describe_bubble(config.pp, config.pp, how.rounds),
+            describe_bubble(config.pp, config.pp, rounds),
         ]
 
 
@@ -503,12 +444,11 @@ def _rows(model: nn.Module, record: ShardedModel | None) -> list[ModuleRow]:
         shards = record is not None and record.on_shard(name)
         style = ", ".join(dict.fromkeys(styles.get(name, []))) or ("on shards" if shards else "whole")
         said = "; ".join(dict.fromkeys(sums)), ", ".join(dict.fromkeys(sources.get(name, [])))
-        starred = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        rows.setdefault((starred, style, tuple(tensors), tuple(tied), *said), []).append(name)
-    patterns = [starred for starred, *_ in rows]
+        rows.setdefault((starred(name), style, tuple(tensors), tuple(tied), *said), []).append(name)
+    patterns = [pattern for pattern, *_ in rows]
     return [
-        ModuleRow(starred if patterns.count(starred) == 1 else _braced(names), len(names), *rest)
-        for (starred, *rest), names in rows.items()
+        ModuleRow(pattern if patterns.count(pattern) == 1 else _braced(names), len(names), *rest)
+        for (pattern, *rest), names in rows.items()
     ]
 
 

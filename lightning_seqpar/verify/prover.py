@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,15 +19,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.rendezvous import Phases
 from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError
-from lightning_seqpar.inference.examples import Example
+from lightning_seqpar.inference.examples import Example, ExampleSearch, FoundExample
 from lightning_seqpar.inference.infer import PROPOSAL, infer_blocks, infer_plan
-from lightning_seqpar.inference.pipeline_cut import HowToCut, find_cut, leaves_blocks
-from lightning_seqpar.inference.stack_planner import Inference
+from lightning_seqpar.inference.pipeline_cut import find_cut, leaves_blocks, stacks_of
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, PlainBackwardError, attach_view
 from lightning_seqpar.layout.linear_kind import known_limits
 from lightning_seqpar.layout.module_names import likely_blocks
 from lightning_seqpar.pipeline.cut import Cut
-from lightning_seqpar.plan.sharding_plan import STYLES, ShardingPlan, resolve_plans
+from lightning_seqpar.plan.sharding_plan import ShardingPlan, resolve_plans
 from lightning_seqpar.plan.vocabulary import (
     SOURCE,
     VOCAB_OFF,
@@ -34,10 +36,8 @@ from lightning_seqpar.plan.vocabulary import (
     without_vocabulary,
 )
 from lightning_seqpar.styles.blocks import BlocksRule
-from lightning_seqpar.styles.style import PlannedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.coverage import Explanations
-from lightning_seqpar.verify.example_search import ExampleSearch, FoundExample
 from lightning_seqpar.verify.run_comparison import Verdict
 from lightning_seqpar.verify.self_check import SelfCheckError, self_check, stage_check
 
@@ -46,8 +46,7 @@ _WAYS_OUT = (
     "unproved with a plan of your own"
 )
 
-_MOST_PARTS = 4
-"""Parts of the blocks that are tried whole, one after the other, where a plan that was found is wrong."""
+_MOST_PARTS = 4  # parts of the blocks that are tried whole, one after the other, where a plan that was found is wrong
 
 
 @dataclass
@@ -61,10 +60,7 @@ class Proved:
 
 
 class Prover:
-    """Finds and proves the plans of one model; collective over the world.
-
-    The search for an example, and inference, are done by the world's first rank for all.
-    """
+    """Finds and proves the plans of one model; collective over the world, whose first rank seeks an example and infers for all."""
 
     def __init__(
         self,
@@ -118,25 +114,19 @@ class Prover:
 
     def find_unsharded(self) -> list[ShardingPlan]:
         """Plans that name the blocks of a model of which nothing is sharded (tp 1), unproved. Collective over the world."""
-        spec = self._config.plan
-        own = ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) else None
+        spec, own = self._config.plan, self._own_rules
         needs_linears = self._config.recompute == "selective" or self._config.tile_mlp is not None
         if own is not None and not needs_linears and any(isinstance(r, BlocksRule) for r in own.rules):
             own.match(self._module)
             return [own]
 
         def infer() -> ShardingPlan:
-            example, dtype, failures, _ = self._example()
+            example, _, failures, _ = self._example()
             if example is None:
                 raise CantInferError(f"to find them an example input is needed: {'; '.join(dict.fromkeys(failures))}")
-            options: dict[str, Any] = {"dtype": dtype, "prepare": self._prepare}
-
-            def work() -> ShardingPlan:
-                if not needs_linears:
-                    return infer_blocks(self._module, example, **options)
-                return infer_plan(self._module, example, 2, own, **options).plan  # the plan that two ranks would have
-
-            return cast("ShardingPlan", self._from_first_rank(work))
+            # With linears the plan that two ranks would have.
+            found = self._on_copy(infer_plan, 2, own).plan if needs_linears else self._on_copy(infer_blocks)
+            return cast("ShardingPlan", found)
 
         with self._phases.phase("finding the blocks"):
             try:
@@ -159,15 +149,10 @@ class Prover:
 
     def find_cut(self, plans: Sequence[ShardingPlan]) -> Cut:
         """Where the model is cut into the stages of the pipeline. Collective over the world."""
-        example, dtype, failures, _ = self._example()
+        example, _, failures, _ = self._example()
         if example is None:
             raise ValueError(f"pp={self._config.pp}: to cut the model an example input is needed: {'; '.join(failures)}")
-        matches = [match for plan in plans for match in plan.match(self._module)]
-        places = [match for match in matches if match.rule.style in ("blocks", "scatter", "exit")]
-        stacks = PlannedModel(self._module, places, list(STYLES), 1, False).stacks
-        how = HowToCut.of(self._config)
-        options: dict[str, Any] = {"dtype": dtype, "prepare": self._prepare}
-        return cast("Cut", self._from_first_rank(lambda: find_cut(self._module, example, stacks, how, **options)))
+        return cast("Cut", self._on_copy(find_cut, stacks_of(self._module, plans), self._config))
 
     def check_stages(self, plans: Sequence[ShardingPlan], cut: Cut) -> list[str]:
         """Prove that the model computes in stages what it computes whole, or raise SelfCheckError. Collective over the world."""
@@ -189,8 +174,7 @@ class Prover:
 
     def prove_unsharded(self) -> Proved:
         """Find the blocks of a model of which tp shards nothing, and prove that they are right on parts (cp) and in tiles."""
-        started = time.monotonic()
-        out = Proved(self.find_unsharded())
+        started, out = time.monotonic(), Proved(self.find_unsharded())
         self._prove(out, started)
         return out
 
@@ -212,14 +196,17 @@ class Prover:
                 line += f", but not in evaluation, which does not run whole: {self._not_evaluated}"
             out.lines.append(line)
 
-    # ---- steps -------------------------------------------------------------------------------------------------
+    @property
+    def _own_rules(self) -> ShardingPlan | None:
+        spec = self._config.plan
+        return ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) else None
 
     def _from_first_rank(self, work: Callable[[], Any]) -> Any:
         """Run ``work`` on the world's first rank: its result, or its error, on every rank; collective over it."""
         box: list[Any] = [None, None, CantInferError]  # the result; the error's text, and as what it is raised
         if dist.get_rank(self._world) == 0:
             try:
-                with OneRankOnly():
+                with OneRankOnly():  # type: ignore[no-untyped-call]
                     box[0] = work()
             except PlainBackwardError as error:
                 box[1:] = str(error), ValueError
@@ -233,6 +220,11 @@ class Prover:
             raise box[2](box[1])
         return box[0]
 
+    def _on_copy(self, work: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """What ``work`` finds on a copy of the model with the example, on the first rank; collective over the world."""
+        options |= {"dtype": self._example().dtype, "prepare": self._prepare}
+        return self._from_first_rank(functools.partial(work, self._module, self._checked, *args, **options))
+
     def _example(self) -> FoundExample:
         """What the first rank's search for an example finds, on every rank; collective over the world at its first call."""
         if self._found is None:
@@ -242,21 +234,16 @@ class Prover:
 
     @property
     def _checked(self) -> Example:
-        """The example that copies run on, once one is found."""
-        example = self._example().example
-        assert example is not None
-        return example
+        return cast("Example", self._example().example)
 
     def _infer_rest(self, beside: Sequence[ShardingPlan]) -> ShardingPlan | None:
         """Infer a plan for what the shipped plans leave whole, or None if it stays so; collective over the world."""
         self._beside = beside
-        if not self._config.self_check:
-            self._known.rest = "with self_check=False nothing would prove a plan there"
-            return None
-        if self._example().example is None:
-            self._known.rest = "to infer a plan there, an example input is needed"
-            return None
         try:
+            if not self._config.self_check:
+                raise ValueError("with self_check=False nothing would prove a plan there")
+            if self._example().example is None:
+                raise ValueError("to infer a plan there, an example input is needed")
             return self._infer()
         except ValueError as error:
             self._known.rest = str(error)
@@ -265,23 +252,15 @@ class Prover:
     def _infer(self, *, sums: bool = True) -> ShardingPlan:
         """Infer a plan on the first rank; without ``sums`` experts are reduced one by one. Collective over the world."""
         name = type(self._module).__name__
-        example, dtype, failures, _ = self._example()
+        example, _, failures, _ = self._example()
         if example is None:
             raise ValueError(
                 f"plan='auto': no shipped plan fits {name}, and to infer one an example input is needed: "
                 f"{'; '.join(dict.fromkeys(failures))}. Set example_input_array on the module (a tensor, tuple or dict that its "
                 "forward takes), or write a plan (plan='my_plan.yaml' or plan={'base': 'none', 'rules': [...]}; docs/your_model.md)"
             )
-
-        spec = self._config.plan
-        own = ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) else None
-
-        def work() -> Inference:
-            options: dict[str, Any] = {"dtype": dtype, "prepare": self._prepare}
-            return infer_plan(self._module, example, self._tp, own, beside=self._beside, sums=sums, **options)
-
         try:
-            inferred = cast("Inference", self._from_first_rank(work))
+            inferred = self._on_copy(infer_plan, self._tp, self._own_rules, beside=self._beside, sums=sums)
         except CantInferError as error:
             if self._beside:
                 raise
@@ -295,7 +274,7 @@ class Prover:
             ) from None
         self._reasons, self._parts = inferred.reasons, inferred.parts
         self._known.whole, self._known.no_sp = inferred.whole, inferred.no_sp
-        return inferred.plan
+        return cast("ShardingPlan", inferred.plan)
 
     def _check_thawed(self, out: Proved) -> bool:
         """:meth:`_check_or_widen` on copies whose parameters all train; if nothing passes that, on copies frozen like the model."""
@@ -340,7 +319,6 @@ class Prover:
             raise error from None
 
     def _is_right(self, plans: list[ShardingPlan]) -> bool:
-        """Whether these plans pass the self-check; collective over the world."""
         try:
             return self._check(Proved(plans))
         except ValueError:
@@ -463,10 +441,24 @@ class Prover:
 
 
 def _inferred(out: Proved) -> list[ShardingPlan]:
-    """The plans that were inferred."""
     return [plan for plan in out.plans if plan.source == "inferred"]
 
 
 def _cause(error: Exception) -> str:
     """What a self-check found, out of its error's text."""
     return (str(error).partition("): ")[2].partition(".\nThe rules were")[0] or str(error)).rstrip(".")
+
+
+def write_plan(plans: Sequence[ShardingPlan], text: str) -> str:
+    """Write the rules of plans into a file of the XDG cache that ``plan=FILE`` reads, behind a text: its path, if any."""
+    rules = "".join(plan.to_yaml().partition("\n")[2] for plan in plans)
+    content = "".join(f"# {line}\n" for line in text.splitlines()) + "rules:\n" + rules
+    cache = os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = (Path(cache) if cache else Path.home() / ".cache") / "lightning_seqpar" / "plans"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{hashlib.sha256(rules.encode()).hexdigest()[:12]}.yaml"
+        file.write_text(content)
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home
+        return ""
+    return str(file)

@@ -30,17 +30,11 @@ _WAITED = "waited for the failed rank"
 
 
 class RankFailure(NamedTuple):
-    """How one process ended.
+    """How one process ended."""
 
-    Attributes:
-        text: the type and message of what it raised, or what became of it.
-        trace: the traceback; empty if there is none.
-        refused: whether it raised a ``ValueError``: it was given something that can't be done.
-    """
-
-    text: str
-    trace: str = ""
-    refused: bool = False
+    text: str  # the type and message of what it raised, or what became of it
+    trace: str = ""  # the traceback; empty if there is none
+    refused: bool = False  # whether it raised a ``ValueError``: it was given something that can't be done
 
     @property
     def lost_another(self) -> bool:
@@ -54,11 +48,7 @@ class RankFailure(NamedTuple):
 
 
 class RankFailedError(AssertionError):
-    """A rank of :func:`run_distributed` raised or died; the message holds every rank's own.
-
-    Attributes:
-        failures: how each rank that failed ended, by rank.
-    """
+    """A rank of :func:`run_distributed` raised or died; ``failures`` says how, by rank, and the message holds every rank's own."""
 
     def __init__(self, failures: Mapping[int, RankFailure], world_size: int) -> None:
         self.failures = dict(sorted(failures.items()))
@@ -85,10 +75,10 @@ def _rank_main(
     sender: Connection,
     rank: int,
     call: Callable[[], Any],
+    env: dict[str, str],
     seconds: float,
     world_size: int,
     store: str | None,
-    env: dict[str, str],
 ) -> None:
     """Join the other ranks at ``store``, if there is one, make the call, and tell the parent what came of it."""
     os.setsid()  # so that what this rank starts (data workers) ends with it
@@ -129,8 +119,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
         world_size: number of ranks.
         timeout: seconds for the whole call and for each collective.
 
-    Raises:
-        RankFailedError: if any rank raised, died or ran past the timeout.
+    Raises RankFailedError if any rank raised, died or ran past the timeout.
     """
     with tempfile.TemporaryDirectory() as folder:
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port()), "OMP_NUM_THREADS": "1"}
@@ -147,13 +136,12 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwar
 def _run(
     call: Callable[[], Any], timeout: float, env: dict[str, str], world_size: int = 1, store: str | None = None
 ) -> list[Any]:
-    """Let ``world_size`` processes make a call, and return their results, in rank order."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_seqpar.strategy"])
     procs, receivers = [], []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
-        proc = context.Process(target=_rank_main, args=(sender, rank, call, timeout, world_size, store, env))
+        proc = context.Process(target=_rank_main, args=(sender, rank, call, env, timeout, world_size, store))
         proc.start()
         sender.close()
         procs.append(proc)
@@ -178,7 +166,6 @@ def _run(
 def _collect(
     receivers: list[Connection], procs: Sequence[BaseProcess], timeout: float
 ) -> tuple[dict[int, Any], dict[int, RankFailure]]:
-    """What each process returned, or how it failed, by rank."""
     results: dict[int, Any] = {}
     failures: dict[int, RankFailure] = {}
     open_ends = {receiver: rank for rank, receiver in enumerate(receivers)}

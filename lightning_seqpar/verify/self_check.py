@@ -28,14 +28,16 @@ from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.comparison import COPIES, compare_losses
-from lightning_seqpar.verify.observed_run import ObservedEvaluation, ObservedRun, observe_evaluation, observe_run
-from lightning_seqpar.verify.parity import each_gradient
+from lightning_seqpar.verify.parity import COPIES, compare_losses, each_gradient
 from lightning_seqpar.verify.run_comparison import (
+    ObservedEvaluation,
+    ObservedRun,
     Verdict,
     compare_evaluations,
     compare_runs,
     describe_wrong,
+    observe_evaluation,
+    observe_run,
     without_unstable,
     wrong_gradients,
 )
@@ -61,11 +63,7 @@ class CalledApartError(RuntimeError):
 
 
 def _shard_copy(
-    copied: nn.Module,
-    plans: Sequence[ShardingPlan],
-    config: ParallelConfig,
-    groups: ParallelGroups,
-    tiles: MLPTiles | None,
+    copied: nn.Module, plans: Sequence[ShardingPlan], config: ParallelConfig, groups: ParallelGroups, tiles: MLPTiles | None
 ) -> ShardedModel:
     """Shard a copy as the model will be, its MLPs in ``tiles``; raises ValueError if the plans can't be carried out on it."""
     if groups.size("tp") == 1:
@@ -90,7 +88,6 @@ class _Again(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
         when = "in a later step, which reads what modules keep of an earlier one" if self.training else "in evaluation"
         return f"{when} ({self.example.method} with {self.example.source})"
 
@@ -219,7 +216,6 @@ def stage_check(
     # Of a large model two blocks of each stage are computed, the first one's gradients alone are kept, in both copies.
     firsts = {stack.blocks[0] for stack in cut.stacks}  # which make what the others are given
     passed_by = [name for names in cut.blocks for name in names[2:] if name not in firsts]
-    passed_by = passed_by if example.reduction.skips_repeats else []
     kept = [name for names in cut.blocks for name in names[:1]]
 
     def copied() -> nn.Module:
@@ -312,19 +308,6 @@ def _refuse_apart(called: Mapping[str, Sequence[str]], groups: ParallelGroups) -
                 )
 
 
-_COPIES = 6
-"""As many times a copy's weights the check needs at most: weights, noise, gradients of both copies, one that is gathered."""
-
-_SLACK = 512 * 1024**2
-"""Bytes for activations, and for what an allocator can't give back."""
-
-
-def has_room(model: nn.Module, example: Example, dtype: torch.dtype | None, free: int) -> bool:
-    """Whether copies of type ``dtype`` (None: the model's own) find room in ``free`` bytes of an accelerator."""
-    widths = {parameter.element_size() for parameter in model.parameters()} if dtype is None else {dtype.itemsize}
-    return _COPIES * example.reduction.numel(model) * max(widths, default=4) + _SLACK <= free
-
-
 def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups) -> Verdict:
     """The verdict of the first rank that failed or saw a difference; collective over the world."""
     world = groups[tuple(sorted(groups.topology.axes))]  # all replicas, since gradients are agreed on over dp too
@@ -363,7 +346,6 @@ def _await_others(failure: str | None, group: dist.ProcessGroup) -> None:
 
 
 def _rules_by_name(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, str]:
-    """What the plans say of each module and parameter: its rules without their patterns, as text."""
     found: dict[str, list[str]] = {}
     for match in (match for plan in plans for match in plan.match(model)):
         rule = match.rule.model_dump(exclude={"pattern"})

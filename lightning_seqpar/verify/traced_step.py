@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.inference.examples import Example, small
 from lightning_seqpar.inference.reduction import Reduction, is_large
-from lightning_seqpar.inference.trainer_view import answer_harmlessly
 from lightning_seqpar.user_input import name_error
 
 
@@ -26,55 +24,40 @@ from lightning_seqpar.user_input import name_error
 class TracedStep:
     """How one training step is run on a copy of the model whose tensors have shapes and no memory."""
 
-    method: str = "forward"  # what is called: ``forward``, or ``training_step``, whose loss is the user's own
-    args: tuple[Any, ...] = ()  # positional arguments; a step that takes fewer is given the first of them
-    kwargs: dict[str, Any] = field(default_factory=dict)  # named arguments
+    example: Example | None  # what ``forward`` takes, or ``training_step`` with the user's own loss; None if there is no input
     sizes: tuple[int, int] | None = None  # batch and length of the input, if it has a tensor of two dims or more
-    path: str = ""  # of ``forward``, the submodule that is called; empty for the model itself
-    missing: str = ""  # why there is no input; empty if there is one
+
+    missing = (
+        "no input to trace a step with: pass example= or batch= (seqpar plan: --batch package.module:function), or set "
+        "example_input_array on the module"
+    )
 
     @classmethod
     def find(cls, model: nn.Module, example: Any, batch: Any, batch_size: int, length: int | None) -> TracedStep:
         """The step for what the user passed; else for tokens, if the model is one of Hugging Face's; else for its example."""
         if batch is not None and isinstance(model, LightningModule):
             batch = _on_cpu(batch)
-            return cls("training_step", (batch, 0), sizes=_sizes(batch))
-        if example is None and batch is not None:
-            example = batch
-        if example is None:
+            return cls(Example.of_step("the batch", model, "training_step", batch), _sizes(batch))
+        if example is None and batch is None:
             for path, part in model.named_modules():
                 if tokens := draw_tokens(part, batch_size, length, longest=2048):
-                    return cls("forward", (), tokens, _sizes(tokens), path)
+                    return cls(Example.of_forward("the example", tokens, path=path), _sizes(tokens))
             example = getattr(model, "example_input_array", None)
-        if example is None:
-            return cls(
-                missing="no input to trace a step with: pass example= or batch= (seqpar plan: --batch package.module:function), or "
-                "set example_input_array on the module"
-            )
-        example = _on_cpu(example)
-        kwargs = dict(example) if isinstance(example, Mapping) else {}
-        args = () if kwargs else example if isinstance(example, tuple) else (example,)
-        return cls("forward", args, kwargs, sizes=_sizes(example))
+        given = _on_cpu(batch if example is None else example)
+        return cls(None) if given is None else cls(Example.of_forward("the example", given), _sizes(given))
 
     def run(self, model: nn.Module) -> Tensor:
         """Run it: the loss, or the sum of all outputs that have a gradient."""
-        args, kwargs = map_tensors(lambda x: torch.empty_like(x, device="cpu"), (self.args, self.kwargs))
-        losses: list[Tensor] = []
-        if isinstance(model, LightningModule):
-            answer_harmlessly(model, [], losses)
-        target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
-        if self.method == "training_step":
-            args = _as_lightning_gives(target, *args)
-        out = target(*args, **kwargs)
-        if losses:
-            return torch.stack(losses).sum()
-        loss = out.get("loss") if isinstance(out, Mapping) else out
+        assert self.example is not None
+        out, _, losses = self.example.mapped(lambda x: torch.empty_like(x, device="cpu")).call(model)
+        loss = torch.stack(losses).sum() if losses else out.get("loss") if isinstance(out, Mapping) else out
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss.sum()
         return torch.stack([x.sum() for x in tensors_in(out) if x.requires_grad]).sum()
 
     def examples(self, model: nn.Module, ranks: int) -> list[Example]:
         """Inputs with numbers for copies of a model from which a plan is inferred, to be tried in turn."""
+        assert self.example is not None
         generator = torch.Generator().manual_seed(0)
 
         def drawn(x: Tensor) -> Tensor:
@@ -87,14 +70,10 @@ class TracedStep:
         def short(x: Tensor) -> Tensor:
             return x[:2, :8] if x.ndim == 2 and not x.is_floating_point() else x
 
-        if self.method == "forward":
-            args, kwargs = map_tensors(drawn, map_tensors(short, (self.args, self.kwargs)))
-            return [Example("the example", "forward", args, kwargs, reduction=Reduction(skips_repeats=is_large(model)))]
-        batch, number = map_tensors(drawn, small(self.args))
-        step = getattr(model, self.method)
-        iterates = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
-        takes = (batch, number, 0) if iterates else _as_lightning_gives(step, batch, number)
-        whole = Example("the batch", self.method, takes, {}, iterates=iterates)
+        if self.example.method == "forward":
+            reduction = Reduction(skips_repeats=is_large(model))
+            return [replace(self.example.mapped(short).mapped(drawn), path="", reduction=reduction)]
+        whole = replace(self.example, args=map_tensors(drawn, small(self.example.args)))
         return [whole.reduced(one) for one in Reduction.variants(model, ranks, whole.length, whole.longest)]
 
 
@@ -111,13 +90,6 @@ def why_not_without_numbers(error: Exception) -> str:
 def _on_cpu(given: Any) -> Any:
     """An input on the CPU; zeros for tensors on meta, as a model has them that was made there."""
     return map_tensors(lambda x: torch.zeros_like(x, device="cpu") if x.is_meta else x.detach().cpu(), given)
-
-
-def _as_lightning_gives(step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, ...]:
-    """The arguments of a training step for one batch: an iterator of it, or itself, with its number if the step takes that."""
-    if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
-        return (iter([(batch, number, 0)]),)
-    return (batch, number) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else (batch,)
 
 
 def _sizes(inputs: Any) -> tuple[int, int] | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import logging
 import math
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,36 +23,153 @@ import lightning as L
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
-from lightning_seqpar.inference.examples import peek_batch, project
+from lightning_seqpar.inference.examples import count_samples, peek_batch, project
 from lightning_seqpar.inference.model_copy import default_dtype, move_weights
+from lightning_seqpar.inference.reduction import IDS, holders
 from lightning_seqpar.parallel.grad_sync import global_grad_norm
 from lightning_seqpar.parallel.sharded_model import record_of
-from lightning_seqpar.verify.comparison import norm_of
-from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight
-from lightning_seqpar.verify.trial_inputs import (
-    Feed,
-    KeepFloat64,
-    TrialError,
-    length_of,
-    make_batch,
-    replica_of,
-    reverse_samples,
-    shorten,
-    split_samples,
-    switch_off_dropout,
-)
+from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight, norm_of
+from lightning_seqpar.verify.traced_step import draw_tokens
 
+DEFAULT_LENGTH = 32  # positions of a sample that is made up
 SEED = 20_260_101
+ALONE = "alone"  # the side of one process that reads the parts of all replicas one after the other, as micro-batches
+AT_ONCE = "at-once"  # the side of one process that reads the parts of all replicas together
 
-ALONE = "alone"
-"""The side of one process that reads the parts of all replicas one after the other, as micro-batches."""
-AT_ONCE = "at-once"
-"""The side of one process that reads the parts of all replicas together."""
+
+class TrialError(ValueError):
+    """What was given makes no trial."""
+
+
+def split_samples(batch: Any, count: int) -> list[Any]:
+    """``count`` equal parts of a batch, each with as many of its samples; raises TrialError if they can't be dealt out evenly."""
+    if count == 1:
+        return [batch]
+    samples = count_samples(batch)
+    if samples == 0 or samples % count:
+        has = f"{samples} samples" if samples else "tensors whose first dims differ"
+        raise TrialError(
+            f"batch: it has {has}, and it must be dealt out over {count} parts (replicas × micro-batches); give one whose tensors "
+            f"all begin with the samples, {count} of them or a multiple"
+        )
+    each = samples // count
+
+    def part(tensor: Tensor, at: int) -> Tensor:
+        return tensor[at * each : (at + 1) * each] if tensor.ndim else tensor
+
+    return [map_tensors(functools.partial(part, at=at), batch) for at in range(count)]
+
+
+def reverse_samples(batch: Any) -> Any:
+    """The batch with its samples in reverse order, so that each replica reads others."""
+    if not count_samples(batch):
+        return batch
+    return map_tensors(lambda tensor: tensor.flip(0) if tensor.ndim else tensor, batch)
+
+
+def length_of(batch: Any) -> int | None:
+    """How long the sequences of a batch are: the second dim of its tokens, or else of its tensors ``[b, s, h]``; None without."""
+    tensors = list(tensors_in(batch))
+    tokens = [tensor.shape[1] for tensor in tensors if tensor.ndim > 1 and tensor.dtype in IDS]
+    features = [tensor.shape[1] for tensor in tensors if tensor.ndim == 3 and tensor.is_floating_point()]
+    return next(iter(tokens or features), None)
+
+
+def shorten(batch: Any, unit: int | None = None) -> Any:
+    """The batch with sequences cut to about three quarters of their length; None if there are none, or they are too short."""
+    length = length_of(batch)
+    if length is None:
+        return None
+    short = (3 * length // 4 - 1) | 1 if unit is None else length - unit * max(1, round(length / 4 / unit))
+    if not 2 <= short < length:
+        return None
+
+    def cut(tensor: Tensor) -> Tensor:
+        for dim in range(1, tensor.ndim):  # masks [b, 1, s, s] have the length twice
+            if tensor.shape[dim] == length:
+                tensor = tensor.narrow(dim, 0, short).contiguous()  # as a loader makes it: labels.view(-1) works
+        return tensor
+
+    return map_tensors(cut, batch)
+
+
+def make_batch(model: nn.Module, samples: int, length: int | None) -> Any:
+    """A batch for a plain module: tokens or pixels for one of Hugging Face's, else its ``example_input_array``."""
+    if tokens := draw_tokens(model, samples, length, DEFAULT_LENGTH):
+        return tokens
+    config, takes = getattr(model, "config", None), inspect.signature(model.forward).parameters
+    size = getattr(config, "image_size", None)
+    if "pixel_values" in takes and size is not None:
+        height, width = (size, size) if isinstance(size, int) else size
+        shape = samples, getattr(config, "num_channels", 3), height, width
+        return {"pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(1234))}
+    if (example := getattr(model, "example_input_array", None)) is None:
+        raise TrialError(
+            "batch: nothing says what the model takes; give a batch (--batch package.module:function that returns one, or a YAML "
+            "file with data), or set example_input_array on the module"
+        )
+    return example
+
+
+class Feed(LightningDataModule):
+    """Gives replica ``r`` its parts of the batches of an epoch, ``micro_batches`` of them from ``r * micro_batches`` on."""
+
+    def __init__(self, batches: Callable[[int], Sequence[Any]], micro_batches: int) -> None:
+        super().__init__()
+        self._batches, self._micro_batches = batches, micro_batches
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """The parts of the epoch that begins, of this rank's replica."""
+        assert self.trainer is not None
+        replicas, own = replica_of(self.trainer.strategy)
+        mine = slice(own * self._micro_batches, (own + 1) * self._micro_batches)
+        batches = self._batches(replicas)
+        batches = batches[2:] if self.trainer.current_epoch else batches[:2]
+        parts = [part for batch in batches for part in split_samples(batch, replicas * self._micro_batches)[mine]]
+        return DataLoader(parts, batch_size=None, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
+
+
+def replica_of(strategy: Any) -> tuple[int, int]:
+    """How many replicas read batches of their own under a strategy, and which of them this rank is in."""
+    told = getattr(strategy, "distributed_sampler_kwargs", None)
+    return (told["num_replicas"], told["rank"]) if told else (1, 0)
+
+
+class KeepFloat64(TorchDispatchMode):
+    """A mode in which float64 activations stay so where the model's code casts them: norms and softmaxes of Hugging Face's."""
+
+    casts = 0  # how many were turned down
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if (
+            func is torch.ops.aten._to_copy.default
+            and kwargs.get("dtype") in (torch.float32, torch.bfloat16, torch.float16)
+            and isinstance(args[0], Tensor)
+            and args[0].dtype is torch.float64
+        ):
+            self.casts += 1
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Set numbers of modules, and of configurations that they hold, whose names speak of dropping, to zero."""
+    for holder in holders(model):
+        values = holder if isinstance(holder, dict) else vars(holder)
+        for name, value in list(values.items()):
+            drops = "drop" in str(name) or (name == "p" and isinstance(holder, _DropoutNd))
+            if drops and isinstance(value, float) and 0 < value < 1:
+                values[name] = 0.0
 
 
 class PlainModule(L.LightningModule):
@@ -88,7 +206,6 @@ class Trial:
     samples: int  # samples of a micro-batch that is made up
     length: int | None  # positions of a sample that is made up
     strategy: Callable[[], Any]  # makes the strategy of the ranks
-    alone: Callable[[], Any]  # makes that of the single process
     micro_batches: int  # how many micro-batches a replica accumulates in a step
     unit: int | None  # of what the second batch is shorter; None for an odd length
     trainer: Mapping[str, Any]  # more arguments of both trainers
@@ -145,12 +262,7 @@ class TrialRecorder(ParityRecorder):
         self._written = 0
 
     def fit(
-        self,
-        module: L.LightningModule,
-        strategy: Any,
-        devices: int,
-        batches: Callable[[int], Any],
-        ckpt: Path | None = None,
+        self, module: L.LightningModule, strategy: Any, devices: int, batches: Callable[[int], Any], ckpt: Path | None = None
     ) -> L.Trainer:
         """Train a module on batches, from a checkpoint on if there is one."""
         # ModelParallelStrategy refuses float64, which module and batches have without it too.
@@ -239,7 +351,6 @@ class TrialRecorder(ParityRecorder):
         self.outcome.losses = [sum(losses[at : at + each]) / each for at in range(0, len(losses), each)]
 
     def _write_gradients(self, trainer: L.Trainer) -> None:
-        """Leave the gradients of the last step in a file."""
         if self._written == len(self.outcome.digests):
             return
         self._written += 1
@@ -299,17 +410,20 @@ def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALON
         for batch in batches:
             split_samples(batch, parts)  # what can't be dealt out is told before anything runs
         recorder = TrialRecorder(trial, side, parts)
-        mode = KeepFloat64() if trial.dtype is torch.float64 else contextlib.nullcontext()
+        mode = KeepFloat64() if trial.dtype is torch.float64 else contextlib.nullcontext()  # type: ignore[no-untyped-call]
         outcome = recorder.outcome
-        outcome.parts = parts
+        strategy: Any = "auto"
+        if isinstance(trial.strategy(), ModelParallelStrategy):
+            # A module that shards itself in configure_model asks for a mesh: in one process for one of one rank.
+            strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
         try:
             with mode:
-                recorder.fit(module, trial.alone(), 1, lambda count: batches)
+                recorder.fit(module, strategy, 1, lambda count: batches)
         except Exception as error:
             if not outcome.digests or same_length or trial.second is not None:
                 raise
             outcome.failed_length = f"{type(error).__name__}: {error}"
-        outcome.casts = getattr(mode, "casts", 0)
+        outcome.parts, outcome.casts = parts, getattr(mode, "casts", 0)
         outcome.lengths = [length_of(batch) for batch in batches]
     return outcome
 
@@ -318,7 +432,8 @@ def train_on_ranks(given: bytes, same_length: bool, wide: bool) -> tuple[Outcome
     """What the module does in two steps on this rank, and a fresh one that resumes from a checkpoint, in a third."""
     trial = read_trial(given)
     checkpoint, outcomes = Path(trial.folder, "trial.ckpt"), []
-    with quiet(), default_dtype(trial.dtype), KeepFloat64() if wide else contextlib.nullcontext():
+    mode = KeepFloat64() if wide else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+    with quiet(), default_dtype(trial.dtype), mode:
         for resumed in (False, True):
             module = build(trial.make, trial.dtype)
             # The second time with other weights, so that only the checkpoint can bring the right ones.

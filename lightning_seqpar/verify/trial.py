@@ -13,50 +13,32 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.strategies import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    Strategy,
-    StrategyRegistry,
-)
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy, StrategyRegistry
 from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.user_input import nearest
-from lightning_seqpar.verify.comparison import ParityReport, Row
+from lightning_seqpar.verify.parity import ParityReport, Row
 from lightning_seqpar.verify.ranks import RankFailedError, RankFailure, run_alone, run_distributed
-from lightning_seqpar.verify.training import AT_ONCE, Outcome, Trial, train_alone, train_on_ranks
+from lightning_seqpar.verify.training import AT_ONCE, Outcome, Trial, TrialError, train_alone, train_on_ranks
 from lightning_seqpar.verify.trial_comparison import Group, Sides, Wrong, group_first_wrong
-from lightning_seqpar.verify.trial_inputs import TrialError
 
 DType = Literal["float64", "float32"]
 
 
 @dataclass
 class Verification:
-    """What :func:`verify_parity` found; ``str()`` is its verdict, a table and, if something differs, hints.
+    """What :func:`verify_parity` found; ``str()`` is its verdict, a table and, if something differs, hints."""
 
-    Attributes:
-        status: ``right``, ``wrong``, ``refused`` (the strategy will not train this, and says why) or ``failed``.
-        setting: the topology in words.
-        rows: what was compared, and the largest error of each.
-        wrong: the tensors that differ.
-        groups: the same, put together by what they look like.
-        message: why it was refused or failed.
-        trace: the traceback of that.
-        notes: what else one should know.
-    """
-
-    status: Literal["right", "wrong", "refused", "failed"]
-    setting: str
-    rows: list[Row] = field(default_factory=list)
-    wrong: list[Wrong] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-    message: str = ""
-    trace: str = ""
-    notes: list[str] = field(default_factory=list)
+    status: Literal["right", "wrong", "refused", "failed"]  # refused: the strategy will not train this, and says why
+    setting: str  # the topology in words
+    rows: list[Row] = field(default_factory=list)  # what was compared, and the largest error of each
+    wrong: list[Wrong] = field(default_factory=list)  # the tensors that differ
+    groups: list[Group] = field(default_factory=list)  # the same, put together by what they look like
+    message: str = ""  # why it was refused or failed
+    trace: str = ""  # the traceback of that
+    notes: list[str] = field(default_factory=list)  # what else one should know
 
     @property
     def ok(self) -> bool:
@@ -148,19 +130,12 @@ def verify_parity(
         trainer: more arguments of both Trainers, such as ``{"gradient_clip_val": 1.0}``.
         timeout: seconds for each side.
 
-    Returns:
-        what was compared and what differs.
-
-    Raises:
-        TrialError: for arguments that make no trial, or a module that one process can't train.
+    Raises TrialError for arguments that make no trial, or a module that one process can't train.
     """
-    for name, given in (
-        ("module_or_factory", module_or_factory),
-        ("reference", nn.Module if reference is None else reference),
-    ):
+    for name, given in (("module_or_factory", module_or_factory), ("reference", nn.Module if reference is None else reference)):
         if not callable(given):  # a module is, too
             raise TrialError(f"{name}={given!r} is neither a module nor a function that makes one; give one of them")
-    strategy, alone, parallel = _strategies(config)
+    strategy, parallel = _strategy(config)
     if world_size is None:
         dp = parallel.dp if parallel is not None and isinstance(parallel.dp, int) else 1
         world_size = 2 if parallel is None else parallel.tp * parallel.cp * parallel.pp * dp
@@ -179,7 +154,6 @@ def verify_parity(
             samples=samples,
             length=length,
             strategy=strategy,
-            alone=alone,
             micro_batches=micro_batches or 1,
             # Ours pads lengths that do not divide; plans of others' need not.
             unit=None if parallel is not None else world_size,
@@ -197,10 +171,9 @@ def verify_parity(
         first = ranks[0][0]
         if first.replicas != replicas:
             whole, same_length, notes = _train_alone(sent, first.replicas, timeout)
-        sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp} if parallel is not None else {}
-        if parallel is None:
-            sizes["model-parallel"] = world_size // first.replicas
-        sizes["dp"] = first.replicas
+        sizes = {"model-parallel": world_size // first.replicas, "dp": first.replicas}
+        if parallel is not None:
+            sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": first.replicas}
         sides = Sides(trial, whole, ranks, sizes)
         found = sides.compare()
         if not found.ok and first.replicas > 1 and whole.parts > 1:
@@ -226,20 +199,14 @@ def assert_parity(
     config: ParallelConfig | Mapping[str, Any] | Strategy | str | Callable[[], Strategy] | None = None,
     **options: Any,
 ) -> Verification:
-    """:func:`verify_parity` for a test: fails with the verdict, the table and the hints unless all is right.
-
-    Raises:
-        AssertionError: if the ranks do not train as one process does, or refuse to.
-        TrialError: as :func:`verify_parity`.
-    """
+    """:func:`verify_parity` for a test: an AssertionError with the verdict, the table and the hints unless all is right."""
     found = verify_parity(module_or_factory, batch, config, **options)
     found.raise_if_wrong()
     return found
 
 
-def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], ParallelConfig | None]:
-    """What makes the strategy of the ranks and that of one process, and the configuration if the strategy is ours."""
-    plain = functools.partial(copy.copy, "auto")
+def _strategy(config: Any) -> tuple[Callable[[], Any], ParallelConfig | None]:
+    """What makes the strategy of the ranks, and the configuration if the strategy is ours."""
     ours: Any = StrategyRegistry["seqpar"]["strategy"]  # whose module imports this package
     if isinstance(config, ours):
         config = config.config
@@ -254,12 +221,12 @@ def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], Para
                 raise TrialError(
                     f"config={config!r} starts the ranks itself, which a trial does; give 'ddp', which computes the same"
                 )
-            return functools.partial(copy.copy, config), plain, None
+            return functools.partial(copy.copy, config), None
         config = entry["init_params"]
     if config is None or isinstance(config, Mapping):
         config = ParallelConfig(**(config or {}))
     if isinstance(config, ParallelConfig):
-        return functools.partial(ours, config=config), plain, config
+        return functools.partial(ours, config=config), config
     made, make = config, functools.partial(copy.deepcopy, config)
     if not isinstance(config, Strategy):
         if not callable(config):
@@ -275,14 +242,10 @@ def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], Para
         if not isinstance(made, Strategy):
             raise TrialError(f"config: the function made {made!r}; it must make a strategy of Lightning's")
     _refuse_elsewhere(type(made), made)
-    if isinstance(made, ModelParallelStrategy):
-        # A module that shards itself in configure_model asks for a mesh: in one process for one of one rank.
-        return make, functools.partial(ModelParallelStrategy, data_parallel_size=1, tensor_parallel_size=1), None
-    return make, plain, None
+    return make, None
 
 
 def _refuse_elsewhere(kind: type, strategy: Any) -> None:
-    """Refuse a strategy that can't train on a CPU."""
     if issubclass(kind, FSDPStrategy | DeepSpeedStrategy):
         raise TrialError(
             f"config={strategy if isinstance(strategy, str) else kind.__name__!r} trains on GPUs alone; on the CPU, "
@@ -298,7 +261,6 @@ def _maker(given: Any) -> Any:
 
 
 def _pickled(trial: Trial) -> bytes:
-    """The trial as bytes, for the processes."""
     try:
         return pickle.dumps(trial)
     except Exception as error:  # pickle raises errors of many types, and so do objects that refuse it

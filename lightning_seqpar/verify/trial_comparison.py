@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_seqpar.verify.comparison import (
+from lightning_seqpar.verify.parity import (
     RUNS,
     ParityReport,
     Row,
@@ -24,12 +24,8 @@ from lightning_seqpar.verify.comparison import (
 )
 from lightning_seqpar.verify.training import ALONE, Digest, Outcome, Trial
 
-_EXACT_RANKS = 1e-9
-"""Relative difference of two ranks' digests from which on they hold different tensors."""
-
-_EXACT = 1e-6
-"""Error, relative to a tensor's own norm, up to which it counts as an exact multiple, part or rearrangement of another."""
-
+_EXACT_RANKS = 1e-9  # relative difference of two ranks' digests from which on they hold different tensors
+_EXACT = 1e-6  # error, of its own norm, up to which a tensor counts as an exact multiple, part or rearrangement
 _NO_MULTIPLE = "no multiple of the right one"
 _ROUNDED = "right to rounding of a narrower type"
 
@@ -88,7 +84,6 @@ class Sides:
         return ParityReport(tuple(rows))
 
     def _gradients(self, step: int) -> list[Row]:
-        """The rows of a step's gradients and of their norm."""
         if len(self._first.digests) < step:
             told = "the ranks took no such step"
             return [Row(f"the gradients of step {step}", math.inf, self._limits.tensors, told)]
@@ -151,7 +146,6 @@ class Sides:
 
 
 def _apart(digests: Sequence[Digest]) -> float:
-    """How far the digests of some ranks are apart."""
     return max(spread(values) for values in zip(*digests, strict=True))
 
 
@@ -191,7 +185,6 @@ def describe_late(hint: str, quantity: str) -> str:
 
 
 def _multiple(right: Tensor, got: Tensor) -> float | None:
-    """The factor by which one tensor is another one everywhere; None if it is no multiple."""
     square = float((right * right).sum())
     if square == 0.0:
         return 1.0 if not bool(got.any()) else None
@@ -200,7 +193,6 @@ def _multiple(right: Tensor, got: Tensor) -> float | None:
 
 
 def _of_multiple(factor: float, sizes: Mapping[str, int]) -> str:
-    """What a factor says."""
     if abs(factor) < 1e-9:
         return "zero: is it detached, or does a collective have no backward?"
     axes = {size: axis for axis, size in reversed(list(sizes.items())) if size > 1}

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.guards.batch import OutputWatch, warn_of_equal_replicas
+from lightning_seqpar.verify.guards.while_training import OutputWatch, warn_of_equal_replicas
 from tests.mutants import sees
 
 CPU = torch.device("cpu")

@@ -14,9 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import infer_blocks, infer_plan
-from lightning_seqpar.inference.pipeline_cut import HowToCut, deal_out, find_cut
+from lightning_seqpar.inference.pipeline_cut import deal_out, find_cut
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.pipeline.cut import OneForwardOneBackward
@@ -107,7 +108,7 @@ def stage_of(module: L.LightningModule, example: Any, groups: ParallelGroups | N
     plan = infer_blocks(module, given)
     planned = PlannedModel(module, plan.match(module), list(STYLES), 1, False)
     groups = groups or groups_of()
-    cut = find_cut(module, given, planned.stacks, HowToCut(groups.size("pp")))
+    cut = find_cut(module, given, planned.stacks, ParallelConfig(pp=groups.size("pp")))
     if groups.size("tp") > 1:
         parallelize(module, [infer_plan(module, given, groups.size("tp")).plan], groups, sp=sp)
     return Stage(module, cut, groups, torch.device("cpu"))

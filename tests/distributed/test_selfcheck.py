@@ -24,7 +24,7 @@ from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.inference.reduction import Reduction
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify import self_check as selfcheck
-from lightning_seqpar.verify.comparison import COPIES, RUNS, compare_tensors, norm_of
+from lightning_seqpar.verify.parity import COPIES, RUNS, compare_tensors, norm_of
 from lightning_seqpar.verify.self_check import CalledApartError, self_check
 from tests.helpers import models, zoo
 from tests.helpers.fit import fit, quiet_trainer
@@ -327,7 +327,7 @@ def test_a_start_says_why_what_is_whole_is_whole_and_where_the_rules_are(tmp_pat
 
 @sees(
     "small gradients may be twice too large",
-    "comparison:compare_tensors",
+    "parity:compare_tensors",
     "own > OWN_LIMIT and",
     "False and",
     case="True",

@@ -14,10 +14,10 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRa
 from torch import Tensor, nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
-from lightning_seqpar.cli.report import render
+from lightning_seqpar.cli.plan import render
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.testing import RankFailedError, run_distributed
-from lightning_seqpar.verify.guards.pipeline import describe_bubble
+from lightning_seqpar.verify.guards.before_training import describe_bubble
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.pipelines import trainer_of

@@ -233,7 +233,7 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
     "batch = module._on_before_batch_transfer(batch, dataloader_idx=0)",
     "pass",
 )
-@sees("habits: an iterator taken for a batch", "_of_loop", "iterates=one in iterating", "iterates=False")
+@sees("habits: an iterator taken for a batch", "Example.of_step", "(batch, 0, 0), {}, iterates=True", "(batch, 0, 0), {}")
 @pytest.mark.more
 def test_what_users_write_trains_as_in_one_process(tmp_path):
     expected = outcomes("TRAINED", list(TRAINED), 1, str(tmp_path))
@@ -440,11 +440,11 @@ MANNERS: dict[str, Callable[[int, str], Any]] = {
 @sees("habits: evaluation loaders read at once", "_peek", "if in_turn and", "if False and")
 @sees(
     "habits: an example leaves counts",
-    "examples:_put_back",
-    "held.update({key: number for key, number in counts.items() if held.get(key) != number})",
+    "examples:_state_kept",
+    "back.append(functools.partial(held.update, counts))",
     "pass",
 )
-@sees("habits: an example leaves items in lists", "examples:_put_back", "items[:] = before", "pass")
+@sees("habits: an example leaves items in lists", "examples:_state_kept", "back += [functools.partial(items", "[(items")
 @sees(
     "habits: an MLP in front taken for a block",
     "find_stacks",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.inference.examples import Example, small
-from lightning_seqpar.verify.guards.batch import checksum
+from lightning_seqpar.verify.guards.while_training import checksum
 from tests.mutants import sees
 
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from lightning_seqpar.inference.examples import _step_args
 from lightning_seqpar.layout.param_layout import ModelLayout
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.comparison import RUNS, compare_losses
-from lightning_seqpar.verify.guards.model import refuse_overlaps
+from lightning_seqpar.verify.guards.while_training import refuse_overlaps
+from lightning_seqpar.verify.parity import RUNS, compare_losses
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 from tests.mutants import sees

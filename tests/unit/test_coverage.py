@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_seqpar import ParallelConfig, describe
-from lightning_seqpar.cli.report import render
+from lightning_seqpar.cli.plan import render
 from lightning_seqpar.verify.coverage import Coverage
 from tests.helpers import zoo
 from tests.helpers.adapted import Adapted
@@ -88,7 +88,7 @@ RULES = [
     "if self._vocabulary(name) is not None:",
     "if False:",
 )
-@sees("coverage: a part of a block that is whole passes for the block", "_Look.patterns", " if one not in taken]", "]")
+@sees("coverage: a part of a block that is whole passes for the block", "_Look.patterns", " if around not in taken]", "]")
 def test_what_could_be_sharded_is_counted_by_what_a_tensor_is():
     found = coverage(Model(), {"base": "none", "rules": RULES})
     # up's weight and bias and down's weight, in two blocks.

@@ -14,8 +14,9 @@ import transformers
 from torch import nn
 
 from lightning_seqpar import ParallelConfig, describe
+from lightning_seqpar.cli.arguments import human
 from lightning_seqpar.cli.main import main
-from lightning_seqpar.cli.report import human, render
+from lightning_seqpar.cli.plan import render
 from tests.helpers.families import HuggingFace, build
 from tests.helpers.models import GPT, loader
 from tests.helpers.slices import rest
@@ -75,7 +76,7 @@ def test_compiled_blocks_keep_what_eager_ones_do_and_must_have_a_compiled_form()
 
 @sees(
     "a rehearsed column multiplies by a part of its weight",
-    "_Rehearsal._cut_columns",
+    "_Rehearsal._cut_column",
     "for tensor, data in whole:",
     "for tensor, data in ():",
 )

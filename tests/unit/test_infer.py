@@ -238,7 +238,7 @@ class InLists(zoo.Net):
 
 @sees(
     "feed-forward modules in lists of their own are no blocks",
-    "stacks:_outer_list",
+    "stack_planner:_outer_list",
     "isinstance(model.get_submodule(_parent(name)), nn.ModuleList)",
     "False",
 )

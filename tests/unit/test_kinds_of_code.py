@@ -15,7 +15,7 @@ from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.layout.attributes import read_attribute, write_attribute
 from lightning_seqpar.layout.linear_kind import linear_kind, settings_of
 from lightning_seqpar.plan.sharding_plan import linears_beside, resolve_plans
-from lightning_seqpar.verify.trial_inputs import KeepFloat64
+from lightning_seqpar.verify.training import KeepFloat64
 from tests.helpers import models, third_party, zoo
 from tests.helpers.third_party import KINDS
 from tests.mutants import sees
@@ -126,8 +126,8 @@ def build(kind: str) -> nn.Module:
 @sees(
     "a list of modules taken for a module that is called",
     "part_around",
-    "and not flow.trace.calls_of(around)",
-    "and False",
+    "if flow.trace.calls_of(one)",
+    "if one",
     case="listed",
 )
 @sees("a second activation taken for a memory", "find_streams", "found.append(key)", "pass", case="two_activations")
@@ -210,7 +210,7 @@ def build(kind: str) -> nn.Module:
 )
 @sees(
     "a scale of a row's input is left whole",
-    "summed_rows:_Candidate.try_all",
+    "summed_parts:_Candidate.try_all",
     '("once", "local", "whole") if len(vector) == self._features else ',
     "",
     case="biased_row",
@@ -458,35 +458,35 @@ NO_ROWS = [
 
 @sees(
     "a module with a nonlinearity is taken for a row",
-    "summed_rows:_Candidate._sums_up",
-    "if not is_equal(total, whole):",
-    "if False:",
+    "summed_parts:_sums_up",
+    "return is_equal(total, whole)",
+    "return True",
     case="BentLinear",
 )
 @sees(
     "what saturates is tried in small numbers alone",
-    "summed_rows:_Candidate._sums_up",
+    "summed_parts:_Candidate._sums_up",
     "dtype=torch.float64) * scale)",
     "dtype=torch.float64) * 1e-3)",
     case="Saturating",
 )
 @sees(
     "a row that is linear in evaluation alone",
-    "summed_rows:_Candidate._sums_up",
+    "summed_parts:_Candidate._sums_up",
     "product((True, False), enumerate(_SCALES))",
     "product((False,), enumerate(_SCALES))",
     case="BentInTraining",
 )
 @sees(
     "a row is scaled by what another module computes",
-    "summed_rows:_is_closed",
+    "summed_parts:_is_closed",
     "return all(",
     "return True or all(",
     case="Scaling",
 )
 @sees(
     "an adapter that drops out of its output is a row",
-    "summed_rows:_Candidate._draws_for_features",
+    "summed_parts:_Candidate._draws_for_features",
     "draw.shape != x.shape",
     "False",
     case="DroppingOutputs",

@@ -10,7 +10,7 @@ from lightning_seqpar import ParallelConfig, ProcessTopology, ShardingPlan
 from lightning_seqpar.config import VERSION
 from lightning_seqpar.strategy.model_setup import LINES, groups_of, summarize
 from lightning_seqpar.verify.coverage import Coverage, Whole
-from lightning_seqpar.verify.plan_file import write_plan
+from lightning_seqpar.verify.prover import write_plan
 from tests.mutants import sees
 
 

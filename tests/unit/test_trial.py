@@ -9,9 +9,16 @@ import torch
 from torch import nn
 
 from lightning_seqpar.init.model_source import shrink
-from lightning_seqpar.verify.comparison import largest_gap
-from lightning_seqpar.verify.parity import Trace, compare
-from lightning_seqpar.verify.training import Digest
+from lightning_seqpar.verify.parity import Trace, compare, largest_gap
+from lightning_seqpar.verify.training import (
+    Digest,
+    KeepFloat64,
+    make_batch,
+    reverse_samples,
+    shorten,
+    split_samples,
+    switch_off_dropout,
+)
 from lightning_seqpar.verify.trial import verify_parity
 from lightning_seqpar.verify.trial_comparison import (
     Wrong,
@@ -19,14 +26,6 @@ from lightning_seqpar.verify.trial_comparison import (
     describe_late,
     describe_ranks,
     group_first_wrong,
-)
-from lightning_seqpar.verify.trial_inputs import (
-    KeepFloat64,
-    make_batch,
-    reverse_samples,
-    shorten,
-    split_samples,
-    switch_off_dropout,
 )
 from tests.mutants import sees
 
@@ -124,7 +123,7 @@ def test_sequences_are_cut_to_an_odd_length_with_their_masks():
 @sees(
     "verify: dropout stays",
     "switch_off_dropout",
-    "                setattr(holder, name, 0.0)\n",
+    "                values[name] = 0.0\n",
     "                pass\n",
 )
 def test_dropout_is_switched_off_wherever_it_is_set():

@@ -16,17 +16,8 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adamax,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.ASGD,
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
+    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
 )
 """Optimizers that update each element from its own value, gradient and state alone: they do the same on a shard."""
 
@@ -88,8 +79,7 @@ def _is_named(kind: type, path: str) -> bool:
     return _path(kind) == path or getattr(sys.modules.get(module), name, None) is kind
 
 
-_UPDATES = ("step", "_init_group", "_group_tensors_by_device_and_dtype")
-"""The methods by which torch's optimizers update."""
+_UPDATES = ("step", "_init_group", "_group_tensors_by_device_and_dtype")  # the methods by which torch's optimizers update
 
 
 def _leaves_alone(optimizer: Optimizer, known: Sequence[type]) -> bool:
@@ -103,10 +93,8 @@ def _leaves_alone(optimizer: Optimizer, known: Sequence[type]) -> bool:
     return all(inspect.unwrap(one) is inspect.unwrap(other) for one, other in made)
 
 
-_SHAPES = ((8,), (8, 6), (4, 6, 2), (4, 2, 6, 2))
-"""Of the small tensors, by their number of dims; the first two dims are cut."""
-_SCALES = (1.0, 100.0, 1e-3, 1.0, 10.0)
-"""Of the gradients, step by step: what is bounded by a norm shows in a step with large ones."""
+_SHAPES = ((8,), (8, 6), (4, 6, 2), (4, 2, 6, 2))  # of the small tensors, by their number of dims; the first two dims are cut
+_SCALES = (1.0, 100.0, 1e-3, 1.0, 10.0)  # of the gradients, step by step: a bound by a norm shows with large ones
 
 
 def _check_elementwise(optimizer: Optimizer) -> None:

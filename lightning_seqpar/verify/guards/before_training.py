@@ -1,15 +1,20 @@
-"""Settings that are refused before any process is started or any group is made."""
+"""Configurations, callbacks and modules that are refused before anything is run."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch._inductor
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from lightning.pytorch.tuner.lr_finder import _LRCallback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_seqpar.config import ParallelConfig
@@ -86,8 +91,7 @@ def check_layer_sync(plugin: LayerSync | None) -> None:
         )
 
 
-COMPILE_OPTIONS = ("backend", "mode", "options", "dynamic")
-"""Arguments of ``torch.compile`` that the field ``compile_options`` may hold."""
+COMPILE_OPTIONS = ("backend", "mode", "options", "dynamic")  # of ``torch.compile``, that ``compile_options`` may hold
 
 
 def check_compile_options(options: Mapping[str, Any]) -> None:
@@ -129,3 +133,71 @@ def check_ddp_options(options: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"ddp={{{name!r}: ...}}: DistributedDataParallel has no such option; did you mean {nearest(name, known)}?"
             )
+
+
+def refuse_callbacks(callbacks: Sequence[Any], shards: int) -> None:
+    """Refuse callbacks that choose among all elements of a weight (pruning), recognised by the names of their classes."""
+    for callback in callbacks:
+        if shards > 1 and any(kind.__name__ == "ModelPruning" for kind in type(callback).__mro__):
+            raise ValueError(
+                f"{type(callback).__name__} with parameters in {shards} parts: it copies the model before it is sharded, and each "
+                "rank would choose by its own part of a weight what to prune; prune before or after the training"
+            )
+
+
+def refuse_links(callbacks: Sequence[Any]) -> None:
+    """Refuse ``save_last="link"`` where checkpoints are written in the background: the link would lead to what is not whole yet."""
+    for callback in callbacks:
+        if getattr(callback, "save_last", None) == "link":
+            raise ValueError(
+                f"{type(callback).__name__}(save_last='link') with checkpoint={{'async_save': True}}: the link would lead to a "
+                "checkpoint that is not whole yet; use save_last=True, or async_save: false"
+            )
+
+
+def refuse_in_stages(module: LightningModule, callbacks: Iterable[Any], pp: int) -> None:
+    """Refuse a module or a callback that needs what one stage alone has."""
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"pp={pp} with automatic_optimization=False: micro-batches of a pipeline are the batches that Lightning accumulates, "
+            "and backwards run when they are due; use automatic optimization with accumulate_grad_batches, or pp=1"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            f"pp={pp} with training_step(self, dataloader_iter): a step that reads its loader by itself can't be run by stages "
+            "that are not equally far; write training_step(self, batch, batch_idx), or use pp=1"
+        )
+    reads = [module] if is_overridden("on_after_backward", module) else []
+    for callback in callbacks:
+        name = type(callback).__name__
+        if is_overridden("on_after_backward", callback, Callback):
+            reads.append(callback)
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise ValueError(
+                f"{name} with pp={pp}: it copies all weights, of which each stage has its own; leave it out, or use pp=1"
+            )
+        if isinstance(callback, LearningRateFinder | _LRCallback):
+            raise ValueError(
+                f"{name} with pp={pp}: it reads the loss behind each batch, which the last stage alone has then; look for the rate "
+                "with pp=1, or leave it out"
+            )
+    if reads:
+        raise ValueError(
+            f"{type(reads[0]).__name__}.on_after_backward with pp={pp}: behind a micro-batch its backward may still be to come; "
+            "use on_before_optimizer_step, or pp=1"
+        )
+
+
+def describe_bubble(micro_batches: int, pp: int, virtual_pp: int = 1) -> str:
+    """A sentence on the part of a step in which a stage waits: ``(p - 1) / (v m + p - 1)`` (arXiv 2104.04473, section 2.2)."""
+
+    def share(count: int) -> str:
+        return f"{(pp - 1) / (virtual_pp * count + pp - 1):.0%}"
+
+    told = f"pp={pp}" + f", virtual_pp={virtual_pp}" * (virtual_pp > 1)
+    told += f" with accumulate_grad_batches={micro_batches}: each stage waits {share(micro_batches)} of the time for others"
+    if micro_batches < pp:
+        told += ", since there are fewer micro-batches than stages"
+    if micro_batches < 4 * pp:
+        told += f"; accumulate_grad_batches={4 * pp} would leave {share(4 * pp)}"
+    return told
