@@ -81,8 +81,7 @@ _IN_PLACE = """
 def _aligned(place: Place, ndim: int, values: Iterable[Any]) -> Any:
     """What stands for ``values`` beside a part ``place`` of a tensor of ``ndim`` dims, under broadcasting: their own positions.
 
-    Returns:
-        a list; NotImplemented if one of them has another size there.
+    NotImplemented if one of them has another size there.
     """
     from_right = ndim - place.dim
     out: list[Any] = []

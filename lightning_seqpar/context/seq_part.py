@@ -206,11 +206,7 @@ class SeqPart(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function on the part if it can be, else on the whole.
-
-        Raises:
-            RuntimeError: for what would change or name a copy alone, in place of the sequence.
-        """
+        """Run a function on the part if it can be, else on the whole; not one that would change or name a copy alone."""
         named: dict[str, Any] = dict(kwargs) if kwargs else {}
         if func in FACTS:
             with without_overrides():

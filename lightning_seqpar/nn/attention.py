@@ -88,11 +88,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
 
     @staticmethod
     def check(attention: nn.MultiheadAttention, name: str, *, sp: bool, dim: int) -> None:
-        """Refuse what has no parallel form, before anything is changed.
-
-        Raises:
-            ValueError: naming the module and what is wrong.
-        """
+        """Refuse what has no parallel form by a ValueError, before anything is changed."""
         for wrong, what in (
             (attention.in_proj_weight is None, "kdim or vdim different from embed_dim"),
             (attention.bias_k is not None, "add_bias_kv=True"),

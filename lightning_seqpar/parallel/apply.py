@@ -97,8 +97,7 @@ class _Swap:
             match.rule.apply(match.name, application)
         make_recomputed(plan, self._recomputed, self._recompute, application.region_of)
         if self._recompute in ("activations", "selective"):
-            apart = (*self._recomputed, *self._tiled)
-            remake_activations(plan, apart, application.region_of, application.columns_of)
+            remake_activations(application, [*self._recomputed, *self._tiled])
         if self._tiles is not None:
             self._tiles.apply(plan, self._tiled, application.region_of)
         record = ShardedModel(

@@ -36,12 +36,11 @@ from lightning_seqpar.plan.sharding_plan import ShardingPlan, read_plans
 from lightning_seqpar.plan.vocabulary import find_vocabulary
 from lightning_seqpar.region.activations import RecomputedNorm, RecomputedSpan, is_norm
 from lightning_seqpar.region.hooks import find_argument, put_argument
-from lightning_seqpar.region.products import ColumnGroup
 from lightning_seqpar.region.recompute import RecomputedForward, RecomputeNotes, TiledCall
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.styles.linear import ColumnRule
 from lightning_seqpar.styles.replace import unfit_for_vocab
-from lightning_seqpar.styles.style import PlannedModel, Stack
+from lightning_seqpar.styles.style import Application, PlannedModel, Stack
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 Recompute = Literal["none", "activations", "selective", "full"]
@@ -143,14 +142,9 @@ def remake_norms(found: Iterable[nn.Module]) -> None:
         module.__dict__["forward"] = RecomputedNorm(module)
 
 
-def remake_activations(
-    plan: PlannedModel,
-    names: Iterable[str],
-    regions: Callable[[str], SequenceRegion],
-    columns: Callable[[str], ColumnGroup],
-) -> None:
-    """Let norms, and what is between the columns and the row of an MLP, run again; ``names`` are of modules that do so anyway."""
-    apart = [*names]
+def remake_activations(application: Application, apart: Sequence[str]) -> None:
+    """Let norms, and what is between the columns and the row of an MLP, run again; not in modules ``apart``, which do so anyway."""
+    plan = application.plan
     gathers = {name for name in plan.named("gather") if name not in plan.named("copy")}
     remake_norms(norms(plan))
     for name in _mlps(plan):
@@ -158,7 +152,7 @@ def remake_activations(
         summed = any(plan.reduced_at(row) is not None for row in rows)
         if name in gathers and not summed and not any(inside(name, one) for one in apart):
             module = plan.modules[name]
-            module.__dict__["forward"] = RecomputedSpan(module, columns(name), regions(name))
+            module.__dict__["forward"] = RecomputedSpan(module, application.columns_of(name), application.region_of(name))
 
 
 def make_recomputed(

@@ -99,15 +99,8 @@ def with_vocabulary(
 
     A rule of the user's for one of these modules decides about it, and about what is tied to it. A plan that the user wrote
     whole (a file, or ``base: none``) says itself what is sharded: nothing is added.
-
-    Args:
-        plans: what :func:`~lightning_seqpar.plan.sharding_plan.resolve_plans` found.
-        spec: the config's field ``plan``.
-        model: the whole model, for ``size`` tensor-parallel ranks.
-        size: their number.
-        sp: whether activations between blocks are shards along the sequence.
-        certain: for plans that nothing proves: take only what accessors, ties or equal numbers of rows show to be a vocabulary.
-        callbacks: of the trainer; one that reads a weight, as a hook of the model may, leaves the vocabulary whole.
+    With ``certain``, for plans that nothing proves, only what accessors, ties or equal numbers of rows show to be a vocabulary is
+    taken. One of the trainer's ``callbacks`` that reads a weight, as a hook of the model may, leaves the vocabulary whole.
     """
     base = spec if isinstance(spec, str) else spec.base
     if base == "none" or base.endswith((".yaml", ".yml")):

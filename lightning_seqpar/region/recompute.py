@@ -119,7 +119,8 @@ class RecomputedForward:
             return self._run(*args, **kwargs)
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
-        before, sizes = self._buffers(), _sizes((*args, *kwargs.values()))
+        before = {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
+        sizes = _sizes((*args, *kwargs.values()))
         run = functools.partial(self._run_to_row, saved_counter()) if self._stops_at_row else self._run
         call = RecomputedCall(run, args, kwargs, self.region, ModelAttributes(self.module, tensors=True))
         out = checkpoint(call, *call.take_kept(), use_reentrant=False)
@@ -152,10 +153,6 @@ class RecomputedForward:
             "twice; blocks get none, and what the model returns of it is empty",
         )
         return None
-
-    def _buffers(self) -> dict[str, tuple[Tensor, int]]:
-        """The buffers of the module, each with its version."""
-        return {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
 
     def _check_buffers(self, before: Mapping[str, tuple[Tensor, int]]) -> None:
         """Refuse a forward that changed a buffer in place; one that is made anew (a table that grows) is no state."""

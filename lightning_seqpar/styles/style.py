@@ -163,10 +163,6 @@ class Stack:
         """Whether the module is a block or a part of one."""
         return any(inside(name, block) for block in self.blocks)
 
-    def reaches(self, name: str) -> bool:
-        """Whether the module runs between the stack's first block and the end of its region."""
-        return self.covers(name) or any(inside(name, out) for out in self.exits)
-
 
 class PlannedModel:
     """A model and the rules that hold for it: what a style looks at when it checks, and when it lays out parameters.
@@ -281,8 +277,11 @@ class PlannedModel:
         return next((stack for stack in self.stacks if stack.owner == owner), None)
 
     def stack_reaching(self, name: str) -> Stack | None:
-        """The first stack in whose region the module runs; none outside of all regions."""
-        return next((stack for stack in self.stacks if stack.reaches(name)), None)
+        """The first stack between whose first block and the end of whose region the module runs; none outside of all."""
+        for stack in self.stacks:
+            if stack.covers(name) or any(inside(name, out) for out in stack.exits):
+                return stack
+        return None
 
     def sp_at(self, name: str) -> bool:
         """Whether activations are shards where the module runs: inside the blocks of a region with sp, or at its end."""
