@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import mmap
-import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,24 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_seqpar.checkpoint.atomic_files import MARKER, UNFINISHED, beside, missing, sync
-from lightning_seqpar.checkpoint.folder import (
-    Form,
-    Opened,
-    Part,
-    SavingPlanner,
-    Source,
-    begin_folder,
-    find_folder,
-    finish_folder,
-    is_meta,
-    pack,
-    split_parts,
-    walk,
-)
+from lightning_seqpar.checkpoint.folder import Form, Opened, Part, Source, find_folder, is_meta, walk, write_alone
 from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.init.meta_weights import WeightFiles
 
@@ -223,16 +206,7 @@ def _to_folder(source: Source, target: Path, progress: Callable[[int, int], None
             return parts.setdefault(identity(leaf), _DeferredPart(leaf, read))
         return leaf
 
-    state, deferred = split_parts(walk(source.tree, part))
-    total = sum(item.local.nbytes for item in deferred.values())
-    begin_folder(target)
-    try:
-        with warnings.catch_warnings():  # torch warns that one process writes alone, which is intended
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            writer = FileSystemWriter(beside(target, UNFINISHED))
-            save(deferred, storage_writer=writer, planner=SavingPlanner(), no_dist=True)
-    except Exception:
-        shutil.rmtree(beside(target, UNFINISHED), ignore_errors=True)
-        raise
-    finish_folder(target, pack(state), {"version": None, "topology": None, **source.origin})
+    tree = walk(source.tree, part)
+    total = sum(one.local.nbytes for one in parts.values())
+    write_alone(target, tree, {"version": None, "topology": None, **source.origin})
     progress(total, total)

@@ -284,6 +284,21 @@ def write_folder(
     return write
 
 
+def write_alone(path: Path, checkpoint: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Writes a sharded checkpoint as one process, of parts that are whole tensors; what is begun is removed if it fails."""
+    state, parts = split_parts(checkpoint)
+    begin_folder(path)
+    try:
+        with warnings.catch_warnings():  # torch warns that one process writes alone, which is intended
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            writer = FileSystemWriter(beside(path, UNFINISHED))
+            save(dict(parts), storage_writer=writer, planner=SavingPlanner(), no_dist=True)
+    except Exception:
+        clear_away(beside(path, UNFINISHED))
+        raise
+    finish_folder(path, pack(state), facts)
+
+
 class _Index(pickle.Unpickler):
     """Reads the index of a folder, a pickle, and refuses any class that is not part of an index, which may run code."""
 

@@ -276,7 +276,12 @@ class ModelSetup:
             record.stay_frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
             rank_zero_warn(f"lightning_seqpar: the plan is proved only while what is frozen stays so: {proved.frozen}")
         coverage = cover(record, plans, proved.known, sp=self._env.config.sp)
-        lines = [_describe_plan(record, plans, coverage), *describe_stages(record), *coverage.reasons, *proved.lines]
+        stage, layout = record.stage, record.layout
+        sources = ", ".join(dict.fromkeys(plan.source for plan in plans))
+        held = layout.local_numel([name for name in layout if stage is None or stage.holds(name)])
+        whose = "per rank" if stage is None else f"on a rank of stage {stage.number}"
+        plan = f"{sources}: {coverage}; {held:,} of {layout.global_numel():,} parameters {whose}"
+        lines = [plan, *describe_stages(record), *coverage.reasons, *proved.lines]
         lines += [] if record.graphs is None else [describe_compiled(record)]
         self._log_summary(lines, coverage, plans)
         for warning in coverage.warnings:
@@ -416,17 +421,6 @@ class ModelSetup:
                 dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=self._env.world)
                 if storage_id(staged) != storage_id(tensor):
                     tensor.data.copy_(staged)
-
-
-def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan], coverage: Coverage) -> str:
-    """A line on where the plans are from, and how much of the parameters is sharded."""
-    stage, layout = record.stage, record.layout
-    held = layout.local_numel([name for name in layout if stage is None or stage.holds(name)])
-    whose = "per rank" if stage is None else f"on a rank of stage {stage.number}"
-    return (
-        f"{', '.join(dict.fromkeys(plan.source for plan in plans))}: {coverage}; "
-        f"{held:,} of {layout.global_numel():,} parameters {whose}"
-    )
 
 
 def refuse_sparse(tensor: Tensor) -> None:

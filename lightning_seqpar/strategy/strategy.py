@@ -49,18 +49,8 @@ from lightning_seqpar.strategy.steps import Steps
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.user_input import nearest
-from lightning_seqpar.verify.guards.before_training import (
-    check_backend,
-    check_compile_options,
-    check_ddp_options,
-    check_layer_sync,
-    refuse_callbacks,
-    refuse_in_stages,
-    refuse_links,
-    refuse_notebook,
-    refuse_sweep,
-    refuse_unsupported,
-)
+from lightning_seqpar.verify.guards import before_training as guards
+from lightning_seqpar.verify.guards.before_training import refuse_callbacks, refuse_in_stages, refuse_links
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -154,15 +144,15 @@ class SeqParallelStrategy(ParallelStrategy):
     ) -> None:
         keywords = {name: value for name, value in locals().items() if name in ParallelConfig.model_fields}
         merged = _merge_config(config, keywords)
-        refuse_unsupported(merged)
-        check_ddp_options(merged.ddp)
+        guards.refuse_unsupported(merged)
+        guards.check_ddp_options(merged.ddp)
         if merged.fsdp and merged.data_parallel != "fsdp":
             raise ValueError(
                 f"fsdp={merged.fsdp!r} beside data_parallel={merged.data_parallel!r}: nothing reads it; set data_parallel='fsdp', "
                 "or leave it out"
             )
         fully_shard_options(merged.fsdp)
-        check_compile_options(merged.compile_options)
+        guards.check_compile_options(merged.compile_options)
         check_plan(merged.plan)  # here, so that wrong rules raise before any process starts
         self.config = merged
         self._is_set_up = self._failed = False
@@ -280,13 +270,13 @@ class SeqParallelStrategy(ParallelStrategy):
         """Make the launcher, after all that can be checked before processes are started."""
         assert self.cluster_environment is not None
         ProcessTopology.from_config(self.config, self.num_nodes * self.num_processes)
-        check_backend(self.config.process_group_backend, self.root_device.type)
+        guards.check_backend(self.config.process_group_backend, self.root_device.type)
         if not self.cluster_environment.creates_processes_externally:
             if _IS_INTERACTIVE or not is_script():
-                refuse_notebook(self.num_nodes * self.num_processes)
+                guards.refuse_notebook(self.num_nodes * self.num_processes)
             if is_hydra_sweep():
-                refuse_sweep(self.num_nodes * self.num_processes)
-        check_layer_sync(self._layer_sync)
+                guards.refuse_sweep(self.num_nodes * self.num_processes)
+        guards.check_layer_sync(self._layer_sync)
         self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:

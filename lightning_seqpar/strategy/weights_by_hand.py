@@ -196,11 +196,11 @@ class WeightWatch(TorchDispatchMode):
             yield
             return
         self.is_on = False
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.__exit__(None, None, None)
         try:
             yield
         finally:
-            self.__enter__()  # type: ignore[no-untyped-call]
+            self.__enter__()
             self._known = None  # there may be other gradients than before
             self.is_on = True
 

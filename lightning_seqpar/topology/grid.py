@@ -248,7 +248,7 @@ class ProcessTopology:
         return [pipeline[stage] for stage in sorted(stages if split_rank is None else {*stages, split_rank})]
 
     def embedding_ranks(self, rank: int, split_rank: int | None = None) -> list[int]:
-        """The ranks of ``rank``'s pipeline with the token embedding: its first stage, its last (a tied head), the split's."""
+        """The ranks of ``rank``'s pipeline with the token embedding: its first stage, its last (a tied head), ``split_rank``."""
         return self._at_stages(rank, {0, self.pipeline_size - 1}, split_rank)
 
     def position_embedding_ranks(self, rank: int, split_rank: int | None = None) -> list[int]:

@@ -155,7 +155,7 @@ def test_hydra_leaves_one_folder(tmp_path):
 @sees(
     "a sweep starts ranks",
     "SeqParallelStrategy._configure_launcher",
-    "                refuse_sweep(self.num_nodes * self.num_processes)\n",
+    "                guards.refuse_sweep(self.num_nodes * self.num_processes)\n",
     "                pass\n",
 )
 @pytest.mark.launch
