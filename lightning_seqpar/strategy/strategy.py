@@ -50,7 +50,6 @@ from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.guards import before_training as guards
-from lightning_seqpar.verify.guards.before_training import refuse_callbacks, refuse_in_stages, refuse_links
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -290,7 +289,7 @@ class SeqParallelStrategy(ParallelStrategy):
         """Connect the processes and make their groups; make a model whole that an earlier run sharded, if callbacks copy it."""
         callbacks, module = self.environment.callbacks, self.environment.module
         if self.config.checkpoint.async_save:
-            refuse_links(callbacks)
+            guards.refuse_links(callbacks)
         super().setup_environment()
         self.set_world_ranks()
         self.environment.connect()
@@ -380,7 +379,7 @@ class SeqParallelStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         module = env.module
         if env.fits and self.config.pp > 1:
-            refuse_in_stages(module, env.callbacks, self.config.pp)
+            guards.refuse_in_stages(module, env.callbacks, self.config.pp)
         state, self.saver.state_for_meta_model = self.saver.state_for_meta_model, None
         meta_weights = setup.late_weights(module, state)
         self.precision_plugin.convert_module(module)
@@ -406,7 +405,7 @@ class SeqParallelStrategy(ParallelStrategy):
             record.strategy = weakref.ref(self)
             for region in record.regions:
                 region.observers.schedule = steps.schedule
-            refuse_callbacks(env.callbacks, steps.shards * self.config.pp)
+            guards.refuse_callbacks(env.callbacks, steps.shards * self.config.pp)
         if env.fits:
             setup.share_out_averages(record, self.saver.average_state)
         share_metrics(env)

@@ -270,6 +270,20 @@ class ParallelGroups:
         """The axes along which ranks compute the same loss: ``tp`` and ``cp``. Empty where there are none."""
         return tuple(axis for axis in self.topology.axes if axis in ("tp", "cp"))
 
+    @property
+    def next_stage(self) -> int:
+        """World rank that this rank sends activations to, the last stage's being the first; -1 outside the grid."""
+        return self._mapping[self.topology.next_stage(self._grid_rank)] if self._grid_rank >= 0 else -1
+
+    @property
+    def prev_stage(self) -> int:
+        """World rank that this rank receives activations from; -1 outside the grid."""
+        return self._mapping[self.topology.prev_stage(self._grid_rank)] if self._grid_rank >= 0 else -1
+
+    def p2p_pairs(self) -> list[list[int]]:
+        """World ranks ``[sender, receiver]`` of every hop along every pipeline, the wrap-around included."""
+        return [[self._mapping[sender], self._mapping[receiver]] for sender, receiver in self.topology.p2p_pairs()]
+
     def mesh(self, device_type: str) -> DeviceMesh:
         """A ``DeviceMesh`` over these very groups, its dims named by the axes, for torch's own tools."""
         groups = [self[axis] for axis in self.topology.axes]  # raises outside the grid, for fake or destroyed groups

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_seqpar.context.seq_part import SeqPart
-from lightning_seqpar.distributed.collectives import split
+from lightning_seqpar.distributed.async_ops import split
 from lightning_seqpar.distributed.rng import Drawn, SavedStreams, drawn_by, draws_apart, seed_streams
 from lightning_seqpar.inference.examples import Example, backward_at_once
 from lightning_seqpar.inference.model_copy import Quiet, kept_tensors

@@ -64,16 +64,15 @@ def worker_every_group(cases):
 
 def hop(groups: ParallelGroups) -> None:
     """One activation goes round the pipeline."""
-    rank, topology = dist.get_rank(), groups.topology
-    told, heard = torch.tensor([rank]), torch.tensor([-1])
+    told, heard = torch.tensor([dist.get_rank()]), torch.tensor([-1])
     sends = [
-        dist.P2POp(dist.isend, told, topology.next_stage(rank), group=groups["pp"]),
-        dist.P2POp(dist.irecv, heard, topology.prev_stage(rank), group=groups["pp"]),
+        dist.P2POp(dist.isend, told, groups.next_stage, group=groups["pp"]),
+        dist.P2POp(dist.irecv, heard, groups.prev_stage, group=groups["pp"]),
     ]
     for work in dist.batch_isend_irecv(sends):
         work.wait()
-    assert int(heard) == topology.prev_stage(rank)
-    assert [int(heard), int(told)] in topology.p2p_pairs()
+    assert int(heard) == groups.prev_stage
+    assert [int(heard), int(told)] in groups.p2p_pairs()
 
 
 @sees(
@@ -114,6 +113,7 @@ def worker_parts():
     upper = ParallelGroups(ProcessTopology(["dp", "tp"], [2, 2]), rank, rank_mapping={0: 7, 1: 6, 2: 5, 3: 4})
     mine, other = (lower, upper) if rank < 4 else (upper, lower)
     assert (other.rank("tp"), other.size("tp"), other.ranks("dp"), other.source("tp")) == (-1, -1, [], -1)
+    assert (other.next_stage, other.prev_stage) == (-1, -1)
     with pytest.raises(RuntimeError, match="outside the grid"):
         other["tp"]
     ask_everything(mine)
