@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_seqpar.checkpoint.atomic_files import MARKER, UNFINISHED, beside, missing, sync
+from lightning_seqpar.checkpoint.atomic_files import MARKER, beside, missing, write_whole
 from lightning_seqpar.checkpoint.folder import Form, Opened, Part, Source, find_folder, is_meta, walk, write_alone
 from lightning_seqpar.distributed.autograd import storage_id
-from lightning_seqpar.init.meta_weights import WeightFiles
+from lightning_seqpar.init.weight_files import WeightFiles
 
 K = TypeVar("K")
 
@@ -147,12 +147,9 @@ def _to_file(source: Source, target: Path, progress: Callable[[int, int], None])
     unread: dict[int, Tensor] = {}
     walk(source.tree, lambda _, leaf: unread.setdefault(id(leaf), leaf) if is_meta(leaf) else leaf)
     target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = beside(target, UNFINISHED)
     with read_all(source, unread, beside(target, ".scratch"), progress) as found:
-        torch.save(walk(source.tree, lambda _, leaf: found.get(id(leaf), leaf)), unfinished)
-    sync(unfinished)
-    unfinished.replace(target)
-    sync(target.parent)
+        tree = walk(source.tree, lambda _, leaf: found.get(id(leaf), leaf))
+        write_whole(target, lambda file: torch.save(tree, file))
 
 
 @contextmanager

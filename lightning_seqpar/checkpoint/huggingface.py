@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync, write_synced
 from lightning_seqpar.checkpoint.convert import check_free, identity, read_all
 from lightning_seqpar.checkpoint.folder import Form, Source, begin_folder
-from lightning_seqpar.init.meta_weights import WeightFiles
 from lightning_seqpar.init.model_source import model_from_folder
+from lightning_seqpar.init.weight_files import WeightFiles
 from lightning_seqpar.user_input import nearest
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json", ".ckpt")

@@ -32,7 +32,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from pydantic import ValidationError
 
-from lightning_seqpar.checkpoint.atomic_files import MARKER, UNFINISHED, beside, local_path, write_synced
+from lightning_seqpar.checkpoint.atomic_files import MARKER, local_path, write_whole
 from lightning_seqpar.user_input import name_error
 
 P = ParamSpec("P")
@@ -458,5 +458,4 @@ class RestartList:
 
     def _write(self, entries: list[list[str]]) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        write_synced(beside(self._file, UNFINISHED), lambda file: file.write(json.dumps(entries).encode()))
-        beside(self._file, UNFINISHED).replace(self._file)
+        write_whole(self._file, lambda file: file.write(json.dumps(entries).encode()))

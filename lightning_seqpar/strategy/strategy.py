@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_seqpar.checkpoint.atomic_files import WholeFileIO, on_every_rank
+from lightning_seqpar.checkpoint.atomic_files import on_every_rank
 from lightning_seqpar.config import CheckpointConfig, ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.collectives import gather_from_sequence_parallel_region
 from lightning_seqpar.distributed.host import any_rank_has
@@ -44,7 +44,7 @@ from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_swe
 from lightning_seqpar.strategy.loops import Loaders, Loops, Searches
 from lightning_seqpar.strategy.model_setup import ModelSetup
 from lightning_seqpar.strategy.precision import share_overflows, with_global_clipping, without_global_clipping
-from lightning_seqpar.strategy.saving import Saver
+from lightning_seqpar.strategy.saving import Saver, WholeFileIO
 from lightning_seqpar.strategy.steps import Steps
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups

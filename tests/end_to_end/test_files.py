@@ -16,7 +16,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.checkpoint.atomic_files import REPLACED, UNFINISHED, SaveError, WholeFileIO
+from lightning_seqpar.checkpoint.atomic_files import REPLACED, UNFINISHED, SaveError
+from lightning_seqpar.strategy.saving import WholeFileIO
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
 from tests.helpers.checkpoints import whole
@@ -84,12 +85,9 @@ def save_where_it_cannot(form: str, folder: str) -> list[str]:
 )
 @sees(
     "a file written in its own place",
-    "WholeFileIO.save_checkpoint",
-    (
-        "        write_synced(beside(place, UNFINISHED), lambda file: torch.save(checkpoint,"
-        " file))\n        beside(place, UNFINISHED).replace(place)\n"
-    ),
-    "        write_synced(place, lambda file: torch.save(checkpoint, file))\n",
+    "write_whole",
+    "    write_synced(unfinished, write)\n    unfinished.replace(path)\n",
+    "    write_synced(path, write)\n",
     case="single",
 )
 @pytest.mark.parametrize("form", FORMS)

@@ -201,7 +201,7 @@ def refused(kind: str, sizes: dict[str, Any]) -> None:
         ("Past", TURNS, r"pp=2: model\.blocks\.2 reads model\.blocks\.0\..*past the activation between blocks"),
         ("Skips", {"pp": 2}, r"the training step returned NoneType, and not a loss: with pp=2 no batch can be skipped"),
     ],
-    ids=["freezes", "both", "past", "skips"],
+    ids=["freezes", "past", "skips"],
 )
 def test_what_can_not_be_put_off_is_told(kind, sizes, says):
     with pytest.raises(RankFailedError, match=says):

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.checkpoint.atomic_files import WholeFileIO
 from lightning_seqpar.checkpoint.folder import Opened, find_folder
+from lightning_seqpar.strategy.saving import WholeFileIO
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 

@@ -13,10 +13,11 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.checkpoint.atomic_files import NoCheckpointError, WholeFileIO
+from lightning_seqpar.checkpoint.atomic_files import NoCheckpointError
 from lightning_seqpar.checkpoint.state_dict import full_optimizer_state, load_full_optimizer_state, optimizer_parts
 from lightning_seqpar.inference.examples import _step_args
 from lightning_seqpar.layout.param_layout import ModelLayout
+from lightning_seqpar.strategy.saving import WholeFileIO
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards.while_training import refuse_overlaps

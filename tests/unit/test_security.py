@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import lightning_seqpar
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan, describe
-from lightning_seqpar.checkpoint.atomic_files import WholeFileIO
 from lightning_seqpar.checkpoint.convert import open_source
 from lightning_seqpar.checkpoint.folder import FORMAT, MARKER, Opened
 from lightning_seqpar.init.model_source import model_from_folder
 from lightning_seqpar.plan.sharding_plan import UniqueKeysLoader, check_plan
+from lightning_seqpar.strategy.saving import WholeFileIO
 from tests.audit import describe as describe_audit
 from tests.helpers import models
 
