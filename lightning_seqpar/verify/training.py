@@ -206,6 +206,7 @@ class Trial:
     samples: int  # samples of a micro-batch that is made up
     length: int | None  # positions of a sample that is made up
     strategy: Callable[[], Any]  # makes the strategy of the ranks
+    meshed: bool  # whether that is a ModelParallelStrategy
     micro_batches: int  # how many micro-batches a replica accumulates in a step
     unit: int | None  # of what the second batch is shorter; None for an odd length
     trainer: Mapping[str, Any]  # more arguments of both trainers
@@ -413,8 +414,7 @@ def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALON
         mode = KeepFloat64() if trial.dtype is torch.float64 else contextlib.nullcontext()  # type: ignore[no-untyped-call]
         outcome = recorder.outcome
         strategy: Any = "auto"
-        if isinstance(trial.strategy(), ModelParallelStrategy):
-            # A module that shards itself in configure_model asks for a mesh: in one process for one of one rank.
+        if trial.meshed:  # a module that shards itself in configure_model asks for a mesh: in one process for one of one rank
             strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
         try:
             with mode:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy, StrategyRegistry
 from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
@@ -154,6 +154,7 @@ def verify_parity(
             samples=samples,
             length=length,
             strategy=strategy,
+            meshed=parallel is None and isinstance(strategy(), ModelParallelStrategy),
             micro_batches=micro_batches or 1,
             # Ours pads lengths that do not divide; plans of others' need not.
             unit=None if parallel is not None else world_size,
