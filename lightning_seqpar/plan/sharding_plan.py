@@ -133,11 +133,17 @@ def _rules_in(text: str, name: str) -> list[Any]:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Rules, and where they came from."""
+    """Rules, and where they came from.
 
-    rules: tuple[Rule, ...]  # in order; a later one wins
-    prefix: str = ""  # module path that the patterns are relative to
-    source: str = "plan"  # who wrote it, for the plan's table
+    Attributes:
+        rules: in order; a later one wins.
+        prefix: module path that the patterns are relative to.
+        source: who wrote it, for the plan's table.
+    """
+
+    rules: tuple[Rule, ...]
+    prefix: str = ""
+    source: str = "plan"
 
     @classmethod
     def from_rules(cls, rules: Iterable[Any], *, prefix: str = "", source: str = "plan") -> ShardingPlan:

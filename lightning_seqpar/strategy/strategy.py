@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import textwrap
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -74,8 +75,9 @@ def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
 
 def _documents_fields(cls: type[T]) -> type[T]:
     """Decorate a class: its docstring gets what the configuration says of its fields, for command lines and ``help()``."""
-    fields = {name: " ".join((field.description or "").split()) for name, field in ParallelConfig.model_fields.items()}
-    told = "".join(f"    {name}: {text}\n" for name, text in fields.items())
+    fields = (f"{name}: {field.description or ''}" for name, field in ParallelConfig.model_fields.items())
+    first, others = " " * 4, " " * 8
+    told = "".join(f"{textwrap.fill(field, 116, initial_indent=first, subsequent_indent=others)}\n" for field in fields)
     cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace("Args:\n", f"Args:\n{told}", 1)
     return cls
 

@@ -87,21 +87,37 @@ class StageRow(RankBytes):
 
 @dataclass(kw_only=True)
 class Description(RankBytes):
-    """What a configuration makes of a model, and what each rank keeps; of a pipeline, in the stage that keeps most."""
+    """What a configuration makes of a model, and what each rank keeps; of a pipeline, in the stage that keeps most.
+
+    Attributes:
+        world_size: number of ranks.
+        axes: sizes of the axes that are larger than 1.
+        sp: whether activations between some of the blocks are sharded along the sequence.
+        optimizer: for which the bytes of the state are counted.
+        rows: the table, a row for modules that are alike.
+        plan: the plan as YAML, to be edited and fed back.
+        global_parameters: number of parameters of the whole model.
+        sent_bytes: bytes that a rank gives to each kind of collective in one step, as :class:`Traffic` counts them.
+        sent_calls: how often it calls each kind of collective in one step.
+        input: batch and length of the traced input, ``[b, s]``.
+        notes: what could not be found out, and why.
+        coverage: how much is sharded of what could be, and why the rest is whole; None at tp 1.
+        stages: the stages of a pipeline, in order; none at pp 1.
+    """
 
     world_size: int
-    axes: dict[str, int]  # sizes of those that are larger than 1
-    sp: bool  # whether activations between some of the blocks are sharded along the sequence
-    optimizer: str  # for which the bytes of the state are counted
-    rows: list[ModuleRow]  # the table
-    plan: str  # as YAML, to be edited and fed back
-    global_parameters: int  # how many the whole model has
-    sent_bytes: dict[str, int] = field(default_factory=dict)  # that a rank gives to each kind of collective in a step
-    sent_calls: dict[str, int] = field(default_factory=dict)  # how often it calls each kind in a step
-    input: list[int] = field(default_factory=list)  # batch and length of the traced input
-    notes: list[str] = field(default_factory=list)  # what could not be found out, and why
-    coverage: Coverage | None = None  # how much is sharded of what could be, and why the rest is whole; None at tp 1
-    stages: list[StageRow] = field(default_factory=list)  # of a pipeline, in order
+    axes: dict[str, int]
+    sp: bool
+    optimizer: str
+    rows: list[ModuleRow]
+    plan: str
+    global_parameters: int
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    sent_calls: dict[str, int] = field(default_factory=dict)
+    input: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    coverage: Coverage | None = None
+    stages: list[StageRow] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""

@@ -29,16 +29,27 @@ DType = Literal["float64", "float32"]
 
 @dataclass
 class Verification:
-    """What :func:`verify_parity` found; ``str()`` is its verdict, a table and, if something differs, hints."""
+    """What :func:`verify_parity` found; ``str()`` is its verdict, a table and, if something differs, hints.
 
-    status: Literal["right", "wrong", "refused", "failed"]  # refused: the strategy will not train this, and says why
-    setting: str  # the topology in words
-    rows: list[Row] = field(default_factory=list)  # what was compared, and the largest error of each
-    wrong: list[Wrong] = field(default_factory=list)  # the tensors that differ
-    groups: list[Group] = field(default_factory=list)  # the same, put together by what they look like
-    message: str = ""  # why it was refused or failed
-    trace: str = ""  # the traceback of that
-    notes: list[str] = field(default_factory=list)  # what else one should know
+    Attributes:
+        status: ``right``, ``wrong``, ``refused`` (the strategy will not train this, and says why) or ``failed``.
+        setting: the topology in words.
+        rows: what was compared, and the largest error of each.
+        wrong: the tensors that differ.
+        groups: the same, put together by what they look like.
+        message: why it was refused or failed.
+        trace: the traceback of that.
+        notes: what else one should know.
+    """
+
+    status: Literal["right", "wrong", "refused", "failed"]
+    setting: str
+    rows: list[Row] = field(default_factory=list)
+    wrong: list[Wrong] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    message: str = ""
+    trace: str = ""
+    notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
