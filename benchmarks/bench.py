@@ -36,7 +36,7 @@ from memory import of_machine  # noqa: E402
 from peers import ALONE, LONG, METHODS  # noqa: E402
 from tables import write  # noqa: E402
 
-WAYS = ("ours", "ours, gathered kept", "ours, no sp", "ours, compiled", "dtensor", "dtensor, no sp", "ddp")
+WAYS = ("ours", "ours, gathered kept", "ours, activations", "ours, no sp", "ours, compiled", "dtensor", "dtensor, no sp", "ddp")
 PEERS = ("ours", "dtensor", "dtensor, no sp", "ddp")
 
 

@@ -179,6 +179,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours, unchecked": {"self_check": False},
     "ours, gathered kept": {"regather": False},
+    "ours, activations": {"recompute": "activations"},
     "ours, no sp": {"sp": False},
     "ours, compiled": {"compile": True},
     "ours, loss in chunks": {"loss_chunk": 256},

@@ -195,7 +195,9 @@ class Steps:
 
     def _unwatched(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run what the strategy runs in the midst of the user's hooks."""
-        with nullcontext() if self._weights is None else self._weights.paused():
+        if self._weights is None or not self._weights.is_on:
+            return run(*args, **kwargs)
+        with self._weights.paused():
             return run(*args, **kwargs)
 
     def run_user_step(self, loop: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -450,7 +452,9 @@ class Steps:
         step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         self._read_comparisons()
         due = self.schedule.is_due_at(step)
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        count = 0
+        for group in optimizer.param_groups:
+            count += len(group["params"])
         if record is not None and (due or count != self._counts.get(id(optimizer))):
             refuse_added(parameters_of(optimizer), record)
             self._counts[id(optimizer)] = count

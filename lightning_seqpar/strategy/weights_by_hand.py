@@ -112,14 +112,15 @@ class _Profile(dict[str, AbstractContextManager[Any]]):
         if (has_code := self._has_code.get(action)) is None:
             has_code = self._has_code[action] = _has_code(action, self._trainer)
         if has_code:
-            return self._watched(action)
+            watched = self._watch.watched(decides=action.endswith(".optimizer_step"))
+            return watched if self._usual is None else _both(self._usual(action), watched)
         return self.setdefault(action, nullcontext()) if self._usual is None else self._usual(action)
 
-    @contextmanager
-    def _watched(self, action: str) -> Generator[Any, None, None]:
-        usual = nullcontext() if self._usual is None else self._usual(action)
-        with usual as name, self._watch.watched(decides=action.endswith(".optimizer_step")):
-            yield name
+
+@contextmanager
+def _both(usual: AbstractContextManager[Any], watched: AbstractContextManager[None]) -> Generator[Any, None, None]:
+    with usual as name, watched:
+        yield name
 
 
 class WeightWatch(TorchDispatchMode):
