@@ -119,12 +119,7 @@ def losses(dtype: torch.dtype, limit: float) -> None:
     "loss / (own * (beyond == 0)).sum()",
     "loss / own.sum()",
 )
-@sees(
-    "a class that is ignored counted in the loss",
-    "_cross_entropy",
-    "if 0 <= ignore_index < classes:",
-    "if False:",
-)
+@sees("a class that is ignored counted in the loss", "_cross_entropy", "if 0 <= ignore_index < classes:", "if False:")
 @sees(
     "padding of the vocabulary counted in the loss",
     "_LogitChunks.logits",
@@ -336,11 +331,7 @@ def _copies_stay(x: Tensor) -> list[Tensor]:
     return [x, picked, cast.double(), x.view(-1), F.cross_entropy(x, torch.arange(TOKENS)), x + picked[0]]
 
 
-CHANGES: dict[str, Callable[[Tensor], list[Tensor]]] = {
-    "a slice": _of_a_slice,
-    "top k": _top_k,
-    "copies stay": _copies_stay,
-}
+CHANGES: dict[str, Callable[[Tensor], list[Tensor]]] = {"a slice": _of_a_slice, "top k": _top_k, "copies stay": _copies_stay}
 
 
 def changed_in_place() -> None:
@@ -436,11 +427,7 @@ def kept_across_a_step() -> None:
     with torch.no_grad():
         head.add_(1.0)
     assert torch.equal(read.whole(), before)
-    for use in (
-        lambda: made.whole(),
-        lambda: F.cross_entropy(made, torch.zeros(4, dtype=torch.long)),
-        lambda: made[1:],
-    ):
+    for use in (lambda: made.whole(), lambda: F.cross_entropy(made, torch.zeros(4, dtype=torch.long)), lambda: made[1:]):
         with pytest.raises(RuntimeError, match="read after the head's weight or its input has changed"):
             use()
 
@@ -449,11 +436,7 @@ def looked_at() -> None:
     """Where nothing learns, what was made once is kept; but not what only an inference could use."""
     whole, _ = make()
     logits, _ = not_made(whole, 3)
-    for held, watching in (
-        (logits, torch.no_grad),
-        (logits.detach(), torch.no_grad),
-        (logits.detach(), torch.inference_mode),
-    ):
+    for held, watching in ((logits, torch.no_grad), (logits.detach(), torch.no_grad), (logits.detach(), torch.inference_mode)):
         with watching():
             held.argmax(-1)
         kept = held.local is held.local and not held.local.is_inference()
@@ -472,12 +455,7 @@ def of_a_teacher() -> None:
     """What was made, or changed, without gradients gives none, whenever it is read."""
     x, head = torch.randn(4, 8, requires_grad=True), torch.nn.Parameter(torch.randn(6, 8))
     bias, student = torch.nn.Parameter(torch.randn(6)), torch.randn(4, VOCAB, requires_grad=True)
-    changes = (
-        lambda x: x * 1.0,
-        lambda x: x.double().float(),
-        lambda x: x.view(2, 2, VOCAB).flatten(0, 1),
-        lambda x: x[:],
-    )
+    changes = (lambda x: x * 1.0, lambda x: x.double().float(), lambda x: x.view(2, 2, VOCAB).flatten(0, 1), lambda x: x[:])
     for make_logits in (
         lambda: ShardedLogits.product(x, head, bias, 2, where()),
         lambda: ShardedLogits.wrap(F.linear(x, head, bias), where()),
@@ -536,10 +514,7 @@ def all_that_people_do() -> None:
     "if False:",
 )
 @sees(
-    "logits changed in place in a copy",
-    "ShardedLogits.__torch_function__",
-    "if logits is not None and is_write:",
-    "if False:",
+    "logits changed in place in a copy", "ShardedLogits.__torch_function__", "if logits is not None and is_write:", "if False:"
 )
 @sees(
     "the gradient of gathered logits not dealt out",
@@ -547,24 +522,14 @@ def all_that_people_do() -> None:
     "own = F.pad(grad[..., start:stop], (0, ctx.width - (stop - start)))",
     "own = F.pad(grad[..., : stop - start], (0, ctx.width - (stop - start)))",
 )
-@sees(
-    "a change of a view of logits stays in the view",
-    "sharded_logits:_Memory.check",
-    "self.changed() is not logits",
-    "False",
-)
+@sees("a change of a view of logits stays in the view", "sharded_logits:_Memory.check", "self.changed() is not logits", "False")
 @sees(
     "a copy of logits taken for a view",
     "sharded_logits:_copies",
     "return any(isinstance(item, Tensor | list)",
     "return False and any(isinstance(item, Tensor | list)",
 )
-@sees(
-    "a change of logits in place is left out of a gradient",
-    "_refuse_gradient",
-    "raise RuntimeError(",
-    "print(",
-)
+@sees("a change of logits in place is left out of a gradient", "_refuse_gradient", "raise RuntimeError(", "print(")
 def test_what_people_do_with_logits():
     run_distributed(all_that_people_do, 2)
 
@@ -637,12 +602,7 @@ class Kernels(TorchDispatchMode):
         self.bytes -= size
 
 
-@sees(
-    "a GPU's logits in chunks of a CPU's cache",
-    "_LogitChunks.__init__",
-    'self.x.device.type == "cpu"',
-    "True",
-)
+@sees("a GPU's logits in chunks of a CPU's cache", "_LogitChunks.__init__", 'self.x.device.type == "cpu"', "True")
 @pytest.mark.parametrize(
     ("dtype", "loss", "kernels", "peak"),
     [
@@ -665,12 +625,7 @@ def test_a_loss_is_few_kernels_where_there_is_no_cache_to_fill(dtype, loss, kern
     assert watch.peak <= peak * x.nbytes
 
 
-@sees(
-    "a chunk of the gradient made over the one before",
-    "_ChunkGrads.rooms",
-    "// (1 + ratio)",
-    "// ratio",
-)
+@sees("a chunk of the gradient made over the one before", "_ChunkGrads.rooms", "// (1 + ratio)", "// ratio")
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
 def test_a_gradient_that_is_made_behind_itself(options):
     """Of a narrow type, in chunks as large as memory allows rather than a cache: float32 for float64, to its last bit."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_seqpar import ParallelConfig, describe
 from lightning_seqpar.cli.plan import render
 from lightning_seqpar.verify.coverage import Coverage
-from tests.helpers import zoo
+from tests.helpers import third_party, zoo
 from tests.helpers.adapted import Adapted
 from tests.helpers.families import build
 from tests.helpers.models import GPT
@@ -240,7 +240,10 @@ def own_attention() -> nn.Module:
             own_attention,
             "blocks.*: the attention of o stands in the block's own forward, which would read the length of its shard",
         ),
-        (lambda: zoo.build("windows"), "stages.*.*: its activation [2, 4, 4, 16] has positions in 2 dims"),
+        (
+            lambda: third_party.Image(lambda at: third_party.ShiftedWindows(at % 2)),
+            "stages.*.*: its activation [2, 4, 4, 16] has positions in 2 dims",
+        ),
     ],
 )
 def test_sequence_parallelism_that_is_off_in_every_block_is_told_with_the_reason(model, why):
