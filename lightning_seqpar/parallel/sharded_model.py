@@ -276,12 +276,6 @@ class ShardedModel:
             if group.left:
                 group.settle()
 
-    def end_draws(self) -> None:
-        """A backward ran: all draw alike again, also behind a recompute that did not restore its streams."""
-        for region in self.regions:
-            if region.streams.draws:
-                region.streams.end()
-
     def is_inside(self, name: str) -> bool:
         """Whether the module of that name works on shards."""
         return any(item.is_sharded or item.is_partial for key, item in self.layout.items() if inside(key, name))

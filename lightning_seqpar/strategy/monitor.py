@@ -135,7 +135,9 @@ class _Run:
         self._trainer, self._every = trainer, every
         self._device = trainer.strategy.root_device
         # All ranks that train together; None if there is one, or they are not processes of torch.distributed.
-        self._group = dist.group.WORLD if trainer.world_size > 1 and dist.is_initialized() else None
+        is_ours, strategy = isinstance(trainer.strategy, SeqParallelStrategy), trainer.strategy
+        others = dist.group.WORLD if trainer.world_size > 1 and dist.is_initialized() else None
+        self._group = strategy.environment.world if is_ours else others  # type: ignore[attr-defined]
         # Ranks of a replica read the same batches.
         sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": trainer.world_size}
         self._replicas = int(sampling["num_replicas"])

@@ -253,6 +253,14 @@ class InterleavedWindow:
         modes = [(module, module.training) for module in self._module.modules()]
         try:
             yield
+            first = self.micro_batches[0].attributes
+            for key in self._changed[-1]:
+                if key in now and key in first and now[key] is not first[key]:
+                    raise RuntimeError(
+                        f"virtual_pp={self._stage.chunks}: both training_step and a hook between the batches of an accumulation "
+                        f"window change {key[0] or type(self._module).__name__}.{key[1]}; the steps of a window are run together "
+                        "where its last batch has come. Change it in one of them, or leave virtual_pp out"
+                    )
         finally:
             _set_modes(modes)
             self._attributes.set({**now, **self._changed[-1]})

@@ -100,9 +100,12 @@ class Steps:
             if record.stage is not None:
                 self.stages.begin(record.stage)
 
-    def watch(self, record: ShardedModel) -> None:
-        """Watch the optimizers of a training, and what the user's hooks do with weights."""
+    def watch(self, record: ShardedModel | None) -> None:
+        """Watch the optimizers of a training, and what the user's hooks do with weights; nothing of an earlier one."""
         self._watching.close()
+        self._weights = None
+        if record is None:
+            return
         self._watching.callback(register_optimizer_step_pre_hook(self._refuse_unknown).remove)
         if any(layout.is_sharded for layout in record.layout.values()):
             self._weights = WeightWatch(record)
@@ -303,19 +306,25 @@ class Steps:
 
     def backward(self, run: Callable[..., Tensor], closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward by Lightning's ``run``; a gradient that is differentiated through a sharded layer raises RuntimeError."""
+        backward = functools.partial(self._run_backward, run, closure_loss, *args, **kwargs)
         try:
             if (stage := self.stages.stage) is None:
-                closure_loss = self._unwatched(run, closure_loss, *args, **kwargs)
+                closure_loss = self._unwatched(backward)
             else:
-                backward = functools.partial(run, closure_loss, *args, **kwargs)
                 self._unwatched(self.stages.run_when_due, closure_loss, backward, stage)
         except RuntimeError as error:
             refuse_second_derivative(error)
             raise
-        finally:
-            if self._record is not None:
-                self._record.end_draws()
         return closure_loss
+
+    def _run_backward(self, run: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Run one backward; behind it all ranks draw alike, also where a recompute in it restored no streams."""
+        try:
+            return run(*args, **kwargs)
+        finally:
+            for region in () if self._record is None else self._record.regions:
+                if region.streams.draws:
+                    region.streams.end()
 
     def before_on_after_backward(self) -> None:
         """Sum partial gradients at once where the user's code may read them: ``on_after_backward``, ``manual_backward``."""

@@ -426,8 +426,8 @@ class SeqParallelStrategy(ParallelStrategy):
         env.share_streams()
         if record is not None:
             record.note_versions()
-            if env.fits:
-                steps.watch(record)
+        if env.fits:
+            steps.watch(record)
 
     def model_to_device(self) -> None:
         """Move the model, which is sharded already, to this rank's device. What other stages hold is there already."""

@@ -75,6 +75,8 @@ class _Local(NamedTuple):
 
 
 _Mark = _Part | _Local
+# What WeightWatch knows of one call.
+_OF_A_CALL = ("_decides", "_is_step", "_known", "_numbers", "_read", "_found", "_homes", "_kept", "_rows")
 
 
 def _has_code(action: str, trainer: Trainer) -> bool:
@@ -133,8 +135,10 @@ class WeightWatch(TorchDispatchMode):
         self._room = 1024
         self._has_warned = self.is_on = False
         self._profiler: Profiler | None = None
+        self._begin_call()
 
-    def _forget_call(self, *, decides: bool = False, is_step: bool = False) -> None:
+    def _begin_call(self, *, decides: bool = False, is_step: bool = False) -> None:
+        """What is known of the call that is watched: of each its own, also where one runs in the midst of another."""
         self._decides, self._is_step = decides, is_step
         self._known: int | None = None  # how often weights were summoned when homes were found
         self._numbers: list[tuple[Tensor, _Local]] = []
@@ -168,7 +172,8 @@ class WeightWatch(TorchDispatchMode):
         if self.is_on:
             yield
             return
-        self._forget_call(decides=decides, is_step=is_step)
+        outer = {name: vars(self)[name] for name in _OF_A_CALL}
+        self._begin_call(decides=decides, is_step=is_step)
         self.is_on = True
         self.__enter__()  # type: ignore[no-untyped-call]
         try:
@@ -188,7 +193,7 @@ class WeightWatch(TorchDispatchMode):
                 )
         finally:
             self.is_on = False
-            self._forget_call()  # what it holds of the model's tensors
+            vars(self).update(outer)
 
     @contextmanager
     def paused(self) -> Generator[None, None, None]:

@@ -168,6 +168,21 @@ class Freezes(Callback):
         module.model.tokens.weight.requires_grad_(batch_idx % 3 != 1)
 
 
+class Both(models.GPT):
+    """A step and a hook that change the same number."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self.count = 0
+
+    def on_train_batch_end(self, *given: Any) -> None:
+        self.count += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count += 1
+        return super().training_step(batch, batch_idx)
+
+
 class Skips(models.GPT):
     def __init__(self) -> None:
         super().__init__(layers=4)
@@ -178,7 +193,7 @@ class Skips(models.GPT):
 
 
 def refused(kind: str, sizes: dict[str, Any]) -> None:
-    module = models.GPT(layers=4) if kind == "Freezes" else {"Skips": Skips, "Past": Past}[kind]()
+    module = models.GPT(layers=4) if kind == "Freezes" else {"Both": Both, "Skips": Skips, "Past": Past}[kind]()
     callbacks = [Freezes()] if kind == "Freezes" else []
     trainer_of({**sizes, "self_check": False}, callbacks=callbacks).fit(module, models.loader(2, length=9, count=40))
 
@@ -198,10 +213,11 @@ def refused(kind: str, sizes: dict[str, Any]) -> None:
             TURNS,
             r"virtual_pp=2: model\.tokens\.weight was frozen, or thawed, between batches whose gradients are accumulated",
         ),
+        ("Both", TURNS, r"virtual_pp=2: both training_step and a hook .* change Both\.count"),
         ("Past", TURNS, r"pp=2: model\.blocks\.2 reads model\.blocks\.0\..*past the activation between blocks"),
         ("Skips", {"pp": 2}, r"the training step returned NoneType, and not a loss: with pp=2 no batch can be skipped"),
     ],
-    ids=["freezes", "past", "skips"],
+    ids=["freezes", "both", "past", "skips"],
 )
 def test_what_can_not_be_put_off_is_told(kind, sizes, says):
     with pytest.raises(RankFailedError, match=says):

@@ -183,9 +183,9 @@ def run_all(tp: int, sp: bool) -> tuple[dict[tuple[int, str], list[Tensor]], lis
 
 @sees(
     "draws behind a backward from the stream that a recompute left",
-    "Steps.backward",
-    "                self._record.end_draws()\n",
-    "                pass\n",
+    "Steps._run_backward",
+    "                    region.streams.end()\n",
+    "                    pass\n",
     case="2-True",
 )
 @pytest.mark.parametrize(("tp", "sp"), [(2, True), rest(2, False), rest(4, True), rest(4, False)])

@@ -110,11 +110,14 @@ def first_rows_stay(self: Any, optimizer: Any) -> None:
 
 @needs_whole
 class InManualSteps(ByHand):
-    """An own norm decides whether to step."""
+    """An own norm decides whether to step. A hook of its own runs in the midst of the step."""
 
     def __init__(self, whole: bool = False) -> None:
         super().__init__(whole)
         self.automatic_optimization = False
+
+    def on_after_backward(self) -> None:
+        self.backwards = True
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         optimizer = self.optimizers()
@@ -122,8 +125,9 @@ class InManualSteps(ByHand):
         optimizer.zero_grad()
         self.manual_backward(loss)
         with self.weights():
-            norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in self.parameters()]))
-        if norm < (1e9 if batch_idx else 1e-9):
+            norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in self.parameters()])).item()
+        is_small = norm < (1e9 if batch_idx else 1e-9)
+        if is_small:
             optimizer.step()
         return loss.detach()
 
@@ -357,6 +361,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     "_Part.dims",
     "return found if covered >= self.length else None",
     "return found",
+    case="tp2",
+)
+@sees(
+    "weights by hand: a hook in the midst of a step ends its watch",
+    "WeightWatch.watched",
+    "            vars(self).update(outer)\n",
+    "            self._begin_call()\n",
     case="tp2",
 )
 @sees("weights by hand: every reduction is refused", "WeightWatch._result", "if not along & dims:", "if False:", case="tp2")
