@@ -421,35 +421,17 @@ def compare(what: str, found: dict[str, Tensor | None], reference: nn.Module) ->
     "return total",
 )
 @sees(
-    "zeros where the output of a column has no gradient",
-    "Products.forward",
-    "        ctx.set_materialize_grads(False)\n",
-    "",
+    "zeros where the output of a column has no gradient", "Products.forward", "        ctx.set_materialize_grads(False)\n", ""
 )
-@sees(
-    "zeros where the output of a row has no gradient",
-    "Row.forward",
-    "        ctx.set_materialize_grads(False)\n",
-    "",
-)
-@sees(
-    "what was made with another bias is taken",
-    "take_made",
-    "or parameters != identities(column._parameters.values())",
-    "",
-)
+@sees("zeros where the output of a row has no gradient", "Row.forward", "        ctx.set_materialize_grads(False)\n", "")
+@sees("what was made with another bias is taken", "take_made", "or parameters != identities(column._parameters.values())", "")
 @sees(
     "a column that did not join counts as one that read",
     "ColumnGroup.close",
     "len(left) < self._joined:",
     "len(left) < len(self._columns):",
 )
-@sees(
-    "what was made of a tensor is taken though its gradient is changed",
-    "take_made",
-    "grad_hooks(x) is not None",
-    "False",
-)
+@sees("what was made of a tensor is taken though its gradient is changed", "take_made", "grad_hooks(x) is not None", "False")
 @pytest.mark.more
 def test_gradients_are_those_of_one_process_whatever_is_done():
     run_distributed(check_uses, 2, 2, True, list(USES))
@@ -461,12 +443,7 @@ def test_they_are_on_other_ranks_and_without_shards(world, tp, sp):
     run_distributed(check_uses, world, tp, sp, FEW if sp else list(USES))
 
 
-@sees(
-    "a row in a checkpoint of the user's ends the span around it",
-    "hold",
-    " or frame.span[2] != saved_tensor_hooks()",
-    "",
-)
+@sees("a row in a checkpoint of the user's ends the span around it", "hold", " or frame.span[2] != saved_tensor_hooks()", "")
 @pytest.mark.more
 def test_they_are_where_activations_are_made_again():
     run_distributed(check_uses, 2, 2, True, list(USES), True, "activations", 2, timeout=200.0)
@@ -485,12 +462,7 @@ def test_they_are_where_the_whole_is_kept(sp):
     run_distributed(check_uses, 2, 2, sp, (*FEW, *SHORT) if sp else FEW, False)
 
 
-@sees(
-    "a gradient of others' is changed in place",
-    "Products.backward",
-    "own = False  #",
-    "own = True  #",
-)
+@sees("a gradient of others' is changed in place", "Products.backward", "own = False  #", "own = True  #")
 def test_the_gradient_of_other_readers_stays_as_it_is():
     groups = ParallelGroups.silent(ProcessTopology(["dp", "tp"], [1, 2]))
     x, weight = torch.randn(2, 3, 4, requires_grad=True), nn.Parameter(torch.randn(5, 4))
