@@ -158,13 +158,14 @@ class DrawingModel(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def run(way: str, tp: int, sp: bool) -> DrawingModel:
+def run(way: str, tp: int, sp: bool, kind: type[DrawingModel] = DrawingModel, pp: int = 1) -> DrawingModel:
     L.seed_everything(5, verbose=False)
     data = DataLoader(TensorDataset(torch.randint(31, (2 * len(CASES), 11))), batch_size=2)
     recompute = way if way in ("full", "selective") else "none"
-    strategy = SeqParallelStrategy(tp=tp, sp=sp, plan=PLAN, self_check=False, recompute=recompute)
-    module = DrawingModel(way)
-    quiet_trainer(devices=tp, strategy=strategy, max_epochs=1).fit(module, data)
+    strategy = SeqParallelStrategy(tp=tp, sp=sp, pp=pp, plan=PLAN, self_check=False, recompute=recompute)
+    module = kind(way)
+    module.automatic_optimization = kind is not DrawingModel
+    quiet_trainer(devices=tp * pp, strategy=strategy, max_epochs=1).fit(module, data)
     return module
 
 
@@ -204,3 +205,24 @@ def test_what_user_code_draws_is_alike_or_apart_and_drawn_again_in_a_backward(tp
             numbers += [one.flatten() for drawn in (expected, *([] if where in alike else others)) for one in drawn]
     everything = torch.cat(numbers)
     assert len(everything.unique()) == len(everything)  # nothing is drawn twice, by one rank or several
+
+
+class InStages(DrawingModel):
+    """Notes behind each step which stream is current."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.out(self.norm(x)).flatten(0, 1), batch[0].flatten())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.grads.append(torch.initial_seed())
+
+
+def run_in_stages() -> list[int]:
+    return run("attn, unkept", 2, True, kind=InStages, pp=2).grads
+
+
+def test_behind_a_backward_in_stages_all_draw_alike():
+    assert len({seed for seeds in run_distributed(run_in_stages, 4) for seed in seeds}) == 1

@@ -76,18 +76,8 @@ RULES = [
     " or isinstance(self._modules[holder], _NO_LINEARS)",
     "",
 )
-@sees(
-    "coverage: a stack without a plan could not be sharded",
-    "_Look.could_be",
-    "if not linear and not any(",
-    "if not any(",
-)
-@sees(
-    "coverage: a whole vocabulary is not counted",
-    "_Look.could_be",
-    "if self._vocabulary(name) is not None:",
-    "if False:",
-)
+@sees("coverage: a stack without a plan could not be sharded", "_Look.could_be", "if not linear and not any(", "if not any(")
+@sees("coverage: a whole vocabulary is not counted", "_Look.could_be", "if self._vocabulary(name) is not None:", "if False:")
 @sees("coverage: a part of a block that is whole passes for the block", "_Look.patterns", " if around not in taken]", "]")
 def test_what_could_be_sharded_is_counted_by_what_a_tensor_is():
     found = coverage(Model(), {"base": "none", "rules": RULES})
