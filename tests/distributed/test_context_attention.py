@@ -406,10 +406,7 @@ def check_gathered() -> None:
     parts = [part(numbers(i, *shape), "all_gather", zigzag) for i, shape in enumerate(sizes(length, length))]
     q, k, v = (x.like(x.local.detach().requires_grad_()) for x in parts)
     kept: list[tuple[int, ...]] = []
-    with (
-        Watch() as made,
-        torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(tuple(x.shape)), x)[1], lambda x: x),
-    ):
+    with Watch() as made, torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(tuple(x.shape)), x)[1], lambda x: x):
         F.scaled_dot_product_attention(q, k, v, is_causal=True).local.sum().backward()
     assert max(shape[-2] for shape in kept if len(shape) > 1) >= length * 3 // 4  # as far as the last query sees
     every = [*kept, *(tuple(x.shape) for _, x in made.made)]

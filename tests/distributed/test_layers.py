@@ -95,19 +95,13 @@ def check_changed_input() -> None:
 def check_guards() -> None:
     region, _, column, row = build(dtype=torch.float32)
     x = torch.randn(2, 8, 6)
-    with (
-        pytest.raises(ValueError, match="column: this column-parallel linear runs where nothing was gathered"),
-        call(region),
-    ):
+    with pytest.raises(ValueError, match="column: this column-parallel linear runs where nothing was gathered"), call(region):
         column(region.path.enter(x))
     with pytest.raises(ValueError, match="this argument was not gathered"), call(region):
         shard = region.path.enter(x)
         region.open_gather(shard, "mlp")
         column(shard)
-    with (
-        pytest.raises(ValueError, match=r"row: the output of this row-parallel linear has shape \[15, 6\]"),
-        call(region),
-    ):
+    with pytest.raises(ValueError, match=r"row: the output of this row-parallel linear has shape \[15, 6\]"), call(region):
         region.path.enter(x)
         row(torch.randn(15, 12))
     with pytest.raises(ValueError, match="dim 1 holds features, not the sequence"), call(region):

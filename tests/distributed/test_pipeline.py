@@ -140,19 +140,9 @@ def refused(name: str, args: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("name", "args", "stages", "says"),
     [
-        (
-            "Skipping",
-            {},
-            2,
-            r"pp=2: stage 1 reads blocks\.0\.\S+, which is on stage 0, or what it made, past the activation",
-        ),
+        ("Skipping", {}, 2, r"pp=2: stage 1 reads blocks\.0\.\S+, which is on stage 0, or what it made, past the activation"),
         ("GPT", {}, 3, r"pp=3: model has 2 blocks, and each stage needs one; use pp=2 at most"),
-        (
-            "ThirdParty",
-            {"kind": "two_activations"},
-            2,
-            r"net\.blocks\.1: the block before it returns more than its activation",
-        ),
+        ("ThirdParty", {"kind": "two_activations"}, 2, r"net\.blocks\.1: the block before it returns more than its activation"),
     ],
     ids=["past the activation", "too few", "two activations"],
 )

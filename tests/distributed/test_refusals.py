@@ -22,18 +22,8 @@ def compares() -> None:
         assert not is_shared(ValueError("here alone"), world)
 
 
-@sees(
-    "an error of one rank alone is taken for everybody's",
-    "is_shared",
-    "len(said) == world.size() and ",
-    "",
-)
-@sees(
-    "ranks that raise different errors count as one refusal",
-    "is_shared",
-    " and {*said.values()} == {own}",
-    "",
-)
+@sees("an error of one rank alone is taken for everybody's", "is_shared", "len(said) == world.size() and ", "")
+@sees("ranks that raise different errors count as one refusal", "is_shared", " and {*said.values()} == {own}", "")
 @pytest.mark.more
 def test_an_error_is_shared_if_all_ranks_raise_it():
     run_distributed(compares, 2)

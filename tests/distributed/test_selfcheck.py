@@ -308,12 +308,7 @@ def starts(kinds: list[str], folder: str) -> list[tuple[list[str], list[str]]]:
     "self._why_wide = _cause(error)",
     "pass",
 )
-@sees(
-    "a plan's rules are in no file",
-    "ModelSetup._log_summary",
-    'write_plan(plans, summarize(*about)) if plans else ""',
-    '""',
-)
+@sees("a plan's rules are in no file", "ModelSetup._log_summary", 'write_plan(plans, summarize(*about)) if plans else ""', '""')
 def test_a_start_says_why_what_is_whole_is_whole_and_where_the_rules_are(tmp_path):
     """Attention that can't be split, and a shift of the sequence, which only the self-check finds wrong on shards."""
     (split, shifted), _ = run_distributed(starts, 2, ["hard_coded", "shifted"], str(tmp_path))
@@ -325,13 +320,7 @@ def test_a_start_says_why_what_is_whole_is_whole_and_where_the_rules_are(tmp_pat
     assert any("; off: sp (net.h.*: on shards the self-check found: the loss differs" in line for line in shifted[0])
 
 
-@sees(
-    "small gradients may be twice too large",
-    "parity:compare_tensors",
-    "own > OWN_LIMIT and",
-    "False and",
-    case="True",
-)
+@sees("small gradients may be twice too large", "parity:compare_tensors", "own > OWN_LIMIT and", "False and", case="True")
 @pytest.mark.parametrize("narrow", [True, False])
 def test_a_small_gradient_that_is_counted_twice_is_seen(narrow):
     small = torch.full((3,), 1e-6 if narrow else 1e-10, dtype=torch.float64)
@@ -496,12 +485,7 @@ def test_a_replica_that_fails_alone_does_not_meet_the_others_in_another_collecti
     assert re.search(said, str(caught.value))  # the first of them to give up ends the run
 
 
-@sees(
-    "a rank that fails alone in the self-check waits for ever",
-    "_share_verdict",
-    "    _await_others(failure, world)\n",
-    "",
-)
+@sees("a rank that fails alone in the self-check waits for ever", "_share_verdict", "    _await_others(failure, world)\n", "")
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
     with pytest.raises(RankFailedError) as caught:
         run_distributed(check_with_ranks_that_fail, 2, [1], 2.0)

@@ -687,22 +687,14 @@ LENGTHS = (1, 2, 3, 4, 8, 13)
     "return x.narrow(self.dim if dim is None else dim, 0, self.local_size)",
     case="2",
 )
-@sees(
-    "parts: a gather is not told",
-    "on_whole",
-    "if chunks.size > 1 and not chunks.rank:",
-    "if False:",
-    case="2",
-)
+@sees("parts: a gather is not told", "on_whole", "if chunks.size > 1 and not chunks.rank:", "if False:", case="2")
 @pytest.mark.parametrize(
     ("size", "layouts"),
     [
         (2, [("zigzag", 13), ("tp", 13)]),
         *(
             pytest.param(
-                size,
-                [(layout, s) for layout in ("contiguous", "zigzag", "tp") for s in LENGTHS],
-                marks=pytest.mark.matrix,
+                size, [(layout, s) for layout in ("contiguous", "zigzag", "tp") for s in LENGTHS], marks=pytest.mark.matrix
             )
             for size in (2, 4)
         ),

@@ -131,12 +131,12 @@ def end_and_go_on(sizes: dict[str, Any] | None) -> tuple[float, dict[str, torch.
     trainer_of(sizes, callbacks=[Ends()]).fit(module, models.loader(4, length=9, count=40))
     trainer_of(sizes).fit(module, models.loader(4, length=7, count=40))
     trainer = trainer_of(sizes)
-    (tested,) = trainer.test(Tests(module), models.loader(4, length=9, count=8), verbose=False)
+    (tested,) = trainer.test(TestedLater(module), models.loader(4, length=9, count=8), verbose=False)
     unshard(trainer.lightning_module)
     return tested["test"], {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-class Tests(L.LightningModule):
+class TestedLater(L.LightningModule):
     """A part of it was trained before, as another module."""
 
     def __init__(self, trained: Any) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -12,10 +13,11 @@ import time
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.strategy import launcher
+from lightning_seqpar.strategy import ending, launcher
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 
@@ -83,6 +85,14 @@ def mine(signum: int, frame: Any) -> None:
     os._exit(7)
 
 
+def tell_in_turn() -> None:
+    """Rank 0 leaves once rank 1 has told: torchrun ends a rank as soon as it sees that another one left."""
+    store, wait = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), ending.await_the_end
+    if os.environ["RANK"] == "0":
+        atexit.register(store.wait, ["told"])
+    ending.await_the_end = lambda: store.set("told", "") or wait()
+
+
 class Validated(models.GPT):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.training_step(batch, batch_idx))
@@ -93,6 +103,8 @@ def main() -> None:
         return int(os.environ.get(name, default))
 
     launcher.PUT_OFF = float(os.environ.get("PUT_OFF", launcher.PUT_OFF))
+    if "IN_TURN" in os.environ:
+        tell_in_turn()
     if "MINE" in os.environ:
         signal.signal(signal.SIGTERM, mine)
     refused: dict[str, Any] = {"plan": [{"pattern": "nowhere", "style": "row"}]} if "REFUSED" in os.environ else {}

@@ -326,7 +326,7 @@ def test_a_refusal_is_told_once_and_without_our_frames(script, refused, users):
     ids=["before the ranks are connected", "later"],
 )
 def test_torchrun_tells_a_refusal_once(script, refused, says):
-    done = script(*TORCHRUN, **refused)
+    done = script(*TORCHRUN, IN_TURN="1", **refused)
     assert done.returncode == 1
     own = done.stderr[: done.stderr.index("torch/distributed/elastic")]
     assert (own.count("Traceback"), own.count("  File ")) == (1, 2), own
