@@ -412,10 +412,9 @@ class ModelSetup:
         """Send the first rank's weights and buffers to all ranks, while the model is still whole on each. Collective."""
         # One on the meta device is filled later, from a record or files that are the same on all ranks.
         whole = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()}.values()
-        for tensor in whole:
-            refuse_sparse(tensor)
+        parts = [part for tensor in whole for part in dense_parts(tensor)]
         with torch.no_grad(), self._env.phases.phase("sending the first rank's weights to all"):
-            for tensor in whole:
+            for tensor in parts:
                 staged = tensor.detach().to(self._env.device).contiguous()
                 # As bytes, since backends do not support every dtype.
                 dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=self._env.world)
@@ -423,13 +422,16 @@ class ModelSetup:
                     tensor.data.copy_(staged)
 
 
-def refuse_sparse(tensor: Tensor) -> None:
-    """Refuse a tensor that can't be sent to the other ranks."""
-    if tensor.layout != torch.strided:
-        raise ValueError(
-            f"a parameter or buffer of shape {list(tensor.shape)} and layout {tensor.layout} can't be sent to the other ranks; "
-            "register it dense"
-        )
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors that a tensor consists of: itself, or the indices and values of a sparse one."""
+    if tensor.layout == torch.strided:
+        return [tensor]
+    if tensor.layout == torch.sparse_coo and tensor.is_coalesced():
+        return [tensor.detach().indices(), tensor.detach().values()]
+    raise ValueError(
+        f"a parameter or buffer of shape {list(tensor.shape)} and layout {tensor.layout} can't be sent to the other ranks; "
+        "register it dense, or coalesced as torch.sparse_coo"
+    )
 
 
 class _RootCall(nn.Module):

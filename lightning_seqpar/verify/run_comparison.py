@@ -110,7 +110,7 @@ def observe_run(
     model: nn.Module, record: ShardedModel | None, example: Example, names: Sequence[str], groups: ParallelGroups
 ) -> ObservedRun:
     """Run the example forward and backward, with random streams seeded anew; collective over tp if the model is sharded."""
-    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    before = _dense_buffers(model)
     held, observer = kept_tensors(model), _Observer(example, record)
     seed_streams()
     sync = GradSync(record.layout, groups) if record is not None else None
@@ -158,12 +158,17 @@ def observe_run(
             average_gradients(list(model.parameters()), groups["cp"])
         sync.flush()
         sync.remove()
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}  # another run may change them
+    buffers = _dense_buffers(model)
     changed = {name for name, buffer in buffers.items() if name in before and not torch.equal(buffer, before[name])}
     grads = {name: parameter.grad for name, parameter in model.named_parameters()} if record is None else {}
     keeps = not kept_tensors(model).keys() <= held.keys()
     made = float(loss.detach()), grads, observer.outputs, observer.narrow
     return ObservedRun(*made, buffers, changed, observer.ran, drawn, keeps)
+
+
+def _dense_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the buffers, which another run may change."""
+    return {name: buffer.detach().to_dense().clone() for name, buffer in model.named_buffers()}
 
 
 @dataclass

@@ -181,6 +181,7 @@ def test_lengths_that_do_not_divide(topology, length):
     check("encoder-sbh", topology, True, length=length, steps=3)
 
 
+@sees("a sparse buffer is sent as a dense one", "dense_parts", "tensor.layout == torch.strided", "True", case="{'mask': True}")
 @pytest.mark.parametrize("variant", [{"norm_first": True}, rest({"activation": "relu"}), {"mask": True}], ids=str)
 def test_encoder_variants(variant):
     expected = fit("Encoder", variant, steps=3)

@@ -91,6 +91,8 @@ class Encoder(L.LightningModule):
         )
         self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16), enable_nested_tensor=not norm_first)
         self.out = nn.Linear(16, 5)
+        if mask:  # as Whisper has one; DDP takes none
+            self.register_buffer("alignment_heads", torch.eye(2).to_sparse(), persistent=False)
         perturb(self)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from omegaconf import OmegaConf
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan
-from lightning_seqpar.strategy.model_setup import refuse_sparse
+from lightning_seqpar.strategy.model_setup import dense_parts
 from tests.helpers.fit import quiet_trainer
 from tests.mutants import sees
 
@@ -201,8 +201,9 @@ def test_what_is_no_config_at_all():
         ShardingPlan.from_rules([3])
 
 
-def test_a_sparse_buffer_is_refused():
-    refuse_sparse(torch.eye(3))
-    for sparse in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
-        with pytest.raises(ValueError, match=r"layout torch\.sparse_\w+ can't be sent to the other ranks; register it dense"):
-            refuse_sparse(sparse)
+def test_a_sparse_buffer_is_sent_by_its_parts_or_refused():
+    sparse = torch.eye(3).to_sparse()
+    dense_parts(sparse)[1].fill_(2.0)
+    assert torch.equal(sparse.to_dense(), 2 * torch.eye(3))
+    with pytest.raises(ValueError, match=r"layout torch\.sparse_csr can't be sent to the other ranks; register it dense"):
+        dense_parts(torch.eye(3).to_sparse_csr())
