@@ -77,7 +77,9 @@ def _is_repeatable(module: nn.Module, forward: Callable[[Tensor], Any], x: Tenso
     noted = vars(module).keys() != before.keys() or any(vars(module)[name] is not value for name, value in before.items())
     vars(module).clear()
     vars(module).update(before)
-    if type(first) is not Tensor or drew or noted or not torch.equal(*[one.detach().nan_to_num() for one in (first, second)]):
+    if type(first) is not Tensor or first.shape != x.shape:
+        return False
+    if drew or noted or not torch.equal(*[one.detach().nan_to_num() for one in (first, second)]):
         return False
     own = {id(one) for one in (given, *module._parameters.values())}
     leaves = [leaf_of(node) for node in reach(first.grad_fn)]
@@ -94,26 +96,46 @@ class RecomputedNorm:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the norm, ``[..., h]`` → ``[..., h]``."""
         forward = types.MethodType(type(self.module).forward, self.module)
-        x = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(x, Tensor) or isinstance(x, SeqPart) or not _may_run_again():
+        given = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(given, Tensor) or not _may_run_again():
             return forward(*args, **kwargs)
+        x, on_part = given, None
+        if isinstance(given, SeqPart):
+            x, on_part = given.settled().local, _OnPart(forward, given.place)
+            if isinstance(x, SeqPart):
+                return forward(given)
+        run: Any = on_part or forward
         if self._is_repeatable is None:
-            self._is_repeatable = _is_repeatable(self.module, forward, x)
+            self._is_repeatable = _is_repeatable(self.module, run, x)
         if not self._is_repeatable:
-            return forward(x)
-        call = NormCall(forward, x, self.module)
+            return forward(given)
+        call = NormCall(run, x, self.module)
         # Torch's own keeps its input, and two numbers of each position.
         if type(self.module).forward is nn.LayerNorm.forward:
-            out = forward(x)
+            out = run(x)
         else:
             again, count = _NormAgain(call, x.requires_grad), saved_counter()
             if count is not None:  # somebody counts what is kept
                 count(x)
             with torch.autograd.graph.saved_tensors_hooks(again.keep, again.take):
-                out = forward(x)
-        if type(out) is Tensor and out is not x:
+                out = run(x)
+        if type(out) is not Tensor or out.shape != x.shape:
+            return out
+        if out is not x:
             call.note(out)
-        return out
+        return out if on_part is None else SeqPart.wrap(out, on_part.place)
+
+
+class _OnPart(NamedTuple):
+    """A norm of a sequence that is dealt out over ranks, as one of this rank's part: ``[b, s/cp, h]`` → ``[b, s/cp, h]``."""
+
+    forward: Callable[[Tensor], Any]
+    place: Place
+
+    def __call__(self, x: Tensor) -> Any:
+        """Run the norm on the sequence; what is no such part comes as it is."""
+        out = self.forward(SeqPart.wrap(x, self.place))
+        return out.settled().local if isinstance(out, SeqPart) and out.place == self.place else out
 
 
 class _Enough(BaseException):

@@ -316,7 +316,7 @@ ALL = [(name, kind) for name in PLACES for kind in OPTIMIZERS if runs(name, kind
 @pytest.mark.parametrize(
     ("source", "target", "optimizer"),
     [
-        pytest.param(source, target, optimizer, marks=pytest.mark.xdist_group(target))
+        pytest.param(source, target, optimizer, marks=[pytest.mark.xdist_group(target), pytest.mark.timeout(1800)])
         for target in PLACES
         for source, optimizer in ALL
         if runs(target, optimizer)

@@ -66,7 +66,7 @@ STARTS: dict[str, tuple[int, dict[str, Any], list[Run]]] = {
     "cp2-fsdp": (2, {"cp": 2, "data_parallel": "fsdp"}, FEW[:3]),
     "dp2-cp2-fsdp": (4, {"cp": 2, "data_parallel": "fsdp"}, OWN[1:2]),
     "tp2-cp2-fsdp": (4, {"tp": 2, "cp": 2, "data_parallel": "fsdp"}, OWN[1:2]),
-    "cp2-recompute": (2, {"cp": 2, "recompute": "full"}, OWN[1:2]),
+    "cp2-activations": (2, {"cp": 2, "recompute": "activations"}, [OWN[1], *families(("llama",))]),
 }
 WHOLE = ("cp2", "cp4", "dp2-cp2", "tp2-cp2", "tp2-cp2-no-sp", "tp2-cp2-recompute", "cp2-ring", "tp2-cp2-fsdp")
 # A batch norm's statistics are those of one replica's batch, and a block that counts batches is not run twice.
@@ -86,7 +86,9 @@ OTHERS = {
         if name in WHOLE
     },
     "cp2-all_gather": (2, {"cp": 2, "cp_method": "all_gather"}, EVERY),
+    "cp2-recompute": (2, {"cp": 2, "recompute": "full"}, OWN[1:2]),
     "cp2-selective": (2, {"cp": 2, "recompute": "selective"}, FEW),
+    "tp2-cp2-no-sp-activations": (4, {"tp": 2, "cp": 2, "sp": False, "recompute": "activations"}, [*FEW, *EXPERTS]),
     "tp2-cp2-selective": (4, {"tp": 2, "cp": 2, "recompute": "selective"}, [*FEW, *EXPERTS]),
 }
 
