@@ -36,9 +36,8 @@ class Family(NamedTuple):
 
 IDS = 2.0  # int64, kept by an embedding and as targets
 FLAG = 0.25  # a bool for each token
-LOSS = (
-    2 * IDS + FLAG + 3
-)  # the target's column, whether it is here and counts; the largest logit, the sum of exponentials, the loss
+# The target's column, whether it is here and counts; the largest logit, the sum of exponentials, the loss.
+LOSS = 2 * IDS + FLAG + 3
 WORDS = IDS + FLAG  # the embedding's ids, and which of them are this rank's
 FAMILIES = {
     # Rotary angles are shared by the batch; the head keeps its input. Its logits are this rank's.
@@ -94,10 +93,8 @@ def kept(family: Family, t: int, sp: bool) -> float:
 def sent(t: int, sp: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Collectives of the blocks and the vocabulary, and the bytes that a rank gives to them; the norms' sum aside."""
     whole = TOKENS * H * BYTES
-    ends, loss = (
-        2,
-        3 * TOKENS * BYTES,
-    )  # sums of the embedding and of the gradient of the head's input; three numbers a token
+    # Sums of the embedding and of the gradient of the head's input; three numbers a token.
+    ends, loss = 2, 3 * TOKENS * BYTES
     if not sp:
         sums = 4 * LAYERS + ends  # f and f̄ of two parts, each way
         return {"all_reduce": sums, "all_gather": 1}, {"all_reduce": sums * whole, "all_gather": loss}
@@ -245,16 +242,7 @@ def run_classic(sp: bool) -> dict[tuple[str, bool], tuple[float, dict[str, int]]
     return found
 
 
-CLASSIC = [
-    ("none", False),
-    ("none", True),
-    ("activations", False),
-    ("activations", True),
-    ("selective", False),
-    ("selective", True),
-    ("full", False),
-    ("full", True),
-]
+CLASSIC = [(recompute, eager) for recompute in ("none", "activations", "selective", "full") for eager in (False, True)]
 
 
 @sees(

@@ -27,11 +27,23 @@ def again(norm: nn.Module) -> Any:
     return copied
 
 
-def run(module: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
+def whole(x: Tensor) -> Tensor:
+    return x
+
+
+def as_part(x: Tensor) -> SeqPart:
+    """A rank's 8 positions of 16, ``[2, 8, h]``; nobody answers the other ranks."""
+    return SeqPart.wrap(x, Place(Chunks(dist.ProcessGroup(0, 2), 16, contiguous(16, 2)), 1))
+
+
+def run(module: nn.Module, x: Tensor, place: Any = whole) -> tuple[list[Tensor], int]:
     """The output and the gradients of a norm, and the bytes that it keeps."""
     leaf = x.clone().requires_grad_()
     with SavedBytes(exclude=module.parameters()) as saved:
-        out = module(leaf * 1)
+        given = place(leaf * 1)
+        out = module(given)
+    assert type(out) is type(given)
+    out = local_of(out)
     out.square().sum().backward()
     return [out.detach(), leaf.grad, *(p.grad for p in module.parameters())], saved.total
 
@@ -41,55 +53,29 @@ def run(module: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
     "RecomputedNorm.__call__",
     "with torch.autograd.graph.saved_tensors_hooks(again.keep, again.take):",
     "if True:",
-    case="RMSNorm0-dtype1",
+    case="RMSNorm0-dtype1-whole",
 )
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [RMSNorm, nn.LayerNorm, nn.RMSNorm])
-def test_a_norm_that_runs_again_is_the_norm(kind, dtype):
-    torch.manual_seed(0)
-    plain = kind(16).to(dtype)
-    x = torch.randn(2, 8, 16, dtype=dtype)
-    (wanted, kept), (found, less) = run(plain, x), run(again(plain), x)
-    assert all(map(torch.equal, wanted, found))
-    if kind is RMSNorm:
-        assert less < kept
-
-
-def as_part(x: Tensor) -> SeqPart:
-    """A rank's 8 positions of 16, ``[2, 8, 16]``; nobody answers the other ranks."""
-    return SeqPart.wrap(x, Place(Chunks(dist.ProcessGroup(0, 2), 16, contiguous(16, 2)), 1))
-
-
 @sees(
     "a norm of a part of a sequence keeps what its own forward keeps",
     "RecomputedNorm.__call__",
     "if isinstance(x, SeqPart):",
     "if True:",
-    case="RMSNorm0",
+    case="RMSNorm0-dtype1-as_part",
 )
+@pytest.mark.parametrize("place", [whole, as_part])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [RMSNorm, nn.LayerNorm, nn.RMSNorm])
-def test_a_norm_of_a_part_of_a_sequence_runs_again(kind):
-    norm, x, results = again(kind(16)), torch.randn(2, 8, 16), []
-    for place in (as_part, lambda whole: whole):
-        leaf = x.clone().requires_grad_()
-        with SavedBytes(exclude=norm.parameters()) as saved:
-            given = place(leaf * 1)
-            out = norm(given)
-        assert type(out) is type(given)
-        out = local_of(out)
-        tensor, call = kept_of(out)
-        assert call is not None
-        assert torch.equal(call.run(tensor), out)
-        grads = torch.autograd.grad(out.square().sum(), (leaf, *norm.parameters()))
-        results.append((saved.total, [out, *grads]))
-    (kept, found), (kept_of_plain, wanted) = results
-    assert kept == kept_of_plain
-    assert all(map(torch.equal, found, wanted))
-
-
-class Same(RMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
+def test_a_norm_that_runs_again_is_the_norm(kind, dtype, place):
+    torch.manual_seed(0)
+    plain = kind(16).to(dtype)
+    x = torch.randn(2, 8, 16, dtype=dtype)
+    (wanted, kept), (found, less) = run(plain, x), run(again(plain), x, place)
+    assert all(map(torch.equal, wanted, found))
+    out = local_of(again(plain)(place(x.requires_grad_())))
+    tensor, call = kept_of(out)
+    assert torch.equal(call.run(tensor), out)
+    if kind is RMSNorm:
+        assert less < kept
 
 
 class Flat(RMSNorm):
@@ -99,12 +85,10 @@ class Flat(RMSNorm):
         return super().forward(x).flatten(0, 1)
 
 
-def test_a_norm_of_a_part_that_returns_another_thing_is_left_alone():
-    for kind, shape in ((Same, (2, 16, 16)), (Flat, (32, 16))):
-        out = again(kind(16))(as_part(torch.randn(2, 8, 16, requires_grad=True) * 1))
-        assert type(out) is SeqPart
-        assert out.shape == shape
-        assert kept_of(out.local)[1] is None
+def test_a_norm_that_moves_the_sequence_runs_once():
+    out = again(Flat(16))(as_part(torch.randn(2, 8, 16, requires_grad=True) * 1))
+    assert (type(out), out.shape) == (SeqPart, (32, 16))
+    assert kept_of(out.local)[1] is None
 
 
 class Drawing(RMSNorm):
