@@ -81,13 +81,11 @@ def run(family: str, strategy: dict[str, Any]) -> tuple[int, dict[str, int], dic
 
 def kept(family: Family, t: int, sp: bool) -> float:
     """Bytes that a rank keeps for the backward, with ``recompute='activations'``."""
-    shards = t if sp else 1
-    one = (H + family.statistics) / shards
+    one = (H + family.statistics) / (t if sp else 1)
     norms = 2 * one  # their inputs: the residual stream, twice
     attention = (2 * H + 2 * family.kv + HEADS) / t  # q, k, v, the result, and one number per head
     layer = norms + attention + family.columns / t
-    # And the final norm's input.
-    return TOKENS * BYTES * (LAYERS * layer + one + family.ends + VOCAB / t)
+    return TOKENS * BYTES * (LAYERS * layer + one + family.ends + VOCAB / t)  # one more: the final norm's input
 
 
 def sent(t: int, sp: bool) -> tuple[dict[str, int], dict[str, int]]:

@@ -15,8 +15,9 @@ from tests.helpers.habits import HABITS, by_name, found_at, run_at, run_on_ranks
 from tests.mutants import sees
 from tests.write_trainer import DOC, start_of_line
 
+RARE = (pytest.mark.matrix, pytest.mark.timeout(1200))
 CASES = [
-    pytest.param(one.name, topology, id=f"{topology}-{one.slug}", marks=[] if topology in one.suite else pytest.mark.matrix)
+    pytest.param(one.name, topology, id=f"{topology}-{one.slug}", marks=() if topology in one.suite else RARE)
     for topology in TOPOLOGIES
     for one in HABITS
     if topology not in one.left_out
@@ -35,19 +36,20 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(request, folder):
-    """Runs all chosen habits of a topology on its ranks, in one start, when the first of them is asked for."""
+    """Runs all chosen habits of a topology on its ranks, a dozen to a start, when the first of them is asked for."""
     chosen = [
         item.callspec.params for item in request.session.items if item.module is request.module and hasattr(item, "callspec")
     ]
 
     @functools.cache
     def run(topology: str) -> str:
-        names = [params["name"] for params in chosen if params["topology"] == topology]
-        try:
-            run_distributed(run_on_ranks, TOPOLOGIES[topology][0], names, topology, folder, timeout=240.0)
-        except RankFailedError as error:
-            return str(error)
-        return ""
+        names, failures = [params["name"] for params in chosen if params["topology"] == topology], ""
+        for few in (names[first : first + 12] for first in range(0, len(names), 12)):
+            try:
+                run_distributed(run_on_ranks, TOPOLOGIES[topology][0], few, topology, folder, timeout=240.0)
+            except RankFailedError as error:
+                failures += str(error)
+        return failures
 
     return run
 
