@@ -36,14 +36,17 @@ class InputRecord(NamedTuple):
     chunks: Chunks | None = None  # how the sequence is dealt out over the context-parallel ranks
 
 
+_OUTSIDE = InputRecord(None, 0, 1)
+
+
 class Frame:
     """The state of one call: nested, repeated and aborted calls of blocks each have their own."""
 
-    length: int | None = None  # positions of the whole sequence while activations are shards; None outside of the blocks
-    chunks: Chunks | None = None  # how it is dealt out over the ranks of cp; length then counts this rank's positions
+    length: int | None  # positions of the whole sequence while activations are shards; None outside of the blocks
+    chunks: Chunks | None  # how it is dealt out over the ranks of cp; length then counts this rank's positions
     part = 0  # positions of a shard of it, padding included
-    ndim = 0  # of an activation: 3 for [b, s, h], 2 for flattened tokens [b·s, h]
-    batch = 1  # size of an activation's dim that is neither sequence nor features; flattened tokens are folded by it
+    ndim: int  # of an activation: 3 for [b, s, h], 2 for flattened tokens [b·s, h]
+    batch: int  # size of an activation's dim that is neither sequence nor features; flattened tokens are folded by it
     tokens: Tokens | None = None  # how activations lie on the ranks, for those that gather and reduce them; None until one does
     of_samples = False  # the call was given [b, h], of whole samples, whose rows are taken for positions
     switched_streams = False  # draws come from the rank's own random stream since the call began
@@ -72,8 +75,8 @@ class Frame:
         # For each running module whose output is reduced where it returns, its features' nodes; None for whole activations.
         self.sum_features: list[list[Any] | None] = []
         self.partial_nodes: list[Any] = []  # of the partial sums that rows left for it
-        if known is not None:
-            self.length, self.ndim, self.batch, self.chunks = known
+        # Always its own: a compiled block asks for a frame that has them, and a repeat's would make another graph.
+        self.length, self.ndim, self.batch, self.chunks = known or _OUTSIDE
 
     @property
     def record(self) -> InputRecord:
@@ -148,21 +151,22 @@ class FrameStack:
             self.current = self._outer.pop()
 
     @contextmanager
-    def repeating(self, known: InputRecord) -> Iterator[None]:
+    def repeating(self, known: InputRecord, tokens: Tokens | None = None) -> Iterator[None]:
         """A context in which a backward computes a part of a call again; ``known`` is the record that the call's frame had.
 
         Unlike :meth:`open_recompute` it needs no shape to find the call by, so calls of several lengths are told apart.
         """
-        outer = self.begin_repeat(known)
+        outer = self.begin_repeat(known, tokens)
         try:
             yield
         finally:
             self.end_repeat(outer)
 
-    def begin_repeat(self, known: InputRecord) -> tuple[Frame, int]:
+    def begin_repeat(self, known: InputRecord, tokens: Tokens | None = None) -> tuple[Frame, int]:
         """Enter that context; returns what :meth:`end_repeat` takes."""
         outer = self.current, len(self._outer)
         self._push(Frame(self.current.module, known, task=current_backward(), repeats=True))
+        self.current.tokens = tokens
         return outer
 
     def end_repeat(self, outer: tuple[Frame, int]) -> None:

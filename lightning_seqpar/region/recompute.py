@@ -215,7 +215,8 @@ class RecomputedCall:
         self._kept = list(found.values())
         self._repeating: Callable[[], AbstractContextManager[None]] = nullcontext
         if region is not None:
-            self._repeating = functools.partial(region.frames.repeating, region.frames.current.record)
+            frame = region.frames.current
+            self._repeating = functools.partial(region.frames.repeating, frame.record, frame.tokens)
         self._draws = HostDraws()
 
     def take_kept(self) -> list[Tensor]:

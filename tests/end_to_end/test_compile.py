@@ -145,18 +145,21 @@ def test_compiled_blocks_train_as_one_process_does():
     check(2, CASES)
 
 
+@sees("compiled: a block that runs again knows no tokens", "FrameStack.begin_repeat", "self.current.tokens = tokens", "pass")
+def test_compiled_blocks_run_again_by_the_same_graph():
+    check(2, {f"{sp=}": (("GPT", {}, {"sp": sp, "recompute": "full"}, {"steps": 2}), {"Block": 1}) for sp in (True, False)})
+
+
 @pytest.mark.matrix
 def test_over_replicas_and_with_shared_heads():
+    fsdp = {"tp": 2, "data_parallel": "fsdp"}
     check(
         4,
         {
             "dp 2": (("GPT", {}, {"tp": 2}, {"steps": 2, "accumulate": 2}), {"Block": 1}),
             "dp 2, no sp": (("GPT", {}, {"tp": 2, "sp": False}, {"steps": 2}), {"Block": 1}),
-            "fsdp": (("GPT", {}, {"tp": 2, "data_parallel": "fsdp"}, {"steps": 2, "accumulate": 2}), {"Block": 1}),
-            "fsdp, recomputed": (
-                ("GPT", {}, {"tp": 2, "data_parallel": "fsdp", "recompute": "full"}, {"steps": 2}),
-                {"Block": 1},
-            ),
+            "fsdp": (("GPT", {}, fsdp, {"steps": 2, "accumulate": 2}), {"Block": 1}),
+            "fsdp, recomputed": (("GPT", {}, {**fsdp, "recompute": "full"}, {"steps": 2}), {"Block": 1}),
             "tp 4, shared kv heads": (("HuggingFace", {"family": "llama"}, {}, {"steps": 2}), {"LlamaDecoderLayer": 1}),
         },
     )

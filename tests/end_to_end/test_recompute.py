@@ -120,7 +120,7 @@ def fit_cases(names: tuple[str, ...], options: dict[str, Any]) -> dict[tuple[str
 @sees(
     "recompute: the length of another call",
     "RecomputedCall.__init__",
-    "            self._repeating = functools.partial(region.frames.repeating, region.frames.current.record)\n",
+    "            self._repeating = functools.partial(region.frames.repeating, frame.record, frame.tokens)\n",
     "            pass\n",
     case="tp2",
 )
