@@ -44,12 +44,7 @@ STYLES = {
 
 FAULTS = (
     next(mutant for mutant in all_mutants() if mutant.name == "norm sync left out"),
-    Mutant(
-        "what would see it left out",
-        "Steps._read_comparisons",
-        "            comparison()\n",
-        "            pass\n",
-    ),
+    Mutant("what would see it left out", "Steps._read_comparisons", "            comparison()\n", "            pass\n"),
 )
 
 

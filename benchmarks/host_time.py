@@ -194,10 +194,7 @@ def count_block(kind: Kind, way: str, size: Size, blocks: int = 2) -> Counts:
 
 def table(rows: dict[str, Row]) -> str:
     """The rows as Markdown."""
-    lines = [
-        "| | forward | backward | of the minimal | Python calls | operations | collectives | kept |",
-        "|---" * 8 + "|",
-    ]
+    lines = ["| | forward | backward | of the minimal | Python calls | operations | collectives | kept |", "|---" * 8 + "|"]
     for way, (us, of_minimal, counts) in rows.items():
         shown = ["–"] * 3
         if us is not None and of_minimal is not None:

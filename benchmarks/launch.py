@@ -74,11 +74,7 @@ class Launcher:
                 file.write(json.dumps([key, answer]) + "\n")
             shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in answer.items())
             took = time.monotonic() - begin
-            print(
-                f"{time.strftime('%H:%M:%S')} {ranks} × {note} {task}: {shown} [{took:.0f} s]",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"{time.strftime('%H:%M:%S')} {ranks} × {note} {task}: {shown} [{took:.0f} s]", file=sys.stderr, flush=True)
         if "error" in answer:
             raise FailedRunError(answer["error"])
         return answer

@@ -30,12 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama 1.1 B, 128k words": {"model": "llama 1.1 B, 128k words", "length": 128, "batch": 1},
 }
 """Of each shape, the arguments of ``child.run`` that make it."""
-CASES = {
-    "self_check=False": "ours, unchecked",
-    "self-check": "ours",
-    "dtensor": "dtensor",
-    "ddp": "ddp",
-}
+CASES = {"self_check=False": "ours, unchecked", "self-check": "ours", "dtensor": "dtensor", "ddp": "ddp"}
 """Of each row, the way that is trained."""
 OURS = ("self_check=False", "self-check")
 

@@ -15,14 +15,7 @@ import matplotlib.pyplot as plt
 
 BASE = "dtensor"
 MIB, GIB = 2**20, 2**30
-COLORS = {
-    "ours": "#f0a202",
-    "dtensor": "#1f5fbf",
-    "ddp": "#8a8f98",
-    "plain": "#c9ced6",
-    "self": "#f0a202",
-    "proof": "#f0a202",
-}
+COLORS = {"ours": "#f0a202", "dtensor": "#1f5fbf", "ddp": "#8a8f98", "plain": "#c9ced6", "self": "#f0a202", "proof": "#f0a202"}
 
 
 def write(results: dict[str, Any], out: Path) -> None:
@@ -95,9 +88,7 @@ def _bars(file: Path, groups: dict[str, dict[str, float]], label: str) -> None:
         names = list(values)[::-1]
         bars = panel.barh(names, [values[name] for name in names], color=[_color(name) for name in names])
         panel.bar_label(
-            bars,
-            [f"{bar.get_width():,.0f}" if bar.get_width() >= 100 else f"{bar.get_width():.3g}" for bar in bars],
-            padding=3,
+            bars, [f"{bar.get_width():,.0f}" if bar.get_width() >= 100 else f"{bar.get_width():.3g}" for bar in bars], padding=3
         )
         panel.set_title(title, fontsize=10)
         panel.set_xlabel(label)
@@ -127,15 +118,7 @@ def _steps(found: dict[str, Any], out: Path) -> list[str]:
 
 def _host(found: dict[str, list[float]], out: Path) -> list[str]:
     _bars(out / "host.png", {"tp 2, 16 tokens, dim 128": {w: statistics.median(t) for w, t in found.items()}}, "host ms")
-    return [
-        "## Host time",
-        "",
-        "Of the main thread, waiting left out:",
-        "",
-        *_timed(found),
-        "",
-        "![host time](host.png)",
-    ]
+    return ["## Host time", "", "Of the main thread, waiting left out:", "", *_timed(found), "", "![host time](host.png)"]
 
 
 def _checks(found: dict[str, Any], out: Path) -> list[str]:
@@ -147,12 +130,7 @@ def _checks(found: dict[str, Any], out: Path) -> list[str]:
 
 
 def _overlap(found: dict[str, Any], out: Path) -> list[str]:
-    lines = [
-        "## Overlap",
-        "",
-        "Where a collective takes as long as a product does on average; steps, of the serial one's:",
-        "",
-    ]
+    lines = ["## Overlap", "", "Where a collective takes as long as a product does on average; steps, of the serial one's:", ""]
     lines += _head("case", "no latency, counted", "overlapped, counted", "no latency, wall", "overlapped, wall", "min–max")
     for name, one in found["steps"].items():
         shares = {
@@ -251,11 +229,7 @@ def _loss(found: dict[str, Any], out: Path) -> list[str]:
     ]
     lines += ["", *_head("way", "peak of a step, MiB")]
     lines += [_row(way, f"{one['step'] / MIB:.0f}") for way, one in found.items()]
-    _bars(
-        out / "loss.png",
-        {"vocabulary 131,072": {w: one["step"] / MIB for w, one in found.items()}},
-        "peak of a step, MiB",
-    )
+    _bars(out / "loss.png", {"vocabulary 131,072": {w: one["step"] / MIB for w, one in found.items()}}, "peak of a step, MiB")
     return [*lines, "", "![loss](loss.png)"]
 
 

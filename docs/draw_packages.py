@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "lightning_seqpar"
 
 GROUPS = {
-    "what is asked for, and where ranks are": ("#dbe7f5", ["user_input", "config", "topology"]),
+    "what is asked for, and where ranks are": ("#dbe7f5", ["user_input", "config", "releases", "topology"]),
     "layers, and what they stand on": ("#d9efdc", ["distributed", "layout", "context", "region", "nn"]),
     "a plan, and carrying it out": ("#fbeccb", ["styles", "plan", "pipeline", "parallel"]),
     "before and around training": ("#f6dcd6", ["data", "inference", "init", "checkpoint", "verify"]),
@@ -66,14 +66,7 @@ def main() -> None:
     ax.set(xlim=(-1.35, grid + 0.42 * count + 0.3), ylim=(-1.0, count + 2.2))
     ax.axis("off")
     ax.text(left, count + 0.35, "package, and what it is for", fontsize=11, weight="bold", va="bottom")
-    ax.text(
-        grid - 0.15,
-        count + 1.75,
-        "imports (the more files, the larger the dot)",
-        fontsize=11,
-        weight="bold",
-        va="bottom",
-    )
+    ax.text(grid - 0.15, count + 1.75, "imports (the more files, the larger the dot)", fontsize=11, weight="bold", va="bottom")
     for at, (name, _, color) in enumerate(rows):
         y = count - 1 - at
         ax.add_patch(

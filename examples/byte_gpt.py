@@ -78,13 +78,7 @@ class ByteLM(L.LightningModule):
     """Next-byte prediction."""
 
     def __init__(
-        self,
-        dim: int = 128,
-        n_head: int = 4,
-        n_layer: int = 4,
-        context: int = 128,
-        tied: bool = True,
-        lr: float = 1e-3,
+        self, dim: int = 128, n_head: int = 4, n_layer: int = 4, context: int = 128, tied: bool = True, lr: float = 1e-3
     ) -> None:
         super().__init__()
         self.save_hyperparameters()

@@ -46,11 +46,7 @@ def table(names: list[str], traces: list[Trace], facts: list[dict[str, Any]], re
         given = [f"{sum(fact['bytes'].values()) / MIB:.1f} MiB" for fact in facts]
     else:
         saved = calls = given = ["-"] * len(facts)
-    rows += [
-        ("saved for backward per rank", saved),
-        ("collectives per step", calls),
-        ("bytes given to them per step", given),
-    ]
+    rows += [("saved for backward per rank", saved), ("collectives per step", calls), ("bytes given to them per step", given)]
     lines = [f"{'':<30}{names[0]:>22}{names[1]:>22}"]
     lines += [f"{label:<30}{values[0]:>22}{values[1]:>22}" for label, values in rows]
     loss, weight = report.rows[0], report.rows[-1]

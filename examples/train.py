@@ -29,9 +29,7 @@ def main() -> None:
     parser.add_argument("--data", help="a file or folder to train on (default: the config's)")
     parser.add_argument("--out", type=Path, help="folder for the trace of the run")
     parser.add_argument(
-        "overrides",
-        nargs="*",
-        help="such as trainer.limit_train_batches=50 strategy.sp=false model.tied=false",
+        "overrides", nargs="*", help="such as trainer.limit_train_batches=50 strategy.sp=false model.tied=false"
     )
     args = parser.parse_args()
     config = OmegaConf.merge(OmegaConf.load(args.config), OmegaConf.from_dotlist(args.overrides))

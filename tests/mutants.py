@@ -196,10 +196,7 @@ def run(mutant: Mutant) -> tuple[bool, str]:
         seen = re.search(r"^FAILED (.+?)(?: - |$)", done.stdout, re.M)
         if done.returncode == 1 and seen:
             return True, re.sub(r"^tests/(\w+/)?", "", seen.group(1))
-        return (
-            False,
-            "SURVIVED" if done.returncode == 0 else f"pytest ended with {done.returncode}: {done.stdout[-300:]}",
-        )
+        return (False, "SURVIVED" if done.returncode == 0 else f"pytest ended with {done.returncode}: {done.stdout[-300:]}")
 
 
 def main() -> int:

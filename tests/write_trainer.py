@@ -53,10 +53,7 @@ def table(cells: Mapping[tuple[str, str], str]) -> str:
     Args:
         cells: by name and topology what came of a habit.
     """
-    lines = [
-        f"| feature | how it is written | {' | '.join(TITLES.values())} | remark |",
-        f"|{'---|' * (3 + len(TITLES))}",
-    ]
+    lines = [f"| feature | how it is written | {' | '.join(TITLES.values())} | remark |", f"|{'---|' * (3 + len(TITLES))}"]
     for habit in HABITS:
         found = " | ".join(cells[habit.name, topology] for topology in TITLES)
         lines.append(f"{start_of_line(habit)} {found} | {habit.remark} |")

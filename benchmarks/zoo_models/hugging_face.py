@@ -61,12 +61,7 @@ _SEQ2SEQ = {
 }
 _VIT_SIZES = {**_SMALL, "image_size": 32, "patch_size": 8}
 _HF: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]] = {
-    "bloom": (
-        "BloomForCausalLM",
-        "BloomConfig",
-        {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-        _ids(),
-    ),
+    "bloom": ("BloomForCausalLM", "BloomConfig", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, _ids()),
     "falcon": (
         "FalconForCausalLM",
         "FalconConfig",
@@ -163,13 +158,7 @@ _HF: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]]
     "mobilebert": (
         "MobileBertForMaskedLM",
         "MobileBertConfig",
-        {
-            **_SMALL,
-            "embedding_size": 32,
-            "intra_bottleneck_size": 32,
-            "use_bottleneck": False,
-            "num_feedforward_networks": 1,
-        },
+        {**_SMALL, "embedding_size": 32, "intra_bottleneck_size": 32, "use_bottleneck": False, "num_feedforward_networks": 1},
         _ids(),
     ),
     "bart": ("BartForConditionalGeneration", "BartConfig", _SEQ2SEQ, _both),
@@ -192,12 +181,7 @@ _HF: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]]
     "vit": ("ViTForImageClassification", "ViTConfig", _VIT_SIZES, _pixels()),
     "deit": ("DeiTForImageClassification", "DeiTConfig", _VIT_SIZES, _pixels()),
     "beit": ("BeitForImageClassification", "BeitConfig", {**_VIT_SIZES, "drop_path_rate": 0.0}, _pixels()),
-    "dinov2": (
-        "Dinov2ForImageClassification",
-        "Dinov2Config",
-        {**_VIT_SIZES, "mlp_ratio": 2},
-        _pixels(),
-    ),
+    "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", {**_VIT_SIZES, "mlp_ratio": 2}, _pixels()),
     "timesformer": (
         "TimesformerForVideoClassification",
         "TimesformerConfig",
@@ -276,22 +260,10 @@ _HF: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]]
     "sam_vision": (
         "SamVisionModel",
         "SamVisionConfig",
-        {
-            **_VIT_SIZES,
-            "output_channels": 16,
-            "window_size": 2,
-            "global_attn_indexes": [1],
-            "mlp_dim": 64,
-            "num_pos_feats": 8,
-        },
+        {**_VIT_SIZES, "output_channels": 16, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 64, "num_pos_feats": 8},
         _pixels(32),
     ),
-    "clip": (
-        "CLIPVisionModel",
-        "CLIPVisionConfig",
-        _VIT_SIZES,
-        _pixels(),
-    ),
+    "clip": ("CLIPVisionModel", "CLIPVisionConfig", _VIT_SIZES, _pixels()),
     "siglip": ("SiglipVisionModel", "SiglipVisionConfig", _VIT_SIZES, _pixels()),
     "wav2vec2": (
         "Wav2Vec2ForCTC",
@@ -367,12 +339,7 @@ _HF: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]]
         },
         _ids(),
     ),
-    "fnet": (
-        "FNetForMaskedLM",
-        "FNetConfig",
-        {**{k: v for k, v in _SMALL.items() if "attention" not in k}},
-        _ids(),
-    ),
+    "fnet": ("FNetForMaskedLM", "FNetConfig", {**{k: v for k, v in _SMALL.items() if "attention" not in k}}, _ids()),
     "roformer": ("RoFormerForMaskedLM", "RoFormerConfig", {**_SMALL, "embedding_size": 32}, _ids()),
     "longformer": (
         "LongformerForMaskedLM",
@@ -465,12 +432,7 @@ def _() -> Recipe:
     from transformers import DetrConfig, DetrModel, ResNetConfig
 
     backbone = ResNetConfig(
-        embedding_size=8,
-        hidden_sizes=[8, 16],
-        depths=[1, 1],
-        layer_type="basic",
-        out_features=["stage2"],
-        num_channels=3,
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"], num_channels=3
     )
     net = DetrModel(
         DetrConfig(

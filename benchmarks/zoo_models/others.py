@@ -103,15 +103,7 @@ def _() -> Recipe:
 def _() -> Recipe:
     from monai.networks.nets import ViT
 
-    net = ViT(
-        in_channels=1,
-        img_size=(16, 16, 16),
-        patch_size=(8, 8, 8),
-        hidden_size=32,
-        mlp_dim=64,
-        num_layers=2,
-        num_heads=4,
-    )
+    net = ViT(in_channels=1, img_size=(16, 16, 16), patch_size=(8, 8, 8), hidden_size=32, mlp_dim=64, num_layers=2, num_heads=4)
     return Recipe(net, floats(1, 16, 16, 16), lambda net, batch: net(batch["x"])[0])
 
 
@@ -308,11 +300,7 @@ def _() -> Recipe:
         "quantiles": [0.1, 0.5, 0.9],
         "use_reg_token": True,
     }
-    return Recipe(
-        ChronosBoltModelForForecasting(config),
-        lambda: {"context": torch.randn(16), "target": torch.randn(4)},
-        named,
-    )
+    return Recipe(ChronosBoltModelForForecasting(config), lambda: {"context": torch.randn(16), "target": torch.randn(4)}, named)
 
 
 @recipe("reformer-pytorch", "ReformerLM")

@@ -75,15 +75,7 @@ def _() -> Recipe:
 def _() -> Recipe:
     from torchtune.models.llama3 import llama3
 
-    net = llama3(
-        vocab_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        embed_dim=32,
-        max_seq_len=16,
-        intermediate_dim=64,
-    )
+    net = llama3(vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=32, max_seq_len=16, intermediate_dim=64)
     return Recipe(net, tokens())
 
 
@@ -113,14 +105,7 @@ def _() -> Recipe:
     from torchtune.models.gemma import gemma
 
     net = gemma(
-        vocab_size=64,
-        num_layers=2,
-        num_heads=4,
-        head_dim=8,
-        num_kv_heads=1,
-        embed_dim=32,
-        intermediate_dim=64,
-        max_seq_len=16,
+        vocab_size=64, num_layers=2, num_heads=4, head_dim=8, num_kv_heads=1, embed_dim=32, intermediate_dim=64, max_seq_len=16
     )
     return Recipe(net, tokens())
 
@@ -129,15 +114,7 @@ def _() -> Recipe:
 def _() -> Recipe:
     from torchtune.models.phi3 import phi3
 
-    net = phi3(
-        vocab_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=4,
-        embed_dim=32,
-        intermediate_dim=64,
-        max_seq_len=16,
-    )
+    net = phi3(vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=4, embed_dim=32, intermediate_dim=64, max_seq_len=16)
     return Recipe(net, tokens())
 
 
@@ -145,15 +122,7 @@ def _() -> Recipe:
 def _() -> Recipe:
     from torchtune.models.qwen2 import qwen2
 
-    net = qwen2(
-        vocab_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        embed_dim=32,
-        intermediate_dim=64,
-        max_seq_len=16,
-    )
+    net = qwen2(vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=32, intermediate_dim=64, max_seq_len=16)
     return Recipe(net, tokens())
 
 

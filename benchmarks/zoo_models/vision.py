@@ -39,20 +39,8 @@ _TIMM: dict[str, dict[str, Any]] = {
         "num_heads": (4, 4),
     },
     "convit_tiny": {"img_size": 32, "embed_dim": 32, "depth": 3, "num_heads": 4, "local_up_to_layer": 1},
-    "swin_tiny_patch4_window7_224": {
-        "img_size": 32,
-        "embed_dim": 16,
-        "depths": (2, 2),
-        "num_heads": (2, 4),
-        "window_size": 4,
-    },
-    "swinv2_tiny_window8_256": {
-        "img_size": 32,
-        "embed_dim": 16,
-        "depths": (2, 2),
-        "num_heads": (2, 4),
-        "window_size": 4,
-    },
+    "swin_tiny_patch4_window7_224": {"img_size": 32, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4},
+    "swinv2_tiny_window8_256": {"img_size": 32, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4},
     "pvt_v2_b0": {"embed_dims": (16, 32), "num_heads": (2, 4), "depths": (2, 2), "sr_ratios": (2, 1)},
     "twins_svt_small": {
         "img_size": 32,
@@ -89,20 +77,7 @@ for _name in _TIMM:
 
 def _timm_parts(model: str) -> Recipe:
     """Models whose makers take no smaller sizes: their classes do, with the parts that the makers choose."""
-    from timm.models import (
-        coat,
-        convnext,
-        focalnet,
-        hiera,
-        levit,
-        maxxvit,
-        metaformer,
-        mlp_mixer,
-        mvitv2,
-        nest,
-        pit,
-        volo,
-    )
+    from timm.models import coat, convnext, focalnet, hiera, levit, maxxvit, metaformer, mlp_mixer, mvitv2, nest, pit, volo
 
     small: dict[str, Any] = {"img_size": 32, "embed_dim": 32, "num_blocks": 2, "num_classes": 6, "patch_size": 8}
     mlp, meta = mlp_mixer, metaformer
@@ -152,13 +127,7 @@ def _timm_parts(model: str) -> Recipe:
             num_classes=6,
         ),
         "NesT": lambda: nest.Nest(
-            img_size=32,
-            num_levels=2,
-            embed_dims=(16, 32),
-            num_heads=(2, 4),
-            depths=(2, 2),
-            drop_path_rate=0.0,
-            num_classes=6,
+            img_size=32, num_levels=2, embed_dims=(16, 32), num_heads=(2, 4), depths=(2, 2), drop_path_rate=0.0, num_classes=6
         ),
         "MViTv2": lambda: mvitv2.MultiScaleVit(
             mvitv2.MultiScaleVitCfg(depths=(1, 2), embed_dim=16, num_heads=2, stride_q=((1, 1), (2, 2))),

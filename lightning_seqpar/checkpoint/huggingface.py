@@ -18,6 +18,7 @@ from lightning_seqpar.checkpoint.convert import check_free, identity, read_all
 from lightning_seqpar.checkpoint.folder import Form, Source, begin_folder
 from lightning_seqpar.init.model_source import model_from_folder
 from lightning_seqpar.init.weight_files import WeightFiles
+from lightning_seqpar.releases import LIGHTNING_VERSION, converts_weights
 from lightning_seqpar.user_input import nearest
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json", ".ckpt")
@@ -51,7 +52,7 @@ class HuggingFaceSource(Source):
         }
         self._names = {id(metas[parameter]): name for parameter, name in first_names.items()}
         state = {_with_dot(prefix) + name: metas[id(value)] for name, value in own.items() if id(value) in metas}
-        versions = {"pytorch-lightning_version": version("lightning")}
+        versions = {"pytorch-lightning_version": LIGHTNING_VERSION}
         self.tree = {"epoch": 0, "global_step": 0, **versions, "state_dict": state}
 
     def read(self, value: Tensor) -> Tensor:
@@ -70,6 +71,8 @@ class HuggingFaceTarget:
 
     def __init__(self, source: Source, like: Path, prefix: str | None = None, max_shard_size: str | int = "5GB") -> None:
         self._source, self._like = source, like
+        if not converts_weights():
+            raise ImportError(f"writing Hugging Face's form needs transformers 5, and {version('transformers')} is installed")
         if source.form == "safetensors":
             raise ValueError(f"{source.path}: it is in Hugging Face's layout already")
         if not (like / "config.json").is_file():

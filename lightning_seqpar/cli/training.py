@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
-
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import StrategyRegistry
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_seqpar.cli.arguments import INSTALL, cause_of
+from lightning_seqpar.releases import pl
 from lightning_seqpar.strategy.ending import VERBOSE, is_verbose
 from lightning_seqpar.user_input import nearest
 
@@ -23,8 +22,13 @@ _UNKNOWN = re.compile(
 )
 _OWN_HINT = re.compile(r"no option '[^']+'; did you mean .*\?")  # a hint of :class:`SeqParallelParser` within a longer message
 
+if TYPE_CHECKING:
+    import lightning.pytorch.cli as lightning_cli
+else:
+    lightning_cli = importlib.import_module(f"{pl.__name__}.cli")
 
-class SeqParallelParser(LightningArgumentParser):
+
+class SeqParallelParser(lightning_cli.LightningArgumentParser):
     """Lightning's parser, whose errors are the one sentence that matters, without a page of usage before it.
 
     For a CLI of your own: ``LightningCLI(MyModel, parser_class=SeqParallelParser)``, or :class:`SeqParallelCLI`.
@@ -56,7 +60,7 @@ class SeqParallelParser(LightningArgumentParser):
         return ""
 
 
-class SeqParallelCLI(LightningCLI):
+class SeqParallelCLI(lightning_cli.LightningCLI):
     """``LightningCLI`` with errors of one sentence, which name the nearest option. A plain ``LightningCLI`` works too.
 
     Use it as Lightning's: ``SeqParallelCLI(MyModel, MyData)``.
@@ -74,7 +78,7 @@ class SeqParallelCLI(LightningCLI):
             super().instantiate_classes()
         except ValueError as error:
             if unknown := re.search(r"invalid strategy name: `strategy='([^']*)'`", str(error)):
-                names = nearest(unknown.group(1), StrategyRegistry.available_strategies())
+                names = nearest(unknown.group(1), pl.strategies.StrategyRegistry.available_strategies())
                 self._refuse(
                     f"no strategy {unknown.group(1)!r}; did you mean {names}? For other sizes: "
                     "--trainer.strategy=lightning_seqpar.SeqParallelStrategy --trainer.strategy.tp=3"
@@ -105,7 +109,7 @@ class _Verbose(argparse.Action):
 class OwnCLI(SeqParallelCLI):
     """The command line of this package, whose users write no classes of their own that could have the same options."""
 
-    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+    def add_core_arguments_to_parser(self, parser: lightning_cli.LightningArgumentParser) -> None:
         """Lightning's arguments, and ``-v``; ``--verbose`` is an argument of ``Trainer.validate``."""
         super().add_core_arguments_to_parser(parser)
         parser.add_argument("-v", action=_Verbose, help="Show refusals with all frames of their tracebacks.")
@@ -113,4 +117,4 @@ class OwnCLI(SeqParallelCLI):
 
 def has_cli() -> bool:
     """Whether Lightning found jsonargparse, on which its command line is built; the extra ``cli`` installs it."""
-    return argparse.ArgumentParser in LightningArgumentParser.__mro__  # Lightning derives from object otherwise
+    return argparse.ArgumentParser in lightning_cli.LightningArgumentParser.__mro__  # Lightning derives from object otherwise

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import nn
 
 from lightning_seqpar.cli.arguments import add_model_arguments, cause_of, config_of
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.init.model_source import TargetModel, batch_named, function_named, load_target, shrink
 from lightning_seqpar.public import Verification, verify_parity
+from lightning_seqpar.releases import pl
 from lightning_seqpar.verify.training import make_batch
 
 _COPIES = 7  # times its weights that a process holds at most: weights, gradients, two moments, what it gathers
@@ -123,7 +123,7 @@ def _shrinking(target: str, notes: list[str]) -> Callable[[Any], Any]:
     )
 
 
-def _strategy_of(given: argparse.Namespace, target: TargetModel) -> ParallelConfig | Callable[[], Strategy] | str:
+def _strategy_of(given: argparse.Namespace, target: TargetModel) -> ParallelConfig | Callable[[], pl.strategies.Strategy] | str:
     """Returns the strategy that is asked for: by option, by fields, or by the YAML file."""
     if given.strategy is not None:
         if given.overrides or given.config:
@@ -134,10 +134,10 @@ def _strategy_of(given: argparse.Namespace, target: TargetModel) -> ParallelConf
         return function_named(name, "--strategy") if ":" in name else name
     if target.strategy is not None and not given.overrides and not given.config:
         path, arguments = target.strategy
-        if path in StrategyRegistry:
+        if path in pl.strategies.StrategyRegistry:
             return path
         module, _, kind = path.rpartition(".")
-        return functools.partial(function_named(f"{module or 'lightning.pytorch.strategies'}:{kind}", "strategy"), **arguments)
+        return functools.partial(function_named(f"{module or pl.strategies.__name__}:{kind}", "strategy"), **arguments)
     return config_of(given, target.fields)
 
 

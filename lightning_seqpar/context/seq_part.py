@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from lightning_seqpar.context.chunks import Chunks, gather_for_parts, gather_positions, share
 from lightning_seqpar.distributed.autograd import input_nodes, leaf_of, outputs_of, without_overrides
+from lightning_seqpar.releases import NODES_STAY
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,15 @@ class SeqPart(Tensor):
 
         One with several outputs, or with inputs that other functions made of plain tensors, is refused.
         """
+        name = type(node).__name__.removesuffix("Backward")
+        if not NODES_STAY:
+            raise RuntimeError(
+                f"{name}, an autograd.Function, made a sequence that ranks of {self._place.chunks.shown} hold in parts: that "
+                f"needs torch 2.13, and {torch.__version__} is installed; write it without autograd.Function, use "
+                f"checkpoint(..., use_reentrant=False), or set {self._place.chunks.off}"
+            )
         with without_overrides():
             self.detach_()
-        name = type(node).__name__.removesuffix("Backward")
         nodes = input_nodes(node)
         inputs = [None if each is None else leaf_of(each) for each in nodes]
         missing = [at for at, found in enumerate(inputs) if found is None and nodes[at] is not None]

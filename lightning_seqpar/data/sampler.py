@@ -15,9 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.distributed import ProcessGroup
 from torch.utils.data import (
     BatchSampler,
@@ -32,6 +29,7 @@ from torch.utils.data import (
 )
 
 from lightning_seqpar.distributed.rng import SavedStreams, kept_streams, share_streams
+from lightning_seqpar.releases import IndexBatchSamplerWrapper, fabric
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _DRAWN_FROM_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, BatchSampler)
@@ -183,7 +181,7 @@ def inject_sampler(
     if isinstance(dataloader.dataset, IterableDataset):
         return dataloader
     batches: Any = dataloader.batch_sampler
-    indexed = isinstance(batches, _IndexBatchSamplerWrapper)
+    indexed = isinstance(batches, IndexBatchSamplerWrapper)
     if indexed:
         batches = batches._batch_sampler
     of_samples = batches is None or type(batches) is BatchSampler
@@ -213,7 +211,7 @@ def inject_sampler(
             batch_sampler = copy.copy(batches)
             batch_sampler.sampler = sampler
             sampler = batch_sampler
-        vars(divided)["batch_sampler"] = _IndexBatchSamplerWrapper(sampler) if indexed else sampler
+        vars(divided)["batch_sampler"] = IndexBatchSamplerWrapper(sampler) if indexed else sampler
     if batches_done is not None:
         each = batches.batch_size if batches is not None and of_samples else 1
         at = _Place(replicas, lambda: batches_done() * each)
@@ -254,7 +252,7 @@ def check_users_sampler(sampler: DistributedSampler[Any], groups: ParallelGroups
 def replica_workers(dataloader: DataLoader[Any], dp_rank: int) -> None:
     """Seeds worker processes by replica where Lightning would by rank, by which ranks of one replica augmented differently."""
     if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
-        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=dp_rank)
+        dataloader.worker_init_fn = partial(fabric.utilities.seed.pl_worker_init_function, rank=dp_rank)
 
 
 class BroadcastLoader:
@@ -267,7 +265,7 @@ class BroadcastLoader:
 
     def __init__(self, loader: Any, group: ProcessGroup, source: int) -> None:
         self.loader, self._group, self._source = loader, group, source
-        box = [sized_len(loader)]
+        box = [fabric.utilities.data.sized_len(loader)]
         dist.broadcast_object_list(box, src=source, group=group)
         self._length = box[0]
         self._resumes = False

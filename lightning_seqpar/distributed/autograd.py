@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
-    any_torch_dispatch_mode_on_stack,
+    is_in_torch_dispatch_mode,
 )
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode
@@ -203,7 +203,7 @@ def unseen() -> AbstractContextManager[Any]:
 
 def unseen_by_compiler() -> AbstractContextManager[Any]:
     """A context manager in which ``torch.compile`` compiles: no ``TorchDispatchMode`` is active under which it would not."""
-    return unseen() if any_torch_dispatch_mode_on_stack() else nullcontext()
+    return unseen() if is_in_torch_dispatch_mode(include_infra_modes=False) else nullcontext()
 
 
 def without_overrides() -> AbstractContextManager[Any]:
@@ -258,7 +258,7 @@ def selective_checkpoint_caches() -> list[Tensor]:
     found: list[Tensor] = []
     for one in gc.get_objects():
         if issubclass(type(one), _CachedTorchDispatchMode):
-            entries = tree_leaves([list(cached.values()) for cached in one.storage.values()])
+            entries = tree_leaves(list(one.storage.values()))
             found += [entry.val for entry in entries if isinstance(getattr(entry, "val", None), Tensor)]
     return found
 

@@ -7,13 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.distributed.autograd import saved_tensor_hooks, selective_checkpoint_caches, storage_id
+from lightning_seqpar.releases import pl
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -153,7 +152,7 @@ def _nbytes(value: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-class StepMeter(Callback):
+class StepMeter(pl.callbacks.Callback):
     """Measures one training batch of an epoch on each rank: bytes kept for the backward, and collectives.
 
     The figures exist once that batch has ended; reading one earlier, or after epochs that were too short for it, raises
@@ -217,7 +216,7 @@ class StepMeter(Callback):
             f"epoch (0-based), and {came}"
         )
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Start to count, in front of the batch that is measured."""
         if batch_idx == self._batch:
             self._traffic = Traffic()
@@ -225,12 +224,12 @@ class StepMeter(Callback):
             self._saved = SavedBytes(exclude=pl_module.parameters())
             self._saved.__enter__()
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Stop counting kept bytes: the forward is over, and what is kept now is kept for the backward."""
         self._stop_saved()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Take over the counts: the step is over."""
         self._ended += 1
@@ -238,11 +237,11 @@ class StepMeter(Callback):
         if (traffic := self._stop()) is not None:
             self._figures = self._saved_bytes, traffic
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop counting where the batch began but was skipped (a hook of the module may return -1 to end the epoch)."""
         self._stop()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Stop counting where the batch ended with an error: later work on this thread must not be counted."""
         self._stop()
 

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import lightning
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -30,6 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.distributed.host import host_device
+from lightning_seqpar.releases import LIGHTNING_VERSION
 
 
 def serve_store(address: str, port: int, timeout: timedelta, *, one_node: bool) -> TCPStore | None:
@@ -169,7 +169,7 @@ def describe_start(config: ParallelConfig, version: str) -> dict[str, Any]:
     fields = {**config.model_dump(mode="json"), "timeout": f"{config.timeout.total_seconds()} s"}
     if isinstance(config.plan, str) and config.plan.endswith((".yaml", ".yml")):
         fields["plan"] = "a file"  # its path may differ from node to node, and its content is compared once it was read
-    versions = {"torch": str(torch.__version__), "lightning": lightning.__version__, "lightning_seqpar": version}
+    versions = {"torch": str(torch.__version__), "lightning": LIGHTNING_VERSION, "lightning_seqpar": version}
     # torch names a group by how many there are: ranks with other numbers of groups would never meet in a new one.
     groups = {"process groups made before": len(dist.distributed_c10d._world.pg_names)}
     return {**fields, **{f"version of {name}": value for name, value in versions.items()}, **groups}

@@ -14,11 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
@@ -35,6 +30,7 @@ from lightning_seqpar.inference.trainer_view import (
     attach_view,
     describe_failure,
 )
+from lightning_seqpar.releases import CombinedLoader, TrainerFn, is_overridden, is_param_in_hook_signature, pl
 
 
 def backward_at_once(loss: Tensor) -> None:
@@ -144,14 +140,14 @@ class Example:
         """What the method returns, what it logs, and the losses that it passes to ``manual_backward``."""
         logged: list[tuple[str, Any]] = []
         losses: list[Tensor] = []
-        if isinstance(model, LightningModule):
+        if isinstance(model, pl.LightningModule):
             answer_harmlessly(model, logged, losses, at_once)
         target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
         args, kwargs = own_tensors(self._given)
         return target(*((_batches(args),) if self.iterates else args), **kwargs), logged, losses
 
     @classmethod
-    def of_step(cls, source: str, module: LightningModule, step: str, batch: Any, *, several: bool = False) -> Example:
+    def of_step(cls, source: str, module: pl.LightningModule, step: str, batch: Any, *, several: bool = False) -> Example:
         """A batch as a loop gives it to a step: an iterator of it, or itself."""
         method = getattr(module, step)
         if is_param_in_hook_signature(method, "dataloader_iter", explicit=True):
@@ -189,7 +185,7 @@ _LOOPS = {
 }
 
 
-def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example]:
+def find_examples(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[Example]:
     """Examples of the module's input, the best first.
 
     They are its ``example_input_array``; the first batch of the running loop, for the user's own step and loss; and the
@@ -213,7 +209,7 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
         raise refused
 
 
-def _of_loop(module: LightningModule, trainer: Trainer, loop: Any, names: Sequence[str], name: str) -> Iterator[Example]:
+def _of_loop(module: pl.LightningModule, trainer: pl.Trainer, loop: Any, names: Sequence[str], name: str) -> Iterator[Example]:
     """The first batch of a loop, for each step of ``names`` that the module has. The user's hooks are called once, on this rank."""
     steps = [one for one in dict.fromkeys(names) if is_overridden(one, module)]
     # The user's hooks may draw (augment), and count.
@@ -362,7 +358,7 @@ class FoundExample(NamedTuple):
 class ExampleSearch:
     """Tries the inputs that a module and its trainer offer, on copies of it, in this process; ``tp`` ranks share a sample."""
 
-    def __init__(self, module: LightningModule, trainer: Trainer, tp: int, device: torch.device) -> None:
+    def __init__(self, module: pl.LightningModule, trainer: pl.Trainer, tp: int, device: torch.device) -> None:
         self._module, self._trainer, self._tp, self._device = module, trainer, tp, device
 
     def run(self) -> FoundExample:

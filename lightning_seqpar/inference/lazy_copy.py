@@ -31,6 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightning_seqpar.releases import is_lightnings
+
 _UNCHANGEABLE = (
     *(bool, int, float, complex, str, bytes, type(None), type, range, slice),
     *(types.ModuleType, re.Pattern, logging.Logger),
@@ -204,7 +206,7 @@ def _is_plain_class(cls: type) -> bool:
         if vars(base).get("__slots__"):
             return False
         # Those of torch's modules and of Lightning's classes say how they are pickled, and hide nothing.
-        known = base.__module__.startswith(("lightning.", "torch.nn.modules.", "torch.utils.data."))
+        known = is_lightnings(base.__module__) or base.__module__.startswith(("torch.nn.modules.", "torch.utils.data."))
         if not known and any(name in vars(base) for name in _COPIED_BY_CLASS):
             return False
     return True
@@ -274,7 +276,7 @@ def own_containers(model: nn.Module) -> None:
     """Give a copy of a model containers of its own where its classes hold some as class attributes, in place."""
     for module in model.modules():
         for base in type(module).__mro__:
-            if base.__module__.startswith(("torch.", "lightning.")):
+            if base.__module__.startswith("torch.") or is_lightnings(base.__module__):
                 continue
             for name, value in vars(base).items():
                 if isinstance(value, dict | list | set | collections.deque) and not name.startswith("__"):

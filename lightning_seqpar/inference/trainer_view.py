@@ -17,26 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.loggers.logger import Logger
-from lightning.fabric.loggers.logger import _DummyExperiment as DummyExperiment
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.core.optimizer import (
-    LightningOptimizer,
-    _configure_optimizers,
-    _configure_schedulers_automatic_opt,
-    _configure_schedulers_manual_opt,
-)
-from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
-from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_seqpar.inference.lazy_copy import LazyCopies, own_containers
+from lightning_seqpar.releases import (
+    CombinedLoader,
+    DummyExperiment,
+    configure_optimizers,
+    configure_schedulers_automatic_opt,
+    configure_schedulers_manual_opt,
+    fabric,
+    parse_num_batches,
+    pl,
+)
 
 
 class NoExampleError(ValueError):
@@ -47,18 +42,21 @@ class PlainBackwardError(NoExampleError):
     """A training step runs its backward itself, past Lightning."""
 
 
-def attach_view(model: nn.Module, trainer: Trainer | None) -> None:
+def attach_view(model: nn.Module, trainer: pl.Trainer | None) -> None:
     """Let the steps of a copy use the trainer, without any effect on it (see the module's docstring)."""
     own_containers(model)
-    if isinstance(model, LightningModule) and trainer is not None:
+    if isinstance(model, pl.LightningModule) and trainer is not None:
         view = _view(model, trainer)
         for module in model.modules():
-            if isinstance(module, LightningModule):
+            if isinstance(module, pl.LightningModule):
                 module.__dict__["_trainer"] = view
 
 
 def answer_harmlessly(
-    model: LightningModule, logged: list[tuple[str, Any]], losses: list[Tensor], at_once: Callable[[Tensor], None] | None = None
+    model: pl.LightningModule,
+    logged: list[tuple[str, Any]],
+    losses: list[Tensor],
+    at_once: Callable[[Tensor], None] | None = None,
 ) -> None:
     """Replace what a step calls on its module, in place, so that running a step on a copy has no effects.
 
@@ -89,7 +87,7 @@ def answer_harmlessly(
         **dict.fromkeys(("print", "toggle_optimizer", "untoggle_optimizer", "clip_gradients"), _nothing),
     }
     for module in model.modules():
-        if isinstance(module, LightningModule):
+        if isinstance(module, pl.LightningModule):
             module.__dict__.update(answers)
 
 
@@ -137,24 +135,28 @@ def _without_steps(real: Any) -> None:
         real.zero_grad = _nothing  # gradients are those of the example alone
 
 
-def _wrapped(optimizer: Any) -> LightningOptimizer:
+def _wrapped(optimizer: Any) -> pl.core.optimizer.LightningOptimizer:
     """Lightning's wrapper of an optimizer of the copy, which does nothing either."""
-    wrapped = optimizer if isinstance(optimizer, LightningOptimizer) else LightningOptimizer(optimizer)
+    wrapped = (
+        optimizer
+        if isinstance(optimizer, pl.core.optimizer.LightningOptimizer)
+        else pl.core.optimizer.LightningOptimizer(optimizer)
+    )
     vars(wrapped).update(step=optimizer.step, zero_grad=_nothing, toggle_model=lambda *given, **named: nullcontext())
     return wrapped
 
 
-def _configured(model: LightningModule) -> Callable[[], tuple[list[Any], list[Any]]]:
+def _configured(model: pl.LightningModule) -> Callable[[], tuple[list[Any], list[Any]]]:
     """What gives the optimizers and schedulers that a copy configures, which it does when a step first asks for them."""
 
     @functools.cache
     def configure() -> tuple[list[Any], list[Any]]:
         answer: Any = model.configure_optimizers()
-        optimizers, schedulers, monitor = _configure_optimizers(answer) if answer is not None else ([], [], None)
+        optimizers, schedulers, monitor = configure_optimizers(answer) if answer is not None else ([], [], None)
         configs: list[Any] = (
-            _configure_schedulers_automatic_opt(schedulers, monitor)
+            configure_schedulers_automatic_opt(schedulers, monitor)
             if model.automatic_optimization
-            else _configure_schedulers_manual_opt(schedulers)
+            else configure_schedulers_manual_opt(schedulers)
         )
         for one in (*optimizers, *(config.scheduler for config in configs)):
             _without_steps(one)
@@ -174,7 +176,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 # ---- the trainer ---------------------------------------------------------------------------------------------------
 
 
-def _view(model: LightningModule, trainer: Trainer) -> Any:
+def _view(model: pl.LightningModule, trainer: pl.Trainer) -> Any:
     """What stands for the trainer: it reads like the real one, and has the copy where that has the module."""
     real = trainer.strategy._lightning_module
     given: dict[int, Callable[[], Any]] = {}
@@ -190,19 +192,19 @@ def _view(model: LightningModule, trainer: Trainer) -> Any:
     }
 
     def changes(cls: type) -> dict[str, Any]:
-        if issubclass(cls, Trainer):
+        if issubclass(cls, pl.Trainer):
             return {**_of_trainer(), **steps}
-        if issubclass(cls, Strategy):
+        if issubclass(cls, pl.strategies.Strategy):
             wrapped = property(lambda self: [_wrapped(one) for one in configured()[0]])
             return {**_of_strategy(), **steps, "_lightning_optimizers": wrapped}
-        if issubclass(cls, Logger):
+        if issubclass(cls, fabric.loggers.logger.Logger):
             names = [name for name in dir(cls) if name.startswith("log_") and callable(getattr(cls, name, None))]
             names += ["save", "finalize", "after_save_checkpoint", "watch", "unwatch"]
             experiment = property(lambda self: DummyExperiment())
             return {**dict.fromkeys(names, _nothing), "experiment": experiment}
-        if issubclass(cls, Profiler):
+        if issubclass(cls, pl.profilers.Profiler):
             return dict.fromkeys(("start", "stop", "describe"), _nothing)
-        return {"print": _nothing} if issubclass(cls, ProgressBar) else {}
+        return {"print": _nothing} if issubclass(cls, pl.callbacks.ProgressBar) else {}
 
     return LazyCopies(given, changes).of(trainer, "self.trainer")
 
@@ -232,7 +234,7 @@ def _of_trainer() -> dict[str, Any]:
         except (TypeError, NotImplementedError):
             return float("inf")
         length = math.ceil(count / _replicas(self.strategy))
-        return _parse_num_batches(RunningStage.TRAINING, length, self.limit_train_batches)
+        return parse_num_batches(pl.trainer.states.RunningStage.TRAINING, length, self.limit_train_batches)
 
     return {
         **{name: runs(name) for name in ("fit", "validate", "test", "predict")},

@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.plan.sharding_plan import parse_yaml
+from lightning_seqpar.releases import check_package, is_overridden, pl
 from lightning_seqpar.user_input import cause_of, name_error, nearest, read_text, shown
 
 HEAD_DIM = 8  # features of a head in a shrunken model
@@ -216,12 +214,13 @@ def _make(make: Any, what: str, memory: bool) -> nn.Module:
         made = make()
     if not isinstance(made, nn.Module):
         raise ValueError(f"{what} made a {type(made).__name__}; it must make an nn.Module")
+    check_package(made)
     return made
 
 
 def as_steps_take_it(model: nn.Module, batch: Any) -> Any:
     """A loader's batch on the CPU, as the module's own hooks (``on_after_batch_transfer``, ...) hand it to its steps."""
-    if not isinstance(model, LightningModule):
+    if not isinstance(model, pl.LightningModule):
         return batch
     batch = model._on_before_batch_transfer(batch)
     return model._apply_batch_transfer_handler(batch, device=torch.device("cpu"))
@@ -297,7 +296,7 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
             "model: {class_path: package.Module, init_args: {...}}"
         )
     try:
-        make = _instance(LightningModule, "model", data["model"])
+        make = _instance(pl.LightningModule, "model", data["model"])
     except ImportError:
         raise
     except Exception as error:  # jsonargparse's own type, with a page of causes in its message
@@ -310,11 +309,11 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
     clipping = {key: trainer[key] for key in ("gradient_clip_val", "gradient_clip_algorithm") if trainer.get(key)}
     target = TargetModel(model, world_size=_world_of(trainer), clipping=clipping)
     target.strategy, target.fields = _strategy_of(trainer.get("strategy"), file, foreign)
-    if "data" in data or (isinstance(model, LightningModule) and is_overridden("train_dataloader", model)):
+    if "data" in data or (isinstance(model, pl.LightningModule) and is_overridden("train_dataloader", model)):
         try:
             loads: Any = model
             if "data" in data:
-                loads = _instance(LightningDataModule, "data", data["data"])()
+                loads = _instance(pl.LightningDataModule, "data", data["data"])()
                 loads.prepare_data()
                 loads.setup("fit")
             target.batch = next(iter(loads.train_dataloader()))
@@ -350,9 +349,9 @@ def _strategy_of(setting: Any, file: Path, foreign: bool) -> tuple[tuple[str, di
             place = config if Path(config).is_file() else file.parent / config
             config = ParallelConfig.from_yaml(place).model_dump(exclude_unset=True)
         return None, {**_mapping(config, "init_args.config", file), **fields}
-    registered = isinstance(setting, str) and setting in StrategyRegistry
+    registered = isinstance(setting, str) and setting in pl.strategies.StrategyRegistry
     if registered and setting.startswith("seqpar"):
-        return None, dict(StrategyRegistry[setting].get("init_params", {}))
+        return None, dict(pl.strategies.StrategyRegistry[setting].get("init_params", {}))
     if foreign and registered:
         return (setting, {}), {}
     if foreign and path:

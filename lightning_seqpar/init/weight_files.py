@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_seqpar.layout.param_layout import Shard
+from lightning_seqpar.releases import converts_weights
 from lightning_seqpar.user_input import nearest
 
 
@@ -85,6 +86,8 @@ class WeightFiles:
 
     def _read_mapping(self) -> None:
         """Finds what has another name in a Hugging Face model's files, or is made of several tensors there (stacked experts)."""
+        if not converts_weights():
+            return
         from transformers import conversion_mapping, core_model_loading
 
         transforms: list[Any] = list(conversion_mapping.get_model_conversion_mapping(self._module))

@@ -11,14 +11,15 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+
+from lightning_seqpar.releases import pl
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 """What code can't change, but only replace."""
 
 _MODULES = frozenset(vars(nn.Module()))
-_LIGHTNINGS = frozenset(vars(LightningModule()))
+_LIGHTNINGS = frozenset(vars(pl.LightningModule()))
 _LEFT_ALONE = ("lightning_seqpar.", "torchmetrics.")
 """Packages whose modules change what they have by themselves."""
 
@@ -37,7 +38,7 @@ class ModelAttributes:
         for name, module in model.named_modules():
             if name and any(base.__module__.startswith(_LEFT_ALONE) for base in type(module).__mro__):
                 continue
-            left_out = _LIGHTNINGS if isinstance(module, LightningModule) else _MODULES
+            left_out = _LIGHTNINGS if isinstance(module, pl.LightningModule) else _MODULES
             self._holders[name] = vars(module), left_out, (*_PLAIN, Tensor) if tensors or not name else _PLAIN
         hparams = getattr(model, "_hparams", None)
         if isinstance(hparams, dict):

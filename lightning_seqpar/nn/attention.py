@@ -78,10 +78,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         if layer.in_proj_bias is not None:
             shrink(layer.in_proj_bias, shard, region.rank)
         RowParallelLinear.adopt(
-            layer.out_proj,
-            Shard.by_segments(1, [width], [heads], region.size, name),
-            region,
-            f"{name}.out_proj",
+            layer.out_proj, Shard.by_segments(1, [width], [heads], region.size, name), region, f"{name}.out_proj"
         )
         layer.num_heads = heads // region.size
         return layer  # type: ignore[no-any-return]
@@ -119,12 +116,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         self.region.open_gather(query, self.full_name)
         try:
             return self._attend(
-                self._project(query, key, value),
-                key_padding_mask,
-                need_weights,
-                attn_mask,
-                average_attn_weights,
-                is_causal,
+                self._project(query, key, value), key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         finally:
             self.region.close_gather()
@@ -226,11 +218,7 @@ class ParallelTransformerEncoder(nn.TransformerEncoder):
         return layer  # type: ignore[no-any-return]
 
     def forward(
-        self,
-        src: Tensor,
-        mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
-        is_causal: bool | None = None,
+        self, src: Tensor, mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool | None = None
     ) -> Tensor:
         """As ``nn.TransformerEncoder.forward``; ``src`` is ``[b, s, h]``, or ``[s, b, h]`` without ``batch_first``."""
         if src_key_padding_mask is None or not self._would_pack(src, mask, src_key_padding_mask):

@@ -186,10 +186,7 @@ class ShardingPlan:
         """The rules as YAML that :meth:`from_yaml` reads back; patterns carry the prefix."""
         lines = [
             yaml.safe_dump(
-                {**rule.dump(), "pattern": self.full(rule.pattern)},
-                default_flow_style=True,
-                sort_keys=False,
-                width=1000,
+                {**rule.dump(), "pattern": self.full(rule.pattern)}, default_flow_style=True, sort_keys=False, width=1000
             ).strip()
             for rule in self.rules
         ]

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lightning_seqpar.config import PlanSpec
@@ -22,6 +21,7 @@ from lightning_seqpar.distributed.autograd import has_tensor_hooks
 from lightning_seqpar.layout.linear_kind import BASE, is_adapted
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan, read_plans
+from lightning_seqpar.releases import is_lightnings
 from lightning_seqpar.styles.replace import VocabRule, unfit_for_vocab
 from lightning_seqpar.styles.style import PlannedModel
 
@@ -411,8 +411,7 @@ def weight_reader(owners: Iterable[object]) -> str | None:
 
 def _is_the_users(kind: type) -> bool:
     """Whether a class of an object stands in front of Lightning's."""
-    of_lightning = kind.__module__.startswith(("lightning.", "pytorch_lightning."))
-    return kind not in (LightningModule, Callback, object) and not of_lightning
+    return kind is not object and not is_lightnings(kind.__module__)
 
 
 def _names(function: types.FunctionType, owner: object, seen: set[int]) -> set[str]:

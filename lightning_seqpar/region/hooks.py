@@ -335,11 +335,7 @@ def close_gather(
 
 
 def begin_sum(
-    region: SequenceRegion,
-    added: Sequence[tuple[nn.Module, str]],
-    rows: Sequence[tuple[nn.Module, str]],
-    *,
-    of_features: bool,
+    region: SequenceRegion, added: Sequence[tuple[nn.Module, str]], rows: Sequence[tuple[nn.Module, str]], *, of_features: bool
 ) -> Callable[..., None]:
     """A pre-hook of a module that returns one term of a sum over ranks, and is given whole activations or this rank's features.
 

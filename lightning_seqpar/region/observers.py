@@ -412,12 +412,7 @@ class Observers:
             self._frames.current.partial_nodes.append(partial.grad_fn)
 
     def sum_returned(
-        self,
-        out: Tensor,
-        module: str,
-        gathers: Collection[Any],
-        rows: Collection[Parameter],
-        once: Collection[Parameter],
+        self, out: Tensor, module: str, gathers: Collection[Any], rows: Collection[Parameter], once: Collection[Parameter]
     ) -> None:
         """A module returned ``out``, one term of a sum over ranks, ``[b, s, h]``."""
         if self.schedule.walks_graphs:

@@ -22,12 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar.context.seq_part import SeqPart, local_of
-from lightning_seqpar.distributed.autograd import (
-    in_backward,
-    is_of_checkpoint,
-    saved_tensor_hooks,
-    saved_tensor_hooks_allowed,
-)
+from lightning_seqpar.distributed.autograd import in_backward, is_of_checkpoint, saved_tensor_hooks, saved_tensor_hooks_allowed
 from lightning_seqpar.distributed.counters import saved_counter
 from lightning_seqpar.distributed.rng import HostDraws, drawn_apart
 from lightning_seqpar.layout.attributes import ModelAttributes
@@ -57,13 +52,7 @@ class RecomputedForward:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        notes: RecomputeNotes,
-        region: SequenceRegion | None,
-        *,
-        stops_at_row: bool = False,
+        self, module: nn.Module, name: str, notes: RecomputeNotes, region: SequenceRegion | None, *, stops_at_row: bool = False
     ) -> None:
         self.module, self.name, self.notes, self.region = module, name, notes, region
         self._stops_at_row = stops_at_row and region is not None

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_seqpar.layout.param_layout import take_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
+from lightning_seqpar.releases import WeightAveraging, pl
 from lightning_seqpar.strategy.environment import Environment
 
 
@@ -77,7 +77,7 @@ def _find(value: Any, depth: int, seen: set[int]) -> Iterator[Metric]:
 
 def averaging_callbacks(callbacks: Iterable[Any]) -> list[Any]:
     """Those of the callbacks that average weights in a copy of the model."""
-    return [each for each in callbacks if isinstance(each, WeightAveraging | StochasticWeightAveraging)]
+    return [each for each in callbacks if isinstance(each, (WeightAveraging, pl.callbacks.StochasticWeightAveraging))]
 
 
 def averages_of(callbacks: Iterable[Any]) -> list[nn.Module]:

@@ -24,15 +24,11 @@ from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from pydantic import ValidationError
 
 from lightning_seqpar.checkpoint.atomic_files import MARKER, local_path, write_whole
+from lightning_seqpar.releases import PACKAGES, fabric, pl
 from lightning_seqpar.user_input import name_error
 
 P = ParamSpec("P")
@@ -41,7 +37,7 @@ T = TypeVar("T")
 VERBOSE = "SEQPAR_VERBOSE"  # environment variable: set, to anything but 0, it has errors told with all frames
 PAUSE = 2.0
 """Seconds that rank 0 gets to come to an error that all ranks raise and, under torchrun, to print it before another rank leaves."""
-NOT_THE_USERS = {"lightning_seqpar", "lightning", "lightning_utilities", "pydantic", "torch"}
+NOT_THE_USERS = {"lightning_seqpar", *PACKAGES, "lightning_utilities", "pydantic", "torch"}
 """Packages whose frames say nothing of the user's code."""
 
 
@@ -201,7 +197,7 @@ def exchange(world: dist.ProcessGroup, topic: str, own: object, patience: timede
     return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
 
 
-def find_missing(error: BaseException, world: dist.ProcessGroup, trainer: Trainer) -> Missing:
+def find_missing(error: BaseException, world: dist.ProcessGroup, trainer: pl.Trainer) -> Missing:
     """Find which rank of the world did not come, after a collective raised an error that says that another rank is gone."""
     number = trainer.fit_loop.epoch_loop.batch_idx
     own = describe_wait(error, f", at batch {number}" if trainer.training and number >= 0 else "")
@@ -291,7 +287,7 @@ class Ending:
 
     def __init__(self) -> None:
         self._is_asked_to_end = self._is_asked_to_requeue = self._has_requeued = False
-        self._asking: Trainer | None = None
+        self._asking: pl.Trainer | None = None
         self._error: BaseException | None = None  # what ends the run, and whether ranks are at different places of it
         self._apart = False
         self.together = False
@@ -301,7 +297,7 @@ class Ending:
         """Whether ranks ask each other between the steps now, so that noting a signal is enough."""
         return self._asking is not None
 
-    def begin(self, trainer: Trainer, ask: Callable[[Sequence[bool]], list[bool]], agreed: Callable[[], None]) -> None:
+    def begin(self, trainer: pl.Trainer, ask: Callable[[Sequence[bool]], list[bool]], agreed: Callable[[], None]) -> None:
         """Let the training that begins ask between its steps, in the place of Lightning's broadcast of rank 0's flag: ``ask``
         which flags are set on any rank (collective). ``agreed`` is called on every rank in front of the save.
         """
@@ -333,11 +329,11 @@ class Ending:
         """Handle SLURM's requeue signal: note it."""
         self._is_asked_to_requeue = True
 
-    def take_requeue_signal(self, trainer: Trainer) -> None:
+    def take_requeue_signal(self, trainer: pl.Trainer) -> None:
         """Put :meth:`note_requeue` where Lightning's handler saves at once, at whatever place this rank is."""
         environment = trainer._accelerator_connector.cluster_environment
         if (
-            isinstance(environment, SLURMEnvironment)
+            isinstance(environment, fabric.plugins.environments.slurm.SLURMEnvironment)
             and environment.auto_requeue
             and environment.requeue_signal is not None
             and type(signal.getsignal(environment.requeue_signal)).__name__ == "_HandlersCompose"
@@ -345,9 +341,9 @@ class Ending:
         ):
             signal.signal(environment.requeue_signal, self.note_requeue)
 
-    def is_apart(self, trainer: Trainer, world: dist.ProcessGroup) -> bool:
+    def is_apart(self, trainer: pl.Trainer, world: dist.ProcessGroup) -> bool:
         """Whether an exception, in which callbacks may save, ends the run on ranks that may be at different places of it."""
-        if trainer.state.status != TrainerStatus.INTERRUPTED or self.together:
+        if trainer.state.status != pl.trainer.states.TrainerStatus.INTERRUPTED or self.together:
             return False
         error = sys.exc_info()[1]
         if error is None:  # somebody has caught it, and saves later
@@ -373,12 +369,12 @@ class Ending:
             if not self._has_requeued:
                 save_before_end(trainer)
             rank_zero_info(f"lightning_seqpar: the training ends at step {trainer.global_step}: SIGTERM")
-            raise SIGTERMException(128 + signal.SIGTERM)
+            raise pl.utilities.exceptions.SIGTERMException(128 + signal.SIGTERM)
 
 
-def save_before_end(trainer: Trainer) -> None:
+def save_before_end(trainer: pl.Trainer) -> None:
     """Save, unless this step is saved, as the last checkpoint if the first ``ModelCheckpoint`` keeps that."""
-    callback = next((one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)), None)
+    callback = next((one for one in trainer.checkpoint_callbacks if isinstance(one, pl.callbacks.ModelCheckpoint)), None)
     if callback is None or callback.dirpath is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     if callback._last_global_step_saved == trainer.global_step or callback.save_on_exception:  # which the end is
@@ -413,7 +409,7 @@ class RestartList:
     it.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         run = "".join(c if c.isalnum() else "-" for c in os.environ.get("TORCHELASTIC_RUN_ID", "run"))
         self._file = Path(trainer.default_root_dir, f".seqpar-restart-{run}.json")
         kind = type(module)

@@ -8,14 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _destroy_dist_connection,
-    _distributed_is_initialized,
-    _init_dist_connection,
-)
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
@@ -26,6 +18,7 @@ from lightning_seqpar.distributed.host import default_backend
 from lightning_seqpar.distributed.rendezvous import Phases, check_agreement, describe_start, keep_gloo_local, serve_store
 from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.pipeline.cut import count_channels
+from lightning_seqpar.releases import TrainerFn, destroy_dist_connection, distributed_is_initialized, init_dist_connection, pl
 from lightning_seqpar.strategy.ending import Ending
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.topology.grid import ProcessTopology
@@ -35,19 +28,19 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 class Environment:
     """The processes of a run, their groups, and what belongs to one run of the Trainer."""
 
-    def __init__(self, strategy: ParallelStrategy, config: ParallelConfig) -> None:
+    def __init__(self, strategy: pl.strategies.ParallelStrategy, config: ParallelConfig) -> None:
         self.strategy, self.config, self.ending = strategy, config, Ending()
         self._groups: ParallelGroups | None = None
 
     @property
-    def module(self) -> LightningModule:
+    def module(self) -> pl.LightningModule:
         """The user's module."""
         module = self.strategy._lightning_module  # its property costs each step some calls
         assert module is not None
         return module
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> pl.Trainer:
         """The Trainer of the user's module."""
         module = self.module
         return module._trainer or module.trainer  # the latter takes some calls, and raises if there is none
@@ -158,7 +151,7 @@ class Environment:
         """Connect to the other ranks, and compare what all were started with. Collective."""
         cluster, num_nodes = self.strategy.cluster_environment, self.strategy.num_nodes  # type: ignore[attr-defined]
         assert cluster is not None
-        first = not _distributed_is_initialized()
+        first = not distributed_is_initialized()
         try:
             served = None
             if first:  # listen where the other ranks look for this one, and not on every interface of the node
@@ -166,7 +159,7 @@ class Environment:
                 if not self.strategy.global_rank and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                     where = cluster.main_address, cluster.main_port
                     served = serve_store(*where, self.config.timeout, one_node=num_nodes == 1)
-            _init_dist_connection(
+            init_dist_connection(
                 cluster,
                 backend,
                 timeout=self.config.timeout,
@@ -183,7 +176,7 @@ class Environment:
         del served  # the group is connected to it
         if first and backend != "nccl":
             # Lightning does this for nccl. gloo's threads, too, should end before the interpreter does.
-            atexit.register(_destroy_dist_connection)
+            atexit.register(destroy_dist_connection)
         world = dist.group.WORLD
         assert world is not None
         if world.size() != num_nodes * self.num_processes:
@@ -197,7 +190,7 @@ class Environment:
     def _store_of_attempt(self) -> dict[str, Any]:
         """The store of a later attempt by torchrun, which keeps the first one's with the addresses of dead processes in it."""
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        if not attempt or _distributed_is_initialized():
+        if not attempt or distributed_is_initialized():
             return {}
         rank, size = self.strategy.global_rank, self.strategy.world_size
         store, *_ = next(rendezvous("env://", rank, size, timeout=self.config.timeout))

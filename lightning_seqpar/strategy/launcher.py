@@ -18,12 +18,16 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
-from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers.subprocess_script import _HYDRA_AVAILABLE, _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from lightning_seqpar.releases import (
+    HYDRA_AVAILABLE,
+    SubprocessScriptLauncher,
+    TrainerFn,
+    basic_subprocess_cmd,
+    hydra_subprocess_cmd,
+    set_num_threads_if_needed,
+)
 from lightning_seqpar.strategy.ending import (
     CALL_ON_ALL,
     PAUSE,
@@ -282,7 +286,7 @@ def is_script() -> bool:
 
 
 def _hydra_config() -> Any:
-    if not _HYDRA_AVAILABLE:
+    if not HYDRA_AVAILABLE:
         return None
     from hydra.core.hydra_config import HydraConfig
 
@@ -295,7 +299,7 @@ def is_hydra_sweep() -> bool:
     return config is not None and getattr(config.mode, "name", "") == "MULTIRUN"
 
 
-class SeqParallelLauncher(_SubprocessScriptLauncher):
+class SeqParallelLauncher(SubprocessScriptLauncher):
     """Lightning's subprocess launcher with a watch over the children."""
 
     watch: ChildWatch | None = None
@@ -321,7 +325,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             self.watch = ChildWatch.of_this_process
         elif self.num_processes * self.num_nodes > 1:
             self._start_children()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        set_num_threads_if_needed(num_processes=self.num_processes)
         call = inspect.signature(function).bind(*args, **kwargs)
         if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and trainer.state.fn == TrainerFn.FITTING:
             RestartList.count_training()
@@ -441,7 +445,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         is_hydra = _hydra_config() is not None
         try:
             for local_rank in range(1, self.num_processes):
-                command, folder = _hydra_subprocess_cmd(local_rank) if is_hydra else (_basic_subprocess_cmd(), None)
+                command, folder = hydra_subprocess_cmd(local_rank) if is_hydra else (basic_subprocess_cmd(), None)
                 env = {**os.environ, "LOCAL_RANK": str(local_rank), **{name: str(end) for name, end in ends.items()}}
                 self.procs.append(subprocess.Popen(command, env=env, cwd=folder, pass_fds=tuple(ends.values())))
                 self.watch.follow(self.procs[-1])

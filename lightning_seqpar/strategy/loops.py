@@ -14,9 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.tuner.lr_finder import _LRCallback
-from lightning.pytorch.utilities.memory import is_oom_error
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -25,6 +22,7 @@ from lightning_seqpar.data.sampler import BroadcastLoader, OrderSeed, inject_sam
 from lightning_seqpar.distributed.host import any_rank_has
 from lightning_seqpar.distributed.rendezvous import check_agreement, describe_optimizer
 from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.releases import LRCallback, pl
 from lightning_seqpar.strategy.callbacks import share_metrics
 from lightning_seqpar.strategy.ending import exchange
 from lightning_seqpar.strategy.environment import Environment
@@ -105,7 +103,7 @@ class Searches:
         if error is None and self.has_tried and self._size is not None:
             self._largest = max(self._size, self._largest or 0)
         self.has_tried, self._sees_batches = False, training or not self._env.fits
-        if error is not None and is_oom_error(error):
+        if error is not None and pl.utilities.memory.is_oom_error(error):
             self._steps.forget_step()
 
     def _refuse(self, ended: str, others: str, error: BaseException | None) -> NoReturn:
@@ -126,13 +124,13 @@ class Searches:
 def _described(error: BaseException | None) -> str:
     if error is None:
         return "came to the end of the trial"
-    return "ran out of memory" if is_oom_error(error) else f"raised {type(error).__name__}"
+    return "ran out of memory" if pl.utilities.memory.is_oom_error(error) else f"raised {type(error).__name__}"
 
 
 def share_losses_of_finders(callbacks: Sequence[Any]) -> None:
     """Let the learning-rate finder read the loss of all replicas: by its own each rank would end the search at another step."""
     for finder in callbacks:
-        if isinstance(finder, _LRCallback) and "on_train_batch_end" not in vars(finder):
+        if isinstance(finder, LRCallback) and "on_train_batch_end" not in vars(finder):
             vars(finder)["on_train_batch_end"] = functools.partial(_read_mean, finder.on_train_batch_end)
 
 
@@ -224,7 +222,7 @@ class Loops:
     def begin_training(self) -> None:
         """Compare the settings of the training over the ranks, and log the global batch. Collective."""
         env, trainer = self._env, self._env.trainer
-        self._interval = trainer._val_check_time_interval  # type: ignore[attr-defined]
+        self._interval = getattr(trainer, "_val_check_time_interval", None)
         self._begin()
         if env.world.size() > 1 and env.launcher is not None:
             env.ending.take_requeue_signal(trainer)
@@ -258,7 +256,7 @@ class Loops:
             "precision": str(trainer.precision),
             # A time interval ("00:01:00:00") is kept elsewhere, and the Trainer then has no attribute of the first name.
             "val_check_interval": getattr(trainer, "val_check_interval", None),
-            "val_check_interval in seconds": trainer._val_check_time_interval,
+            "val_check_interval in seconds": getattr(trainer, "_val_check_time_interval", None),
             **{
                 f"optimizer {number}": describe_optimizer(plain_optimizer(optimizer))
                 for number, optimizer in enumerate(self._env.strategy.optimizers)
@@ -307,7 +305,7 @@ class Loops:
         check_agreement({f"{loop} batches": list(counts)}, groups[groups.replica_axes], self._env.device)
         callbacks = self._env.callbacks
         if loop == "predict" and groups.rank(groups.replica_axes) > 0:
-            self._muted_writers = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, BasePredictionWriter)]
+            self._muted_writers = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, pl.callbacks.BasePredictionWriter)]
             for _, writer in self._muted_writers:
                 callbacks.remove(writer)
 

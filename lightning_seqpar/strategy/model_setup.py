@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
@@ -33,6 +32,7 @@ from lightning_seqpar.parallel.sharded_model import ModuleChange, ShardedModel, 
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.releases import pl
 from lightning_seqpar.strategy.callbacks import averages_of, save_whole, shard_average
 from lightning_seqpar.strategy.ending import is_verbose
 from lightning_seqpar.strategy.environment import Environment
@@ -201,7 +201,7 @@ class ModelSetup:
                 shard_average(average, record)
                 save_whole(average, functools.partial(to_whole, record))
 
-    def shard(self, module: LightningModule) -> ShardedModel | None:
+    def shard(self, module: pl.LightningModule) -> ShardedModel | None:
         """Find and prove a plan, and shard the model by it, unless an earlier run did; returns None at tp 1."""
         tp = self._env.groups.size("tp")
         earlier = record_of(module)
@@ -248,7 +248,7 @@ class ModelSetup:
             self._log_summary([*lines, *proved.lines], plans=plans)
         return record
 
-    def _cut(self, module: LightningModule, plans: Sequence[ShardingPlan]) -> ShardedModel:
+    def _cut(self, module: pl.LightningModule, plans: Sequence[ShardingPlan]) -> ShardedModel:
         config, groups = self._env.config, self._env.groups
         if groups.size("tp") > 1:
             return parallelize(
@@ -293,7 +293,7 @@ class ModelSetup:
                 "they will see this rank's part of the activations"
             )
 
-    def _leave_whole(self, module: LightningModule, made_by: object) -> ShardedModel | None:
+    def _leave_whole(self, module: pl.LightningModule, made_by: object) -> ShardedModel | None:
         """Prepare a model for data parallelism alone; returns a record of it if the replicas share its parameters out."""
         changes: list[ModuleChange] = []
         if self._changes_unsharded and self._env.fits:
@@ -332,7 +332,7 @@ class ModelSetup:
             unshard(record.model)
             raise
 
-    def _prover(self, module: LightningModule) -> Prover:
+    def _prover(self, module: pl.LightningModule) -> Prover:
         env = self._env
         return Prover(module, env.trainer, env.config, env.groups, env.device, env.phases)
 
@@ -350,7 +350,7 @@ class ModelSetup:
         """Whether the replicas share out what one of them would hold."""
         return self._env.config.data_parallel == "fsdp" and self._env.mean_size > 1
 
-    def split_over_replicas(self, module: LightningModule, record: ShardedModel | None) -> FullySharded | None:
+    def split_over_replicas(self, module: pl.LightningModule, record: ShardedModel | None) -> FullySharded | None:
         """Let each replica hold some rows of every parameter, where that is asked for; an earlier run may have done so."""
         if not self.splits:
             return None
@@ -377,14 +377,14 @@ class ModelSetup:
         """Whether a model of which tp shards nothing is changed nonetheless while it is fitted."""
         return self._env.config.recompute != "none" or self._needs_proof
 
-    def _change_unsharded(self, module: LightningModule, plans: Sequence[ShardingPlan]) -> list[ModuleChange]:
+    def _change_unsharded(self, module: pl.LightningModule, plans: Sequence[ShardingPlan]) -> list[ModuleChange]:
         if not self._env.fits:
             return []
         config = self._env.config
         how: dict[str, Any] = {"recompute": config.recompute, "tiles": self._tiles, "loss_chunk": config.loss_chunk}
         return change_unsharded(module, plans, self._env.groups, **how)[1]
 
-    def late_weights(self, module: LightningModule, state: Mapping[str, Tensor] | None) -> LateWeights | None:
+    def late_weights(self, module: pl.LightningModule, state: Mapping[str, Tensor] | None) -> LateWeights | None:
         """Give a model on the meta device its buffers, and prepare to fill its parameters (from ``state``, if given)."""
         recorder, self._recorder = self._recorder, None
         if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):

@@ -11,20 +11,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_seqpar.data.batch import tensors_in
 from lightning_seqpar.distributed.counters import Traffic
 from lightning_seqpar.distributed.host import LateNumbers, host_device, send_numbers
 from lightning_seqpar.distributed.rendezvous import check_agreement
+from lightning_seqpar.releases import pl
 from lightning_seqpar.strategy.steps import parameters_of, plain_optimizer
 from lightning_seqpar.strategy.strategy import SeqParallelStrategy
 
 
-class SeqParallelMonitor(Callback):
+class SeqParallelMonitor(pl.callbacks.Callback):
     """Logs what a training costs to every logger of the Trainer, under a ``SeqParallelStrategy`` or any other strategy.
 
     ``Trainer(logger=CSVLogger("runs"), callbacks=[SeqParallelMonitor()])``. Behind each ``every_n_steps``-th step, under the
@@ -62,7 +60,7 @@ class SeqParallelMonitor(Callback):
         """What is copied or pickled: nothing of a run under way."""
         return {"every_n_steps": self.every_n_steps, "_run": None}
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse a training that has no logger."""
         if stage == "fit" and not trainer.loggers:
             raise ValueError(
@@ -70,11 +68,11 @@ class SeqParallelMonitor(Callback):
                 "the callback out"
             )
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to measure, once all ranks have said that they will log the same steps. Collective."""
         self._run = _Run(trainer, trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps)  # type: ignore[attr-defined]
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Count what is in the batch, and begin to count what is sent if its step is logged."""
         if (run := self._run) is not None:
             run.of_batch = _count(batch)
@@ -82,7 +80,7 @@ class SeqParallelMonitor(Callback):
                 run.traffic = run.traffic or Traffic()
                 run.counting.enter_context(run.traffic)
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Note the norm of the gradients, which are whole here, if the step is logged. Collective in such steps."""
         if (run := self._run) is not None and run.is_logged:
             before = 0 if run.traffic is None else run.traffic.total_bytes
@@ -91,33 +89,33 @@ class SeqParallelMonitor(Callback):
             run.own_bytes += 0 if run.traffic is None else run.traffic.total_bytes - before
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log what an earlier step has left, and take what this one leaves. Collective in steps that are logged."""
         if self._run is not None:
             self._run.end_batch()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock."""
         if self._run is not None:
             self._run.stopped = time.perf_counter()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the clock go on."""
         if self._run is not None:
             self._run.began += time.perf_counter() - self._run.stopped
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop counting where a batch began but was skipped (a hook of the module may return -1 to end the epoch)."""
         if self._run is not None:
             self._run.counting.close()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log what the last step has left."""
         if (run := self._leave()) is not None:
             run.log_late()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Stop measuring: later work of this thread must not be counted."""
         self._leave()
 
@@ -131,7 +129,7 @@ class SeqParallelMonitor(Callback):
 class _Run:
     """One training that is measured, each ``every`` steps (0 for never). Making it is collective: ranks compare ``every``."""
 
-    def __init__(self, trainer: Trainer, every: int) -> None:
+    def __init__(self, trainer: pl.Trainer, every: int) -> None:
         self._trainer, self._every = trainer, every
         self._device = trainer.strategy.root_device
         # All ranks that train together; None if there is one, or they are not processes of torch.distributed.
@@ -221,12 +219,14 @@ def _count(batch: Any) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _norm_before_step(trainer: Trainer, optimizer: Any) -> Tensor | None:
+def _norm_before_step(trainer: pl.Trainer, optimizer: Any) -> Tensor | None:
     """The norm of the whole model's gradient of an optimizer's parameters; None where it may be in parts. Collective."""
     plain, parameters, strategy = plain_optimizer(optimizer), parameters_of(optimizer), trainer.strategy
     if isinstance(strategy, SeqParallelStrategy):
         norm = strategy.steps.global_norm(parameters)
-    elif isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):
+    elif isinstance(strategy, pl.strategies.SingleDeviceStrategy | pl.strategies.DDPStrategy) and not isinstance(
+        strategy, pl.strategies.DeepSpeedStrategy
+    ):
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     else:
         return None

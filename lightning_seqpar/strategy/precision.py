@@ -9,22 +9,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_seqpar.layout.param_layout import local_rows
+from lightning_seqpar.releases import pl
 from lightning_seqpar.strategy.steps import Steps
 
 
-class _ShardedPrecision(Precision):
+class _ShardedPrecision(pl.plugins.precision.Precision):
     """Methods that take the place of those of the user's plugin, in a class that is derived from this one and the plugin's."""
 
     _owner: Callable[[], Steps]
     """A weak reference to the strategy's steps: the strategy outlives its precision plugin."""
-    _own_class: type[Precision]
+    _own_class: type[pl.plugins.precision.Precision]
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Sum partial gradients before ``on_after_backward``, if that reads them."""
@@ -48,7 +48,7 @@ class _ShardedPrecision(Precision):
         self._owner().check_step(optimizer)
 
 
-def with_global_clipping(plugin: Precision, owner: Steps) -> Precision:
+def with_global_clipping(plugin: pl.plugins.precision.Precision, owner: Steps) -> pl.plugins.precision.Precision:
     """Copy the user's precision plugin to clip by the norm of the whole gradient; checkpoints know it by its class's name."""
     clipping = copy.copy(plugin)
     plugin_class = type(plugin)
@@ -72,9 +72,9 @@ class SharedGradScaler(ShardedGradScaler):
         return found
 
 
-def share_overflows(plugin: Precision, group: ProcessGroup) -> None:
+def share_overflows(plugin: pl.plugins.precision.Precision, group: ProcessGroup) -> None:
     """Let a plugin's scaler skip a step on all ranks of ``group`` if one has a gradient that is not finite."""
-    if not isinstance(plugin, MixedPrecision) or plugin.scaler is None:
+    if not isinstance(plugin, pl.plugins.precision.MixedPrecision) or plugin.scaler is None:
         return
     scaler = plugin.scaler
     if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler, ShardedGradScaler, SharedGradScaler):
@@ -88,11 +88,11 @@ def share_overflows(plugin: Precision, group: ProcessGroup) -> None:
     plugin.scaler = shared
 
 
-def without_global_clipping(plugin: Precision) -> Precision:
+def without_global_clipping(plugin: pl.plugins.precision.Precision) -> pl.plugins.precision.Precision:
     """A copy of a plugin that :func:`with_global_clipping` made, of the user's own class; any other plugin is returned as it is."""
     if not isinstance(plugin, _ShardedPrecision):
         return plugin
-    own: Precision = copy.copy(plugin)
+    own: pl.plugins.precision.Precision = copy.copy(plugin)
     own.__class__ = plugin._own_class
     vars(own).pop("_owner")
     return own

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -33,6 +31,7 @@ from lightning_seqpar.config import VERSION
 from lightning_seqpar.data.sampler import PLACE
 from lightning_seqpar.distributed.rng import SavedStreams
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
+from lightning_seqpar.releases import fabric, load_file, new_group, optimizer_to_device
 from lightning_seqpar.strategy.callbacks import averages_of
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.loops import Loaders
@@ -99,7 +98,7 @@ def take_places(checkpoint: dict[str, Any]) -> list[Any]:
     return places
 
 
-class WholeFileIO(TorchCheckpointIO):
+class WholeFileIO(fabric.plugins.TorchCheckpointIO):
     """Lightning's writing and reading of checkpoint files, where local files are renamed when they are complete."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -118,7 +117,6 @@ class WholeFileIO(TorchCheckpointIO):
         place = local_path(path)
         if place is not None and not place.exists():
             raise missing(place)
-        kwargs = {} if map_location is None else {"map_location": map_location}
         checkpoint: dict[str, Any]
         try:
             if place is not None and zipfile.is_zipfile(place):
@@ -126,7 +124,7 @@ class WholeFileIO(TorchCheckpointIO):
             else:
                 # Lightning would trust what lies behind an address of the web unless it is told not to.
                 careful = True if weights_only is None else weights_only
-                checkpoint = super().load_checkpoint(path, weights_only=careful, **kwargs)
+                checkpoint = load_file(path, map_location, weights_only=careful)
         except pickle.UnpicklingError:
             raise  # its message explains weights_only
         except (EOFError, RuntimeError) as error:
@@ -158,9 +156,7 @@ class Saver:
         """Make a group for the thread that writes checkpoints."""
         made, config = self._background_groups, self._env.config
         if config.checkpoint.async_save and (made is None or made[0] is not self._env.groups):
-            how: dict[str, Any] = {"backend": "gloo", "use_local_synchronization": True, "sort_ranks": False}
-            group = dist.new_group(dist.get_process_group_ranks(self._env.world), timeout=config.timeout, **how)
-            assert isinstance(group, ProcessGroup)
+            group = new_group(dist.get_process_group_ranks(self._env.world), backend="gloo", timeout=config.timeout)
             self._background_groups = self._env.groups, group
 
     def model_state(self, usual: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -309,7 +305,8 @@ class Saver:
             self._opened = Opened(place, weights_only=weights_only)
             return self._opened.tree
         torch.cuda.empty_cache()
-        checkpoint = self._env.strategy.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        asked = {} if weights_only is None else {"weights_only": weights_only}  # plugins know it since lightning 2.6
+        checkpoint = self._env.strategy.checkpoint_io.load_checkpoint(checkpoint_path, **asked)
         # Callbacks and schedulers keep what they are given, so it is copied: it may be mapped from the file.
         others = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         return {**checkpoint, **own_memory(others)}
@@ -377,4 +374,4 @@ class Saver:
         layout = None if record is None else record.layout
         for optimizer, state in zip(optimizers, states, strict=True):
             load_full_optimizer_state(optimizer, state, layout, self._env.groups, self._opened)
-            _optimizer_to_device(optimizer, self._env.device)
+            optimizer_to_device(optimizer, self._env.device)

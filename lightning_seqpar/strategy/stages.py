@@ -17,9 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.overrides.distributed import prepare_for_backward
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -32,6 +29,7 @@ from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.pipeline.cut import OneForwardOneBackward, interleave
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.region.observers import WatchSchedule
+from lightning_seqpar.releases import is_overridden, pl, prepare_for_backward
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.verify.guards.while_training import (
     check_buffers_of_stages,
@@ -59,7 +57,7 @@ class StageLogs:
         self._sent: dict[str, dict[str, tuple[int, Any]]] = {}
 
     @contextmanager
-    def step(self, trainer: Trainer, *, has_loss: bool) -> Generator[None, None, None]:
+    def step(self, trainer: pl.Trainer, *, has_loss: bool) -> Generator[None, None, None]:
         """A context manager around a training step, or around the part of one that comes to the loss, or does not."""
         results: Any = trainer._results
         assert results is not None
@@ -76,7 +74,7 @@ class StageLogs:
         """Note the loss of a micro-batch, divided as Lightning divides it while gradients are accumulated; on the last stage."""
         self._losses.append(loss.detach().to(torch.float64))
 
-    def share(self, trainer: Trainer, module: LightningModule, *, ends_window: bool = False) -> None:
+    def share(self, trainer: pl.Trainer, module: pl.LightningModule, *, ends_window: bool = False) -> None:
         """Log on all stages what the last one logged since the last call, and note a window's loss. Collective over pp."""
         metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
         box: list[Any] = [None]
@@ -206,7 +204,7 @@ class MicroBatch:
 class InterleavedWindow:
     """The micro-batches of an accumulation window, from its beginning until they are run."""
 
-    def __init__(self, stage: Stage, module: LightningModule, device: torch.device) -> None:
+    def __init__(self, stage: Stage, module: pl.LightningModule, device: torch.device) -> None:
         self._stage, self._module = stage, module
         self._anchor = torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
         self._attributes = ModelAttributes(module)
@@ -268,7 +266,7 @@ class InterleavedWindow:
             streams.restore()
 
     @contextmanager
-    def entered(self, one: MicroBatch, chunk: int, trainer: Trainer) -> Generator[Callable[[], Any], None, None]:
+    def entered(self, one: MicroBatch, chunk: int, trainer: pl.Trainer) -> Generator[Callable[[], Any], None, None]:
         """A context as it was when a step was put off, and what runs one chunk of it.
 
         Each chunk has the attributes of modules as if it were run by a rank of its own: a counter in the step counts each

@@ -9,12 +9,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.overrides.distributed import prepare_for_backward
-from lightning.pytorch.strategies.strategy import _ForwardRedirection
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -30,6 +24,7 @@ from lightning_seqpar.parallel.grad_checks import Comparison, StageScales, check
 from lightning_seqpar.parallel.grad_sync import GradSync, check_loss, global_grad_norm
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.region.observers import WatchSchedule
+from lightning_seqpar.releases import ForwardRedirection, is_overridden, pl, prepare_for_backward
 from lightning_seqpar.strategy.callbacks import share_metrics
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.stages import Stages
@@ -50,11 +45,11 @@ _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 """Hooks between the backward and the update, in which a user's code may change gradients."""
 
 
-def _may_change_gradients(callback: Callback) -> bool:
+def _may_change_gradients(callback: pl.callbacks.Callback) -> bool:
     """Whether a callback has such hooks, and is of no class that defines them with ``only_reads_gradients = True``."""
     for hook in _BEHIND_BACKWARD:
-        if is_overridden(hook, callback, Callback):
-            owner = next((kind for kind in type(callback).__mro__ if hook in vars(kind)), Callback)
+        if is_overridden(hook, callback, pl.callbacks.Callback):
+            owner = next((kind for kind in type(callback).__mro__ if hook in vars(kind)), pl.callbacks.Callback)
             if hook in vars(callback) or not vars(owner).get("only_reads_gradients", False):
                 return True
     return False
@@ -339,10 +334,10 @@ class Steps:
     def _reads_each_backward(self) -> bool:
         """Whether the user's code may read gradients behind each backward; callbacks may be added while a training begins."""
         hook, module = "on_after_backward", self._env.module
-        if hook in vars(module) or type(module).on_after_backward is not LightningModule.on_after_backward:
+        if hook in vars(module) or type(module).on_after_backward is not pl.LightningModule.on_after_backward:
             return True
         return any(
-            hook in vars(callback) or type(callback).on_after_backward is not Callback.on_after_backward
+            hook in vars(callback) or type(callback).on_after_backward is not pl.callbacks.Callback.on_after_backward
             for callback in self._env.callbacks
         )
 
@@ -507,26 +502,26 @@ class Steps:
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
 
 
-class _Redirection(_ForwardRedirection):
+class _Redirection(ForwardRedirection):
     """Lightning's forward through DDP, which ``pre_backward`` prepares for backwards in manual optimization and in stages."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
 
-    def on_after_inner_forward(self, wrapper_module: nn.Module, original_module: LightningModule) -> None:
+    def on_after_inner_forward(self, wrapper_module: nn.Module, original_module: pl.LightningModule) -> None:
         later = self._stages.stage is not None or not original_module.automatic_optimization
         self._waits = later and isinstance(wrapper_module, DistributedDataParallel)
         if self._waits:
             wrapper_module.require_backward_grad_sync = False  # type: ignore[assignment]
 
-    def on_after_outer_forward(self, wrapper_module: nn.Module, original_module: LightningModule) -> None:
+    def on_after_outer_forward(self, wrapper_module: nn.Module, original_module: pl.LightningModule) -> None:
         if self._waits:
             wrapper_module.require_backward_grad_sync = True  # type: ignore[assignment]
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:
     """The user's optimizer, taken out of Lightning's wrapper if it is in one."""
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return optimizer._optimizer if isinstance(optimizer, pl.core.optimizer.LightningOptimizer) else optimizer
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:

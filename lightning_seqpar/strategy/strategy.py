@@ -13,15 +13,6 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 from torch import Tensor, nn
@@ -38,6 +29,7 @@ from lightning_seqpar.parallel.fsdp_units import fully_shard_options
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.parallel.summoned import summon
 from lightning_seqpar.plan.sharding_plan import check_plan
+from lightning_seqpar.releases import IS_INTERACTIVE, fabric, optimizers_to_device, pl, sync_ddp_if_available
 from lightning_seqpar.strategy.callbacks import averaging_callbacks, refuse_on_meta, share_metrics
 from lightning_seqpar.strategy.ending import find_missing, shortens_refusals
 from lightning_seqpar.strategy.environment import Environment
@@ -83,7 +75,7 @@ def _documents_fields(cls: type[T]) -> type[T]:
 
 
 @_documents_fields
-class SeqParallelStrategy(ParallelStrategy):
+class SeqParallelStrategy(pl.strategies.ParallelStrategy):
     """Tensor + sequence parallel training of an unmodified LightningModule.
 
     ``Trainer(devices=8, strategy=SeqParallelStrategy(tp=4, sp=True))``. The fields are those of
@@ -137,11 +129,11 @@ class SeqParallelStrategy(ParallelStrategy):
         gloo_twins: bool = False,
         broadcast_batch: bool = False,
         config: ParallelConfig | None = None,
-        accelerator: Accelerator | None = None,
+        accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        cluster_environment: fabric.plugins.ClusterEnvironment | None = None,
+        checkpoint_io: fabric.plugins.CheckpointIO | None = None,
+        precision_plugin: pl.plugins.precision.Precision | None = None,
     ) -> None:
         keywords = {name: value for name, value in locals().items() if name in ParallelConfig.model_fields}
         merged = _merge_config(config, keywords)
@@ -197,7 +189,7 @@ class SeqParallelStrategy(ParallelStrategy):
             self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)  # type: ignore[arg-type]
 
     @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: fabric.strategies.registry._StrategyRegistry) -> None:
         """Register names for ``Trainer(strategy=...)``: ``seqpar``, and ``seqpar_tp2`` to ``seqpar_tp64``."""
         for name, tp in (("seqpar", 1), *((f"seqpar_tp{2**n}", 2**n) for n in range(1, 7))):
             description = f"SeqParallelStrategy(tp={tp})"
@@ -207,7 +199,7 @@ class SeqParallelStrategy(ParallelStrategy):
         default = ParallelConfig()
         values = {name: getattr(self.config, name) for name in ParallelConfig.model_fields}
         shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value != getattr(default, name))
-        return f"SeqParallelStrategy({shown}) of lightning.pytorch"
+        return f"SeqParallelStrategy({shown}) of {pl.__name__}"
 
     # ---- what this rank is -------------------------------------------------------------------------------------
 
@@ -273,7 +265,7 @@ class SeqParallelStrategy(ParallelStrategy):
         ProcessTopology.from_config(self.config, self.num_nodes * self.num_processes)
         guards.check_backend(self.config.process_group_backend, self.root_device.type)
         if not self.cluster_environment.creates_processes_externally:
-            if _IS_INTERACTIVE or not is_script():
+            if IS_INTERACTIVE or not is_script():
                 guards.refuse_notebook(self.num_nodes * self.num_processes)
             if is_hydra_sweep():
                 guards.refuse_sweep(self.num_nodes * self.num_processes)
@@ -317,9 +309,9 @@ class SeqParallelStrategy(ParallelStrategy):
         tensor = whole_logits(tensor).to(self.root_device)
         over = self.groups["dp"] if group is None else group
         if not (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")):
-            return _sync_ddp_if_available(tensor, over, reduce_op=reduce_op)
+            return sync_ddp_if_available(tensor, over, reduce_op=reduce_op)
         # Not every backend has averages, and Lightning knows of gloo only where it is the group's one backend.
-        total = _sync_ddp_if_available(tensor, over, reduce_op="sum")
+        total = sync_ddp_if_available(tensor, over, reduce_op="sum")
         return total.div_(over.size()) if total.is_floating_point() else total.copy_(total / over.size())
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -372,7 +364,7 @@ class SeqParallelStrategy(ParallelStrategy):
         with super().tensor_init_context(), self.model_setup.recording(empty=bool(empty_init)):
             yield
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: pl.Trainer) -> None:
         """Shard the model (once), fill it if it is on the meta device, wrap it into DDP, and then make the optimizers."""
         assert self.accelerator is not None
         env, setup, steps = self.environment, self.model_setup, self.steps
@@ -422,7 +414,7 @@ class SeqParallelStrategy(ParallelStrategy):
         if record is not None:
             share_overflows(self.precision_plugin, env.world)
         if env.fits:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device(self.optimizers, self.root_device)
         env.share_streams()
         if record is not None:
             record.note_versions()
@@ -433,18 +425,18 @@ class SeqParallelStrategy(ParallelStrategy):
         """Move the model, which is sharded already, to this rank's device. What other stages hold is there already."""
         self.environment.module.to(self.root_device)
 
-    def setup_optimizers(self, trainer: Trainer) -> None:
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Call ``configure_optimizers``, which sees the classes and shapes of the model as it was written."""
         self.steps.make_optimizers(functools.partial(super().setup_optimizers, trainer))
 
-    @ParallelStrategy.optimizers.setter  # type: ignore[attr-defined, untyped-decorator]
+    @pl.strategies.ParallelStrategy.optimizers.setter  # type: ignore[attr-defined, untyped-decorator]
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         """Set the optimizers of the training, checked; a callback may exchange them in its course."""
         self.steps.check_optimizers(optimizers)
-        ParallelStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        pl.strategies.ParallelStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
-    @ParallelStrategy.precision_plugin.setter  # type: ignore[attr-defined, untyped-decorator]
-    def precision_plugin(self, plugin: Precision | None) -> None:
+    @pl.strategies.ParallelStrategy.precision_plugin.setter  # type: ignore[attr-defined, untyped-decorator]
+    def precision_plugin(self, plugin: pl.plugins.precision.Precision | None) -> None:
         """Set the user's precision plugin, changed to clip by the norm of the whole model's gradient."""
         self._precision_plugin = None if plugin is None else with_global_clipping(plugin, self.steps)
 
@@ -616,7 +608,7 @@ def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> Pa
     return ParallelConfig.from_omegaconf(dict(config) if isinstance(config, ParallelConfig) else config)
 
 
-def grad_norm(module: LightningModule, norm_type: float = 2.0) -> Tensor:
+def grad_norm(module: pl.LightningModule, norm_type: float = 2.0) -> Tensor:
     """The norm of the whole model's gradient, as a 0-dim tensor: shards of every rank, whole parameters once.
 
     Call it where gradients are ready, such as ``on_before_optimizer_step``; under a ``SeqParallelStrategy`` it is

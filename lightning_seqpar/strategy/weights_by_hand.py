@@ -17,8 +17,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -28,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_seqpar.distributed.autograd import innermost_dispatch_mode, leave_dispatch_mode, storage_id
 from lightning_seqpar.layout.param_layout import is_split, local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
+from lightning_seqpar.releases import is_lightnings, pl
 from lightning_seqpar.strategy.ending import NOT_THE_USERS
 
 _OTHER_HOOKS = ("batch_transfer", "transfer_batch_to_device", "_dataloader", "configure_optimizers", "configure_callbacks")
@@ -79,22 +78,25 @@ _Mark = _Part | _Local
 _OF_A_CALL = ("_decides", "_is_step", "_known", "_numbers", "_read", "_found", "_homes", "_kept", "_rows")
 
 
-def _has_code(action: str, trainer: Trainer) -> bool:
+def _has_code(action: str, trainer: pl.Trainer) -> bool:
     """Whether an action that Lightning profiles is a hook that may touch weights, and that somebody has written."""
     kind, _, rest = action.partition("]")
     owner, _, hook = rest.rpartition(".")
     if kind not in ("[Callback", "[LightningModule") or action.endswith(_OTHER_HOOKS):
         return False
-    base: type = LightningModule if kind == "[LightningModule" else Callback
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    owners = [trainer.lightning_module] if base is LightningModule else [c for c in callbacks if c.state_key == owner]
+    base: type = pl.LightningModule if kind == "[LightningModule" else pl.Callback
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    owners = [trainer.lightning_module] if base is pl.LightningModule else [c for c in callbacks if c.state_key == owner]
     default = getattr(base, hook, None)
     return not owners or any(
         hook in vars(one)
         or (
             (own := getattr(type(one), hook, None)) is not default
             # Lightning's hooks and ours change weights as on one process, or are refused; they may call a subclass of the user's.
-            and not all(str(each.__module__).startswith(("lightning_seqpar.", "lightning.")) for each in (own, type(one)))
+            and not all(
+                str(each.__module__).startswith("lightning_seqpar.") or is_lightnings(each.__module__)
+                for each in (own, type(one))
+            )
         )
         for one in owners
     )
@@ -103,11 +105,11 @@ def _has_code(action: str, trainer: Trainer) -> bool:
 class _Profile(dict[str, AbstractContextManager[Any]]):
     """The contexts of the actions that Lightning profiles; those in which nothing is to be done are kept."""
 
-    def __init__(self, watch: WeightWatch, trainer: Trainer, profiler: Profiler) -> None:
+    def __init__(self, watch: WeightWatch, trainer: pl.Trainer, profiler: pl.profilers.Profiler) -> None:
         super().__init__()
         self._watch, self._trainer = watch, trainer
         # Lightning's default enters a generator around each hook, and does nothing in it.
-        self._usual = None if type(profiler) is PassThroughProfiler else profiler.profile
+        self._usual = None if type(profiler) is pl.profilers.PassThroughProfiler else profiler.profile
         self._has_code: dict[str, bool] = {}
 
     def __missing__(self, action: str) -> AbstractContextManager[Any]:
@@ -134,7 +136,7 @@ class WeightWatch(TorchDispatchMode):
         self._marks: dict[int, tuple[StorageWeakRef, _Mark]] = {}
         self._room = 1024
         self._has_warned = self.is_on = False
-        self._profiler: Profiler | None = None
+        self._profiler: pl.profilers.Profiler | None = None
         self._begin_call()
 
     def _begin_call(self, *, decides: bool = False, is_step: bool = False) -> None:
@@ -151,9 +153,9 @@ class WeightWatch(TorchDispatchMode):
 
     # ---- where it watches --------------------------------------------------------------------------------------
 
-    def begin(self, trainer: Trainer) -> None:
+    def begin(self, trainer: pl.Trainer) -> None:
         """Watch each hook that has code in it, by Lightning's profiler, in every step: nothing else sees what it does."""
-        profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+        profiler: pl.profilers.Profiler = trainer.profiler  # type: ignore[attr-defined]
         self._profiler, vars(profiler)["profile"] = profiler, _Profile(self, trainer, profiler).__getitem__
 
     def end(self) -> None:
@@ -503,7 +505,7 @@ def _is_masked(name: str, args: Any) -> bool:
 
 # ---- frames ------------------------------------------------------------------------------------------------------------
 
-_RUNS = ("lightning.pytorch.loops", "lightning.pytorch.trainer", "lightning.pytorch.strategies")
+_RUNS = tuple(f"{pl.__name__}.{part}" for part in ("loops", "trainer", "strategies"))
 """Modules of Lightning that call the user's code."""
 _TRANSPARENT = {*sys.stdlib_module_names, *NOT_THE_USERS} - {"lightning_seqpar"}
 
@@ -532,10 +534,10 @@ def _users_frame(start: FrameType, *, libraries: bool = True) -> FrameType | Non
             return None
         if module == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl":
             # The forward of a LightningModule is a part of the user's step.
-            if not isinstance(frame.f_locals.get("self"), LightningModule):
+            if not isinstance(frame.f_locals.get("self"), pl.LightningModule):
                 return None
             continue
-        if package == "lightning" and not libraries and user is None:
+        if is_lightnings(package) and not libraries and user is None:
             return None
         if package not in _TRANSPARENT and user is None:
             user = frame

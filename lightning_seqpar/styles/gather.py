@@ -83,10 +83,7 @@ def hook_entry(
     # Experts are dealt tokens out, each by itself: they are given this rank's positions of a sequence as all there are.
     around = [n for n in plan.named("reduce") if inside(name, n) and not plan.sums_features(n)]
     hook = gather_arguments(
-        *(region, name, gathered, copied),
-        columns=application.columns_of(name),
-        local_width=local_width,
-        deals_out=bool(around),
+        *(region, name, gathered, copied), columns=application.columns_of(name), local_width=local_width, deals_out=bool(around)
     )
     yield from application.hook_entry(name, hook)
 

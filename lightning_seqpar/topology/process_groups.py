@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup, HashStore
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_seqpar.releases import make_fake_backend, new_group
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.user_input import nearest
 
@@ -26,7 +27,7 @@ NAMED = ("embedding", "position_embedding", "fp8_amax")
 def _silent_group(rank: int, size: int) -> ProcessGroup:
     """A group on torch's fake backend, whose collectives return at once and send nothing, and which its registry does not know."""
     group = ProcessGroup(HashStore(), rank, size)
-    backend = FakeProcessGroup._create_internal(rank, size)
+    backend = make_fake_backend(rank, size)
     for device in ("cpu", "meta", "cuda"):
         group._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, backend)
     return group
@@ -130,8 +131,7 @@ class ParallelGroups:
         """Make a group of world ranks; only its members call this."""
         # The name that torch gives a group counts the groups that a rank made before, and the members must arrive at the same
         # name. So all ranks must make equally many groups: a rank that is in none at some point makes one of itself alone there.
-        group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False, **options)
-        assert isinstance(group, ProcessGroup)
+        group = new_group(ranks, **options)
         self._made.append(group)
         return group
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -35,6 +34,7 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.pipeline.cut import warm_up
 from lightning_seqpar.plan.sharding_plan import ShardingPlan, resolve_plans
 from lightning_seqpar.plan.vocabulary import VOCAB_OFF, find_vocabulary, with_vocabulary
+from lightning_seqpar.releases import check_package, pl
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.coverage import Coverage, Explanations, cover, starred
@@ -162,6 +162,7 @@ def describe(
     """
     if fields and config is not None:
         raise ValueError(f"config= and {', '.join(fields)}=: give one or the other")
+    check_package(model)
     if not isinstance(config, ParallelConfig):
         config = ParallelConfig.from_omegaconf(fields if config is None else config)
     if optimizer not in OPTIMIZERS:
@@ -424,10 +425,10 @@ def without_numbers(model: nn.Module) -> nn.Module:
 
 def _configured(model: nn.Module) -> nn.Module:
     """A copy of a module that makes its model in ``configure_model``, with the model made on meta; any other module itself."""
-    if not isinstance(model, LightningModule) or any(True for _ in model.parameters()):
+    if not isinstance(model, pl.LightningModule) or any(True for _ in model.parameters()):
         return model
     copied = deep_copy(model, left_out_of_copies(model))
-    assert isinstance(copied, LightningModule)
+    assert isinstance(copied, pl.LightningModule)
     with torch.device("meta"):
         copied.configure_model()
     return copied

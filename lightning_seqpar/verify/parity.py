@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -19,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.parallel.grad_sync import global_grad_norm
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
+from lightning_seqpar.releases import pl
 
 FLOAT64_TOLERANCE = 1e-9  # largest difference of two runs in float64 that counts as equal: a parallel run sums in another order
 OWN_LIMIT = 2e-2
@@ -296,7 +295,7 @@ def compare(reference: Trace, candidate: Trace, limit: float = FLOAT64_TOLERANCE
     return ParityReport(tuple(rows))
 
 
-class ParityRecorder(Callback):
+class ParityRecorder(pl.callbacks.Callback):
     """Records a :class:`Trace` of ``Trainer.fit``; the same callback on one process and on many.
 
     Gradients are those that reach the first optimizer step, after sync and before clipping; losses are averaged over
@@ -312,7 +311,7 @@ class ParityRecorder(Callback):
         self._tensors = tensors
         self._seen: set[int] = set()
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         """Keep the gradients of each optimizer's first step; the norm is the first optimizer's."""
         if id(optimizer) in self._seen or not self._tensors:
             return
@@ -327,7 +326,7 @@ class ParityRecorder(Callback):
         self.trace.grads.update(gather_grads(pl_module, {id(parameter) for parameter in parameters}))
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the batch's loss; those of stages where the accumulation window ends, and all are computed."""
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
@@ -339,7 +338,7 @@ class ParityRecorder(Callback):
             values = stage.of_last(torch.stack(stage.losses).double() if stage.is_last else values)
         self.trace.losses += trainer.strategy.reduce(values, reduce_op="mean").tolist()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the final weights."""
         if self._tensors:
             self.trace.weights = gather_weights(pl_module)

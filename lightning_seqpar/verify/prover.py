@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_seqpar.config import ParallelConfig, PlanSpec
@@ -27,14 +26,8 @@ from lightning_seqpar.layout.linear_kind import known_limits
 from lightning_seqpar.layout.module_names import likely_blocks
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.plan.sharding_plan import ShardingPlan, resolve_plans
-from lightning_seqpar.plan.vocabulary import (
-    SOURCE,
-    VOCAB_OFF,
-    find_vocabulary,
-    not_proved,
-    with_vocabulary,
-    without_vocabulary,
-)
+from lightning_seqpar.plan.vocabulary import SOURCE, VOCAB_OFF, find_vocabulary, not_proved, with_vocabulary, without_vocabulary
+from lightning_seqpar.releases import pl
 from lightning_seqpar.styles.blocks import BlocksRule
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.coverage import Explanations
@@ -64,8 +57,8 @@ class Prover:
 
     def __init__(
         self,
-        module: LightningModule,
-        trainer: Trainer,
+        module: pl.LightningModule,
+        trainer: pl.Trainer,
         config: ParallelConfig,
         groups: ParallelGroups,
         device: torch.device,

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from torch._C._distributed_c10d import FileStore
 
 from lightning_seqpar.distributed.rendezvous import loopback_only
+from lightning_seqpar.releases import find_free_network_port, pl
 
 _WAITED = "waited for the failed rank"
 
@@ -137,7 +137,7 @@ def _run(
     call: Callable[[], Any], timeout: float, env: dict[str, str], world_size: int = 1, store: str | None = None
 ) -> list[Any]:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_seqpar.strategy"])
+    context.set_forkserver_preload(["torch", pl.__name__, "lightning_seqpar.strategy"])
     procs, receivers = [], []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.inference.examples import Example, small
 from lightning_seqpar.inference.reduction import Reduction, is_large
+from lightning_seqpar.releases import pl
 from lightning_seqpar.user_input import name_error
 
 
@@ -35,7 +35,7 @@ class TracedStep:
     @classmethod
     def find(cls, model: nn.Module, example: Any, batch: Any, batch_size: int, length: int | None) -> TracedStep:
         """The step for what the user passed; else for tokens, if the model is one of Hugging Face's; else for its example."""
-        if batch is not None and isinstance(model, LightningModule):
+        if batch is not None and isinstance(model, pl.LightningModule):
             batch = _on_cpu(batch)
             return cls(Example.of_step("the batch", model, "training_step", batch), _sizes(batch))
         if example is None and batch is None:

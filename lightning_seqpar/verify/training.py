@@ -19,13 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning as L
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,6 +33,7 @@ from lightning_seqpar.inference.model_copy import default_dtype, move_weights
 from lightning_seqpar.inference.reduction import IDS, holders
 from lightning_seqpar.parallel.grad_sync import global_grad_norm
 from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.releases import check_package, is_overridden, pl
 from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight, norm_of
 from lightning_seqpar.verify.traced_step import draw_tokens
 
@@ -120,7 +117,7 @@ def make_batch(model: nn.Module, samples: int, length: int | None) -> Any:
     return example
 
 
-class Feed(LightningDataModule):
+class Feed(pl.LightningDataModule):
     """Gives replica ``r`` its parts of the batches of an epoch, ``micro_batches`` of them from ``r * micro_batches`` on."""
 
     def __init__(self, batches: Callable[[int], Sequence[Any]], micro_batches: int) -> None:
@@ -172,7 +169,7 @@ def switch_off_dropout(model: nn.Module) -> None:
                 values[name] = 0.0
 
 
-class PlainModule(L.LightningModule):
+class PlainModule(pl.LightningModule):
     """A plain module as it is trained in a trial: by its own loss, or by a fixed projection of what it returns."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -263,11 +260,11 @@ class TrialRecorder(ParityRecorder):
         self._written = 0
 
     def fit(
-        self, module: L.LightningModule, strategy: Any, devices: int, batches: Callable[[int], Any], ckpt: Path | None = None
-    ) -> L.Trainer:
+        self, module: pl.LightningModule, strategy: Any, devices: int, batches: Callable[[int], Any], ckpt: Path | None = None
+    ) -> pl.Trainer:
         """Train a module on batches, from a checkpoint on if there is one."""
         # ModelParallelStrategy refuses float64, which module and batches have without it too.
-        narrow = isinstance(strategy, ModelParallelStrategy) or self._trial.dtype is torch.float32
+        narrow = isinstance(strategy, pl.strategies.ModelParallelStrategy) or self._trial.dtype is torch.float32
         options = {
             "accelerator": "cpu",
             "devices": devices,
@@ -282,16 +279,16 @@ class TrialRecorder(ParityRecorder):
             "num_sanity_val_steps": 0,
         }
         silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-        trainer = L.Trainer(**{**options, **dict.fromkeys(silent, False), **self._trial.trainer})
+        trainer = pl.Trainer(**{**options, **dict.fromkeys(silent, False), **self._trial.trainer})
         trainer.fit(module, Feed(batches, self._parts), ckpt_path=None if ckpt is None else str(ckpt))
         return trainer
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the replicas."""
         switch_off_dropout(pl_module)  # what configure_model made has its dropout still
         self.outcome.replicas, self.outcome.replica = replica_of(trainer.strategy)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Seed what the step draws by the number of its part, which is the same on both sides."""
         step, part = divmod(batch_idx, self._parts)
         seed = SEED + 1000 * (step + 2 * trainer.current_epoch) + self.outcome.replica * self._parts + part
@@ -300,7 +297,7 @@ class TrialRecorder(ParityRecorder):
         np.random.seed(seed)
         self._drawn = torch.get_rng_state()
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Gather the gradients of the first epoch; several optimizers' of one step are put together."""
         if trainer.current_epoch:
             return
@@ -324,7 +321,7 @@ class TrialRecorder(ParityRecorder):
         out.norms[-1] = before if math.isnan(before) or norm <= before else norm
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep losses, and whether the step drew random numbers."""
         self.outcome.draws |= not torch.equal(self._drawn, torch.get_rng_state())
@@ -332,7 +329,7 @@ class TrialRecorder(ParityRecorder):
         if isinstance(outputs, Tensor) or (outputs or {}).get("loss") is not None:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the weights."""
         self.outcome.is_complete = trainer.current_epoch == 1
         self._write_gradients(trainer)
@@ -346,12 +343,12 @@ class TrialRecorder(ParityRecorder):
         if self._stops:
             trainer.should_stop = True
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sum the losses of micro-batches up to steps."""
         losses, each = self.trace.losses, self._parts
         self.outcome.losses = [sum(losses[at : at + each]) / each for at in range(0, len(losses), each)]
 
-    def _write_gradients(self, trainer: L.Trainer) -> None:
+    def _write_gradients(self, trainer: pl.Trainer) -> None:
         if self._written == len(self.outcome.digests):
             return
         self._written += 1
@@ -372,13 +369,14 @@ def read_trial(given: bytes) -> Trial:
     return trial
 
 
-def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> L.LightningModule:
+def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> pl.LightningModule:
     """Make the module of a trial without dropout, in ``dtype`` at once: Lightning loads weights before it converts."""
-    L.seed_everything(SEED, verbose=False)
+    pl.seed_everything(SEED, verbose=False)
     module = make()
     if not isinstance(module, nn.Module):
         raise TrialError(f"module_or_factory made a {type(module).__name__}; it must make an nn.Module")
-    if not isinstance(module, L.LightningModule):
+    check_package(module)
+    if not isinstance(module, pl.LightningModule):
         module = PlainModule(module)
     switch_off_dropout(module)
     return module.double() if dtype is torch.float64 else module
@@ -415,7 +413,7 @@ def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALON
         outcome = recorder.outcome
         strategy: Any = "auto"
         if trial.meshed:  # a module that shards itself in configure_model asks for a mesh: in one process for one of one rank
-            strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+            strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
         try:
             with mode:
                 recorder.fit(module, strategy, 1, lambda count: batches)
@@ -448,7 +446,7 @@ def train_on_ranks(given: bytes, same_length: bool, wide: bool) -> tuple[Outcome
     return outcomes[0], outcomes[1]
 
 
-def make_batches(trial: Trial, module: L.LightningModule, replicas: int, *, same_length: bool) -> list[Any]:
+def make_batches(trial: Trial, module: pl.LightningModule, replicas: int, *, same_length: bool) -> list[Any]:
     """The three batches of a trial: the first, a shorter one of its samples in another order, and that order at full length."""
     if trial.batch is not None:
         first = trial.batch()

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy, StrategyRegistry
 from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.releases import pl
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.parity import ParityReport, Row
@@ -105,7 +105,12 @@ class Verification:
 def verify_parity(
     module_or_factory: nn.Module | Callable[[], nn.Module],
     batch: Any = None,
-    config: ParallelConfig | Mapping[str, Any] | Strategy | str | Callable[[], Strategy] | None = None,
+    config: ParallelConfig
+    | Mapping[str, Any]
+    | pl.strategies.Strategy
+    | str
+    | Callable[[], pl.strategies.Strategy]
+    | None = None,
     *,
     world_size: int | None = None,
     second_batch: Any = None,
@@ -165,7 +170,7 @@ def verify_parity(
             samples=samples,
             length=length,
             strategy=strategy,
-            meshed=parallel is None and isinstance(strategy(), ModelParallelStrategy),
+            meshed=parallel is None and isinstance(strategy(), pl.strategies.ModelParallelStrategy),
             micro_batches=micro_batches or 1,
             # Ours pads lengths that do not divide; plans of others' need not.
             unit=None if parallel is not None else world_size,
@@ -208,7 +213,12 @@ def verify_parity(
 def assert_parity(
     module_or_factory: nn.Module | Callable[[], nn.Module],
     batch: Any = None,
-    config: ParallelConfig | Mapping[str, Any] | Strategy | str | Callable[[], Strategy] | None = None,
+    config: ParallelConfig
+    | Mapping[str, Any]
+    | pl.strategies.Strategy
+    | str
+    | Callable[[], pl.strategies.Strategy]
+    | None = None,
     **options: Any,
 ) -> Verification:
     """:func:`verify_parity` for a test: an AssertionError with the verdict, the table and the hints unless all is right."""
@@ -219,14 +229,14 @@ def assert_parity(
 
 def _strategy(config: Any) -> tuple[Callable[[], Any], ParallelConfig | None]:
     """What makes the strategy of the ranks, and the configuration if the strategy is ours."""
-    ours: Any = StrategyRegistry["seqpar"]["strategy"]  # whose module imports this package
+    ours: Any = pl.strategies.StrategyRegistry["seqpar"]["strategy"]  # whose module imports this package
     if isinstance(config, ours):
         config = config.config
     if isinstance(config, str):
-        known = StrategyRegistry.available_strategies()
+        known = pl.strategies.StrategyRegistry.available_strategies()
         if config not in known:
             raise TrialError(f"config={config!r} is no strategy that Lightning knows; did you mean {nearest(config, known)}?")
-        entry = StrategyRegistry[config]
+        entry = pl.strategies.StrategyRegistry[config]
         if entry["strategy"] is not ours:
             _refuse_elsewhere(entry["strategy"], config)
             if entry["init_params"].get("start_method", "popen") != "popen":
@@ -240,7 +250,7 @@ def _strategy(config: Any) -> tuple[Callable[[], Any], ParallelConfig | None]:
     if isinstance(config, ParallelConfig):
         return functools.partial(ours, config=config), config
     made, make = config, functools.partial(copy.deepcopy, config)
-    if not isinstance(config, Strategy):
+    if not isinstance(config, pl.strategies.Strategy):
         if not callable(config):
             raise TrialError(
                 f"config={config!r} is no strategy; give fields of ParallelConfig, a strategy of Lightning's, its registered name, "
@@ -251,14 +261,14 @@ def _strategy(config: Any) -> tuple[Callable[[], Any], ParallelConfig | None]:
             made = config()
         except Exception as error:  # of the user's code
             raise TrialError(f"config: the function raised {type(error).__name__}: {error}") from error
-        if not isinstance(made, Strategy):
+        if not isinstance(made, pl.strategies.Strategy):
             raise TrialError(f"config: the function made {made!r}; it must make a strategy of Lightning's")
     _refuse_elsewhere(type(made), made)
     return make, None
 
 
 def _refuse_elsewhere(kind: type, strategy: Any) -> None:
-    if issubclass(kind, FSDPStrategy | DeepSpeedStrategy):
+    if issubclass(kind, pl.strategies.FSDPStrategy | pl.strategies.DeepSpeedStrategy):
         raise TrialError(
             f"config={strategy if isinstance(strategy, str) else kind.__name__!r} trains on GPUs alone; on the CPU, "
             "where a trial runs, there is FSDP2: fully_shard in configure_model under ModelParallelStrategy, or "
@@ -348,7 +358,7 @@ def _not_trained(error: RankFailedError, setting: str, notes: list[str]) -> Veri
 def _in_words(parallel: ParallelConfig | None, config: Any, world_size: int) -> str:
     """The topology: its axes of more than one rank, and the number of ranks; or the name of the strategy."""
     if parallel is None:
-        made = config if isinstance(config, str | Strategy) else config()
+        made = config if isinstance(config, str | pl.strategies.Strategy) else config()
         return f"{made if isinstance(made, str) else type(made).__name__} on {world_size} ranks"
     topology = ProcessTopology.from_config(parallel, world_size)
     axes = [f"{axis} {size}" for axis in ("tp", "cp", "pp", "dp") if (size := topology.get_dim(axis)) > 1]

@@ -122,7 +122,7 @@ def worker_parts():
     return mine.rank("tp"), mine.ranks("tp"), mine.ranks("dp")
 
 
-@sees("a mapped grid's ranks sorted", "ParallelGroups._new", "sort_ranks=False", "sort_ranks=True")
+@sees("a mapped grid's ranks sorted", "releases:new_group", 'options["sort_ranks"] = False', 'options["sort_ranks"] = True')
 def test_grids_over_parts_of_the_world():
     told = run_distributed(worker_parts, 8)
     assert told[1] == (1, [0, 1], [1, 3])

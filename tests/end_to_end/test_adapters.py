@@ -175,12 +175,7 @@ zoo.OtherKind = OtherKind
     "next((read for read in self._reads if read.requires_grad), self._reads[0])",
     "self._reads[0]",
 )
-@sees(
-    "a plan that shards the vocabulary alone is refused",
-    "ResolvedPlan.__init__",
-    'and not self.named("vocab")',
-    "and True",
-)
+@sees("a plan that shards the vocabulary alone is refused", "ResolvedPlan.__init__", 'and not self.named("vocab")', "and True")
 @sees(
     "adapters in all linears of the blocks, which leave the vocabulary alone to shard, are refused",
     "_refuse_idle_stack",

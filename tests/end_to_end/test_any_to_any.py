@@ -51,13 +51,7 @@ class Place:
 
 SIZES = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
 CONTEXT = ((1, "single", "ours"), (2, "sharded", "ours"), (1, "sharded", "fsdp"), (2, "single", "fsdp"))
-STAGES = (
-    (2, "single", "ours"),
-    (2, "sharded", "ours"),
-    (1, "async", "ours"),
-    (1, "single", "fsdp"),
-    (1, "sharded", "fsdp"),
-)
+STAGES = ((2, "single", "ours"), (2, "sharded", "ours"), (1, "async", "ours"), (1, "single", "fsdp"), (1, "sharded", "fsdp"))
 PLACES = {
     str(place): place
     for place in (

@@ -125,8 +125,7 @@ def test_it_is_the_average_of_one_process(name, topology, tmp_path):
 )
 def test_a_model_without_weights_has_no_average(tmp_path):
     with pytest.raises(
-        RankFailedError,
-        match=r"ValueError: EMAWeightAveraging and a model of the meta device: .*make the model with memory",
+        RankFailedError, match=r"ValueError: EMAWeightAveraging and a model of the meta device: .*make the model with memory"
     ):
         run_distributed(at, 2, "meta", "tp2", str(tmp_path))
 

@@ -42,11 +42,7 @@ def guard_and_unshard(model: str) -> None:
 
 
 @sees(
-    "state_dict not guarded",
-    "guard_state_dict.hook",
-    "        if not record.reading:\n",
-    "        if False:\n",
-    case="Watched",
+    "state_dict not guarded", "guard_state_dict.hook", "        if not record.reading:\n", "        if False:\n", case="Watched"
 )
 @pytest.mark.parametrize("model", ["Watched", "PaddedEncoder"])
 def test_state_dict_of_shards_raises_and_unshard_gives_the_model_back(model):

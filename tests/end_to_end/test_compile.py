@@ -219,12 +219,7 @@ def without_blocks() -> None:
     trainer.fit(BoringModel())
 
 
-@sees(
-    "compiled: without tp the blocks stay compiled",
-    "ModelSetup.undo",
-    "            change.undo()\n",
-    "            pass\n",
-)
+@sees("compiled: without tp the blocks stay compiled", "ModelSetup.undo", "            change.undo()\n", "            pass\n")
 def test_without_tp_the_repeated_blocks_are_compiled():
     (trace, undone), _ = run_distributed(without_tp, 2, 2)
     compare(fit("GPT", {}, steps=2), trace).raise_if_failed()
@@ -320,12 +315,7 @@ PLAN = {
 REFUSALS = {
     "experts": ("Zoo", {"kind": "list_moe"}, {}, "by the style 'reduce', which has no compiled form"),
     "a parameter": ("Zoo", {"kind": "dense_moe"}, {}, "w1: compile=True, but the style 'column' on a parameter"),
-    "whole activations": (
-        "Dropping",
-        {"before": 0.1},
-        {},
-        "blocks.0: compile=True: dropout draws for whole activations",
-    ),
+    "whole activations": ("Dropping", {"before": 0.1}, {}, "blocks.0: compile=True: dropout draws for whole activations"),
     # With a plan of its own: one that is found has no sequence parallelism here, since an eager run would be refused too.
     "stochastic depth": (
         "Dropping",
@@ -333,24 +323,14 @@ REFUSALS = {
         {"plan": PLAN, "self_check": False},
         "blocks.0: compile=True: bernoulli_ draws a tensor of shape [8, 1, 1]",
     ),
-    "features without sp": (
-        "Dropping",
-        {},
-        {"sp": False},
-        "dropout draws for this rank's features, but without sequence",
-    ),
+    "features without sp": ("Dropping", {}, {"sp": False}, "dropout draws for this rank's features, but without sequence"),
     "a change in place": (
         "Dropping",
         {"in_place": True},
         {"plan": PLAN, "self_check": False},
         "This view is the output of a function that returns multiple views",
     ),
-    "a graph break": (
-        "Dropping",
-        {"breaks": True},
-        {},
-        "blocks.0: compile=True, but torch.compile can't make one graph",
-    ),
+    "a graph break": ("Dropping", {"breaks": True}, {}, "blocks.0: compile=True, but torch.compile can't make one graph"),
 }
 
 

@@ -48,11 +48,7 @@ OWN = [
 ]
 EVERY = [*OWN, *zoo((*BLOCKS, *MODELS)), *families(FAMILIES)]
 THIRD_PARTY = [Run("ThirdParty", (("kind", kind),)) for kind in KINDS]
-FEW = [
-    *OWN[:2],
-    *zoo(("gqa_shared", "alibi", "bias_table", "encoder_decoder", "flat")),
-    *families(("llama", "t5", "gpt2")),
-]
+FEW = [*OWN[:2], *zoo(("gqa_shared", "alibi", "bias_table", "encoder_decoder", "flat")), *families(("llama", "t5", "gpt2"))]
 EXPERTS = [*zoo(("routed_moe",)), *families(("mixtral",))]
 # Of each start the runs that are always tried; make parity tries every run at those of WHOLE.
 STARTS: dict[str, tuple[int, dict[str, Any], list[Run]]] = {
@@ -176,13 +172,7 @@ CASES = [
     "                if False:\n",
     case="tp2-cp2-mixtral-user-9",
 )
-@sees(
-    "cp: experts see all tokens' choices",
-    "_own_tokens",
-    "else place.own(x)",
-    "else x",
-    case="tp2-cp2-no-sp-mixtral-user-9",
-)
+@sees("cp: experts see all tokens' choices", "_own_tokens", "else place.own(x)", "else x", case="tp2-cp2-no-sp-mixtral-user-9")
 @sees(
     "cp: fully_shard's hooks see parts of sequences",
     "_PartsAround._take",

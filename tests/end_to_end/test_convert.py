@@ -57,10 +57,7 @@ def test_numbers_within_objects_go_along(tmp_path, saved):
     """A loss with class weights among the hyperparameters; a view, and a tensor that stands elsewhere too."""
     tree = torch.load(saved / "plain.ckpt", weights_only=False)
     weight = torch.arange(5.0)
-    objects = {
-        "loss": torch.nn.CrossEntropyLoss(weight),
-        "held": Held(weight[1:3], next(iter(tree["state_dict"].values()))),
-    }
+    objects = {"loss": torch.nn.CrossEntropyLoss(weight), "held": Held(weight[1:3], next(iter(tree["state_dict"].values())))}
     torch.save({**tree, "hyper_parameters": objects}, tmp_path / "plain.ckpt")
     write_checkpoint(open_source(tmp_path / "plain.ckpt", trust=True), tmp_path / "parts.ckpt", "sharded")
     write_checkpoint(open_source(tmp_path / "plain.ckpt", trust=True), tmp_path / "one.ckpt", "single")
@@ -74,10 +71,7 @@ def test_numbers_within_objects_go_along(tmp_path, saved):
 
 
 def test_what_is_in_it(saved):
-    parts, plain = (
-        contents_of(open_source(saved / "parts.ckpt")),
-        contents_of(open_source(saved / "plain.ckpt")),
-    )
+    parts, plain = (contents_of(open_source(saved / "parts.ckpt")), contents_of(open_source(saved / "plain.ckpt")))
     assert (parts.form, plain.form) == ("sharded", "single")
     assert parts.origin["topology"]["tp"] == 2
     assert parts.origin["global_step"] == plain.origin["global_step"] == 3
@@ -108,10 +102,7 @@ def test_the_commands(tmp_path, saved, capsys):
         (["inspect", "nowhere.ckpt"], "error: nowhere.ckpt: there is no such checkpoint"),
         (["inspect", "text.ckpt"], "error: text.ckpt: it can't be read ("),
         (["inspect", "tensor.ckpt"], "error: tensor.ckpt: it is no checkpoint of Lightning's (no state_dict in it)"),
-        (
-            ["convert", "tensor.ckpt", "text.ckpt"],
-            "error: text.ckpt: it is there already; remove it, or write elsewhere",
-        ),
+        (["convert", "tensor.ckpt", "text.ckpt"], "error: text.ckpt: it is there already; remove it, or write elsewhere"),
     ],
 )
 def test_bad_input_is_told(tmp_path, monkeypatch, capsys, args, says):

@@ -10,15 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_seqpar import SeqParallelStrategy
@@ -187,10 +179,7 @@ def read_at_once() -> list[list[int]]:
 
 
 @sees(
-    "an order that is agreed on behind the first read",
-    "inject_sampler",
-    "        sampler.set_epoch(epoch)\n",
-    "        pass\n",
+    "an order that is agreed on behind the first read", "inject_sampler", "        sampler.set_epoch(epoch)\n", "        pass\n"
 )
 def test_an_order_is_agreed_on_before_it_is_read():
     """Lightning begins to iterate before it tells the epoch."""
@@ -381,12 +370,7 @@ def predict_logits() -> tuple[list[type], int]:
     return [type(one["logits"]) for one in out], len(writer.written)
 
 
-@sees(
-    "a writer on one rank gets logits in parts",
-    "Steps.run_step",
-    "            out = _made_whole(out)\n",
-    "",
-)
+@sees("a writer on one rank gets logits in parts", "Steps.run_step", "            out = _made_whole(out)\n", "")
 def test_predicted_logits_are_whole_for_a_writer_on_one_rank():
     ranks = run_distributed(predict_logits, 2)
     assert ranks == [([Tensor, Tensor], 8), ([Tensor, Tensor], 0)]

@@ -48,11 +48,7 @@ OPTIMIZER = {"gpt": "adamw"}
 
 
 @sees(
-    "16-bit sums counted at their own size",
-    "step_traffic",
-    "count * max(4, parameter.element_size())",
-    "count * 2",
-    case="tp2",
+    "16-bit sums counted at their own size", "step_traffic", "count * max(4, parameter.element_size())", "count * 2", case="tp2"
 )
 @pytest.mark.parametrize(
     ("world", "strategy"),

@@ -183,11 +183,7 @@ DAMAGE = {
 
 
 @sees(
-    "a truncated folder is read",
-    "Opened.__init__",
-    "        self._check_files()\n",
-    "        pass\n",
-    case="a truncated part",
+    "a truncated folder is read", "Opened.__init__", "        self._check_files()\n", "        pass\n", case="a truncated part"
 )
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_folder_is_refused(tmp_path, folder, what):

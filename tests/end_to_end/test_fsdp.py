@@ -22,12 +22,7 @@ from tests.mutants import sees
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "accumulated, clipped by norm": ("GPT", {"tied": False}, {"clip": 0.1, "accumulate": 2}, {}),
-    "offloaded, clipped by value": (
-        "GPT",
-        {},
-        {"clip": 0.01, "clip_by": "value"},
-        {"fsdp": {"offload_policy": True}},
-    ),
+    "offloaded, clipped by value": ("GPT", {}, {"clip": 0.01, "clip_by": "value"}, {"fsdp": {"offload_policy": True}}),
     "blocks stay gathered, no sp": ("GPT", {}, {}, {"sp": False, "fsdp": {"reshard_after_forward": False}}),
     "two optimizers by hand": ("ManualTwo", {"style": "toggle"}, {"steps": 6}, {}),
     "thaw and freeze": ("Frozen", {"thaw": True, "at": (4, 9), "tied": False}, {"steps": 5, "accumulate": 3}, {}),
@@ -494,12 +489,7 @@ def refusals() -> tuple[dict[str, str], dict[str, Trace], list[dict[str, int]]]:
     return told, right, [meter.calls for meter in meters]
 
 
-@sees(
-    "fsdp: reduction in every micro-batch",
-    "Steps.without_reduction",
-    "        self.split.reduce_next(False)\n",
-    "",
-)
+@sees("fsdp: reduction in every micro-batch", "Steps.without_reduction", "        self.split.reduce_next(False)\n", "")
 @sees(
     "fsdp: what the reduction left behind unseen",
     "FullySharded.check_reduced",

@@ -80,9 +80,7 @@ def train(module: str, strategy: dict[str, Any], **kwargs: Any) -> None:
     L.seed_everything(1, verbose=False)
     options = {"max_steps": 20, **kwargs}
     trainer = quiet_trainer(
-        devices=dist.get_world_size(),
-        strategy=SeqParallelStrategy(**{"tp": 2, "self_check": False, **strategy}),
-        **options,
+        devices=dist.get_world_size(), strategy=SeqParallelStrategy(**{"tp": 2, "self_check": False, **strategy}), **options
     )
     made = globals()[module]() if module in globals() else getattr(models, module)()
     trainer.fit(made, models.loader(4, count=96))
@@ -250,11 +248,7 @@ NAMED = {"plan": "byte_gpt"}
 CROSS_PLAN = {"base": "none", "rules": CROSS}
 CASES = {
     "L2 in the loss": ("L2", {}, r"the loss differs across the ranks|reads it past its layer"),
-    "a weight in the loss": (
-        "QuietL2",
-        {},
-        r"mlp.up.weight: it is sharded, and \w+ in the loss reads it past its layer",
-    ),
+    "a weight in the loss": ("QuietL2", {}, r"mlp.up.weight: it is sharded, and \w+ in the loss reads it past its layer"),
     "a weight that the model's own code reads in the loss": (
         "FreeWeightInLoss",
         {},
@@ -283,31 +277,15 @@ CASES = {
     "a user's hook on a norm": ("HookedNorm", {}, r"norm1.weight: it has a gradient hook of yours"),
     "torch's clipping, late": ("LateClip", {}, r"clipped by torch.nn.utils.clip_grad_norm_"),
     "torch's clipping in a callback, late": ("LateClipByCallback", {}, r"clipped by torch.nn.utils.clip_grad_norm_"),
-    "rows normalised by a callback, late": (
-        "LateRows",
-        {},
-        r"mlp.down.weight: .*takes 'vector_norm' of this rank's part",
-    ),
+    "rows normalised by a callback, late": ("LateRows", {}, r"mlp.down.weight: .*takes 'vector_norm' of this rank's part"),
     "a norm in the loss, late": (
         "LateNormInLoss",
         {"check_every": 9},
         r"norm1.weight: AbsBackward0 reads it outside the sequence region",
     ),
-    "an unknown optimizer steps": (
-        "HiddenOptimizer",
-        {},
-        r"norm1.weight: it was updated before its gradient was summed",
-    ),
-    "an unknown optimizer that mixes elements steps": (
-        "HiddenMuon",
-        {},
-        r"torch.optim.\w*.?Muon with tp=2: it is not known",
-    ),
-    "a copy in configure_optimizers": (
-        "CopiesForItsOptimizer",
-        {},
-        r"configure_optimizers runs or copies a \w+ whose weights",
-    ),
+    "an unknown optimizer steps": ("HiddenOptimizer", {}, r"norm1.weight: it was updated before its gradient was summed"),
+    "an unknown optimizer that mixes elements steps": ("HiddenMuon", {}, r"torch.optim.\w*.?Muon with tp=2: it is not known"),
+    "a copy in configure_optimizers": ("CopiesForItsOptimizer", {}, r"configure_optimizers runs or copies a \w+ whose weights"),
     "a parameter of no module": (
         "LooseParameter",
         {},
@@ -319,11 +297,7 @@ CASES = {
         {"plan": CROSS_PLAN},
         r"attn.kv: its input depends on a whole activation that was not",
     ),
-    "family of another model": (
-        "GPT",
-        {"plan": "torch_encoder_batch_first"},
-        r"the model has no module of class torch.nn",
-    ),
+    "family of another model": ("GPT", {"plan": "torch_encoder_batch_first"}, r"the model has no module of class torch.nn"),
     "auto finds nothing": (
         "NoBlocks",
         {},
@@ -641,14 +615,8 @@ class Dead(models.GPT):
 
 
 REPLICAS = {  # what is trained on two replicas, and what is told
-    "backward": (
-        Raw,
-        "differs between the replicas: it came past the reduction over dp. Call self.manual_backward",
-    ),
-    "thaw": (
-        ThawsInside,
-        r"a parameter began to train within a step, where the reduction over replicas \(dp > 1\) does not",
-    ),
+    "backward": (Raw, "differs between the replicas: it came past the reduction over dp. Call self.manual_backward"),
+    "thaw": (ThawsInside, r"a parameter began to train within a step, where the reduction over replicas \(dp > 1\) does not"),
     "dead": (
         Dead,
         "differs between the replicas, and dead got none: the reduction over dp waits for what the loss"
@@ -873,11 +841,6 @@ def refused_overlaps() -> None:
             )
 
 
-@sees(
-    "parameters in one memory are cut",
-    "ModelSetup.shard",
-    "            refuse_overlaps(module)\n",
-    "            pass\n",
-)
+@sees("parameters in one memory are cut", "ModelSetup.shard", "            refuse_overlaps(module)\n", "            pass\n")
 def test_parameters_in_one_memory_are_refused_where_they_would_part():
     run_distributed(refused_overlaps, 2)

@@ -63,12 +63,7 @@ def waits(tp: int, fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, 
     "if key not in self._first_held:",
     "if True:",
 )
-@sees(
-    "the host waits for the losses",
-    "LossWatch.take",
-    "LateNumbers(summed)",
-    "LateNumbers(torch.tensor(summed.tolist()))",
-)
+@sees("the host waits for the losses", "LossWatch.take", "LateNumbers(summed)", "LateNumbers(torch.tensor(summed.tolist()))")
 @pytest.mark.parametrize(("world", "tp", "fields", "names"), PLACES)
 @pytest.mark.more
 def test_no_step_waits_for_the_device(world, tp, fields, names):
@@ -100,17 +95,9 @@ def step_of_error(at: int, scales: bool = False) -> tuple[int, str]:
 
 
 @sees(
-    "gradients compared and never read",
-    "Steps._read_comparisons",
-    "            comparison()\n",
-    "            del comparison\n",
+    "gradients compared and never read", "Steps._read_comparisons", "            comparison()\n", "            del comparison\n"
 )
-@sees(
-    "a comparison of the last step not read",
-    "Steps.settle",
-    "        self._read_comparisons(everything=True)\n",
-    "",
-)
+@sees("a comparison of the last step not read", "Steps.settle", "        self._read_comparisons(everything=True)\n", "")
 def test_gradients_that_differ_end_the_run_a_step_later():
     for at, ends in ((16, 17), (19, 20)):  # the last step too
         for step, told in run_distributed(step_of_error, 2, at):
@@ -151,12 +138,7 @@ class DropsLate(models.GPT):
         self.model.blocks[1].mlp.up[1].p = self.dropout if self.trainer.global_step >= self.begins else 0.0
 
 
-@sees(
-    "streams not switched once a step drew nothing",
-    "WatchSchedule.expects_draws",
-    "else self._drawn",
-    "else frozenset()",
-)
+@sees("streams not switched once a step drew nothing", "WatchSchedule.expects_draws", "else self._drawn", "else frozenset()")
 @sees(
     "streams switched in steps that draw nothing",
     "Steps.run_step",

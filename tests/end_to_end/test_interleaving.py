@@ -70,12 +70,7 @@ def train_stateful(sizes: dict[str, Any] | None) -> tuple[Any, dict[str, Tensor]
     return module.after, {name: p.detach().clone() for name, p in module.named_parameters()}, kept
 
 
-@sees(
-    "turns: each chunk's run counts",
-    "InterleavedWindow.entered",
-    "        self._attributes.set(before)\n",
-    "",
-)
+@sees("turns: each chunk's run counts", "InterleavedWindow.entered", "        self._attributes.set(before)\n", "")
 @sees(
     "turns: what a chunk's run does to the batch is done to the next",
     "InterleavedWindow.entered",
@@ -126,12 +121,7 @@ def drop() -> tuple[dict[str, list[Tensor]], list[Tensor], Tensor]:
     return masks, in_front, torch.get_rng_state()
 
 
-@sees(
-    "turns: chunks draw from where the last one ended",
-    "InterleavedWindow.entered",
-    "        one.streams.restore()\n",
-    "",
-)
+@sees("turns: chunks draw from where the last one ended", "InterleavedWindow.entered", "        one.streams.restore()\n", "")
 @sees("turns: own blocks in front are run", "Stage._passing_by_own", "if chunk < self._chunk", "if chunk < 0")
 def test_each_chunk_draws_from_a_stream_of_its_own_and_all_stages_alike_in_front():
     found = run_distributed(drop, 2)

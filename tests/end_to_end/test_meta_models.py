@@ -192,10 +192,7 @@ def peak_of(folder: str, check: bool, sizes: dict[str, int], how: str) -> dict[s
     before = memory("VmRSS") - memory("RssFile")
     Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
     trainer = quiet_trainer(
-        devices=2,
-        strategy=SeqParallelStrategy(**sizes, self_check=check, data_parallel=how),
-        precision="32-true",
-        max_steps=0,
+        devices=2, strategy=SeqParallelStrategy(**sizes, self_check=check, data_parallel=how), precision="32-true", max_steps=0
     )
     trainer.fit(module, models.loader(2, length=8, count=2))
     return {"peak": module.peak - before, "local": module.local}

@@ -65,13 +65,7 @@ class Begins(Callback):
 
 
 def logged(
-    strategy: Any,
-    model: str = "GPT",
-    given: dict[str, Any] | None = None,
-    *,
-    every: int = 2,
-    batch: int = 8,
-    **options: Any,
+    strategy: Any, model: str = "GPT", given: dict[str, Any] | None = None, *, every: int = 2, batch: int = 8, **options: Any
 ) -> Rows:
     """Train with a monitor; what it logged."""
     rows = Rows()

@@ -54,9 +54,7 @@ def cases(models: Iterable[str], first: str = "") -> list[Any]:
 
     return [
         pytest.param(
-            *(model, topology, sp),
-            id=f"{model}-{topology}-{'sp' if sp else 'no-sp'}",
-            marks=marks(model, topology, sp),
+            *(model, topology, sp), id=f"{model}-{topology}-{'sp' if sp else 'no-sp'}", marks=marks(model, topology, sp)
         )
         for model in models
         for topology in TOPOLOGIES
@@ -106,13 +104,7 @@ def cases(models: Iterable[str], first: str = "") -> list[Any]:
     "dist.distributed_c10d._get_default_group().alltoall_base(self._out, self._sent",
     case="gpt-tied-dp2xtp2-sp",
 )
-@sees(
-    "gather not trimmed",
-    "PendingGather.wait",
-    "if self._length is not None and",
-    "if False and",
-    case="gpt-tied-tp2-sp",
-)
+@sees("gather not trimmed", "PendingGather.wait", "if self._length is not None and", "if False and", case="gpt-tied-tp2-sp")
 @sees(
     "fused parts out of order",
     "Shard.by_segments",

@@ -136,10 +136,7 @@ SAYS = {
     "        if False:\n",
 )
 @sees(
-    "pp: a buffer that one stage writes passes",
-    "stage_check",
-    "sorted(dense.changed & equal)",
-    "sorted(dense.changed - equal)",
+    "pp: a buffer that one stage writes passes", "stage_check", "sorted(dense.changed & equal)", "sorted(dense.changed - equal)"
 )
 def test_what_stages_can_not_do_is_refused():
     cases = list(SAYS)

@@ -68,8 +68,7 @@ def fit_precisions(world: int, strategy: dict[str, Any]) -> dict[str, Trace]:
     case="cp2",
 )
 @pytest.mark.parametrize(
-    "topology",
-    [pytest.param(one, marks=[pytest.mark.matrix] * (one in ("dp2xtp2", "tp2xcp2", "cp2"))) for one in TOPOLOGIES],
+    "topology", [pytest.param(one, marks=[pytest.mark.matrix] * (one in ("dp2xtp2", "tp2xcp2", "cp2"))) for one in TOPOLOGIES]
 )
 def test_no_precision_drifts_further_than_the_order_of_sums_makes_it(topology):
     """The error of the first gradient against float64, beside that of one process, as it is and with sums in other orders."""

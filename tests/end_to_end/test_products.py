@@ -88,19 +88,9 @@ def fit_all(world: int, tp: int, sp: bool) -> dict[str, Trace]:
     "            sizes = (frame.batch, frame.part) if self._dim == 0 else",
     case="2-2-True",
 )
+@sees("a bias added to partial sums by every rank", "begin_sum.hook", "parameter * 0.0", "parameter * 1.0", case="2-2-True")
 @sees(
-    "a bias added to partial sums by every rank",
-    "begin_sum.hook",
-    "parameter * 0.0",
-    "parameter * 1.0",
-    case="2-2-True",
-)
-@sees(
-    "an expert's row bias added by every rank",
-    "RowParallelLinear._reduced",
-    "float(region.rank == 0)",
-    "1.0",
-    case="2-2-True",
+    "an expert's row bias added by every rank", "RowParallelLinear._reduced", "float(region.rank == 0)", "1.0", case="2-2-True"
 )
 @sees(
     "routing weights summed in less precision than the activation",
@@ -468,12 +458,7 @@ def fit_unseen() -> list[Trace | str]:
     "    verdict.wrong += _wrong_buffers(dense, sharded, record, limits.tensors, groups)\n",
     "",
 )
-@sees(
-    "frozen rows not marked",
-    "PartialSumCheck._is_row",
-    " or is_node_of(end, MarkRow) for end in ends)",
-    " for end in ends)",
-)
+@sees("frozen rows not marked", "PartialSumCheck._is_row", " or is_node_of(end, MarkRow) for end in ends)", " for end in ends)")
 @pytest.mark.more
 def test_what_the_first_batch_does_not_show_is_right_too():
     for (model, args), got in zip(UNSEEN, run_distributed(fit_unseen, 2)[0], strict=True):

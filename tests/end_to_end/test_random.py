@@ -141,11 +141,7 @@ def test_a_recompute_drops_of_a_whole_activation_what_was_dropped(sp):
 @pytest.mark.parametrize("sp", [True, rest(False)])
 @pytest.mark.parametrize(
     ("recompute", "plain"),
-    [
-        ("block", ""),
-        ("between", "called"),
-        *(pytest.param(one, "", marks=pytest.mark.matrix) for one in ("attn", "columns")),
-    ],
+    [("block", ""), ("between", "called"), *(pytest.param(one, "", marks=pytest.mark.matrix) for one in ("attn", "columns"))],
 )
 def test_recomputed_blocks_drop_what_they_dropped(recompute, plain, sp):
     """Another mask in the recompute would be another gradient, and another loss at the next step."""
@@ -180,11 +176,7 @@ def draw(recompute: str, sp: bool, kind: str) -> dict[str, Any]:
     data = DataLoader(TensorDataset(torch.randint(31, (24, 11))), batch_size=8)
     strategy = SeqParallelStrategy(tp=2, sp=sp, self_check=False, regather=True, recompute=recompute)
     quiet_trainer(devices=2, strategy=strategy, max_steps=3).fit(module, data)
-    return {
-        "losses": module.losses,
-        "weights": gather_weights(module),
-        "next": (random.random(), torch.rand(2).tolist()),
-    }
+    return {"losses": module.losses, "weights": gather_weights(module), "next": (random.random(), torch.rand(2).tolist())}
 
 
 def draw_all(cases: list[tuple[bool, str]]) -> list[dict[str, dict[str, Any]]]:

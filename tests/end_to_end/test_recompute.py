@@ -203,11 +203,7 @@ def count(tp: int, recompute: str) -> dict[str, Any]:
 
 
 @sees(
-    "recompute: nothing runs again",
-    "recomputed",
-    '    if recompute in ("none", "activations"):\n',
-    "    if True:\n",
-    case="1",
+    "recompute: nothing runs again", "recomputed", '    if recompute in ("none", "activations"):\n', "    if True:\n", case="1"
 )
 @sees(
     "recompute: without tp the modules are not given back",

@@ -49,11 +49,7 @@ def sizes() -> tuple[float, float]:
 
 
 @sees(
-    "what is written at once is copied first",
-    "write_folder",
-    "    if later is not None:\n",
-    "    if True:\n",
-    case="sharded-2",
+    "what is written at once is copied first", "write_folder", "    if later is not None:\n", "    if True:\n", case="sharded-2"
 )
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("form", FORMS)

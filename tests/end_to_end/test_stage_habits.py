@@ -463,11 +463,7 @@ def leave(sizes: dict[str, Any] | None, batch: int) -> dict[str, Tensor]:
 )
 @pytest.mark.parametrize(
     ("world", "sizes"),
-    [
-        (2, {"data_parallel": "fsdp"}),
-        rest(4, {"tp": 2, "data_parallel": "fsdp"}),
-        rest(4, {**TURNS, "data_parallel": "fsdp"}),
-    ],
+    [(2, {"data_parallel": "fsdp"}), rest(4, {"tp": 2, "data_parallel": "fsdp"}), rest(4, {**TURNS, "data_parallel": "fsdp"})],
     ids=["fsdp", "fsdp-tp", "fsdp-turns"],
 )
 def test_gradients_of_a_window_that_was_left_do_not_come_to_the_next(world, sizes):

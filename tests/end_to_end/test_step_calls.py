@@ -79,12 +79,7 @@ def calls() -> dict[str, list[dict[int, Counter[str]]]]:
     '            if self.schedule.is_due("training"):\n                if is_loss:',
     "            if True:\n                if is_loss:",
 )
-@sees(
-    "gradients are compared in every step",
-    "Steps.check_step",
-    "if self._gradients_may_change or due:",
-    "if True:",
-)
+@sees("gradients are compared in every step", "Steps.check_step", "if self._gradients_may_change or due:", "if True:")
 def test_no_check_runs_where_none_is_due(calls):
     for found in calls["two"]:
         assert found[DUE].keys() >= WATCHERS

@@ -126,14 +126,7 @@ def test_shards_by_units_and_by_vocabulary():
     "            _ = (shard.dim, layout.first_held",
     case="4-4-gqa_shared",
 )
-@pytest.mark.parametrize(
-    ("world", "tp", "kind"),
-    [
-        (4, 4, "gqa_shared"),
-        rest(8, 4, "gqa_shared"),
-        rest(4, 4, "fused_mqa"),
-    ],
-)
+@pytest.mark.parametrize(("world", "tp", "kind"), [(4, 4, "gqa_shared"), rest(8, 4, "gqa_shared"), rest(4, 4, "fused_mqa")])
 def test_shared_parts_are_summed_once_and_count_once(world, tp, kind):
     """Accumulation, clipping by a norm that must count a shared kv head once, several steps."""
     kwargs: dict[str, Any] = {"steps": 3, "clip": 0.05, "accumulate": 2}

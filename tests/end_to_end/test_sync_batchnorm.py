@@ -115,13 +115,7 @@ class BehindColumns(third_party.ThirdParty):
         self.log("val", self.training_step(batch, batch_idx), sync_dist=True)
 
 
-def train(
-    world: int = 1,
-    uneven: bool = False,
-    within: bool = False,
-    kind: str | None = None,
-    **strategy: Any,
-) -> Any:
+def train(world: int = 1, uneven: bool = False, within: bool = False, kind: str | None = None, **strategy: Any) -> Any:
     """Train three steps: the trace, the buffers at the end, what validation logged, and whether unsharding gave the model back."""
     torch.manual_seed(0)
     dp = world // strategy.get("tp", 1)

@@ -39,14 +39,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-cp2": (4, {"tp": 2, "cp": 2}),
     "tp2-cp2-no-sp": (4, {"tp": 2, "cp": 2, "sp": False}),
 }
-SHORT = {
-    ("gpt", "tp2"),
-    ("llama", "tp1"),
-    ("gpt2", "cp2"),
-    ("llama", "tp2-cp2"),
-    ("gpt", "dp2-tp2-fsdp"),
-    ("gpt", "tp2-full"),
-}
+SHORT = {("gpt", "tp2"), ("llama", "tp1"), ("gpt2", "cp2"), ("llama", "tp2-cp2"), ("gpt", "dp2-tp2-fsdp"), ("gpt", "tp2-full")}
 
 
 @sees(
@@ -126,12 +119,7 @@ def test_a_tile_drops_out_the_same_again_and_ranks_for_themselves_what_is_their_
     assert [not torch.equal(a, b) for a, b in zip(one, other, strict=True)] == apart * (len(one) // 2)
 
 
-@sees(
-    "cp: ranks drop out alike",
-    "operations:draws",
-    "with drawn_apart(args[0]._place.chunks.rank):",
-    "if True:",
-)
+@sees("cp: ranks drop out alike", "operations:draws", "with drawn_apart(args[0]._place.chunks.rank):", "if True:")
 def test_without_tiles_too():
     """tp 2 × cp 2 without sp: between column and row all four ranks draw apart, behind the row those of cp."""
     masks = [first for first, _ in run_distributed(dropped, 4, {"tp": 2, "cp": 2, "sp": False})]

@@ -31,8 +31,7 @@ from tests.mutants import sees
     case="2-2-sync",
 )
 @pytest.mark.parametrize(
-    ("world", "tp", "own"),
-    [(2, 2, "sync"), (4, 2, "sync"), (4, 2, "slot"), (2, 1, "slot"), (4, 4, "sync")],
+    ("world", "tp", "own"), [(2, 2, "sync"), (4, 2, "sync"), (4, 2, "slot"), (2, 1, "slot"), (4, 4, "sync")]
 )
 def test_a_contrastive_loss_over_all_replicas_trains_as_in_one_process(world, tp, own):
     expected = fit("Contrastive", {"own": own}, steps=4)

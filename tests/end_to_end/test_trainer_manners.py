@@ -197,12 +197,7 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
     return found
 
 
-@sees(
-    "habits: a step reads parts of gradients on the copy",
-    "observe_run",
-    "            sync.flush()\n",
-    "            pass\n",
-)
+@sees("habits: a step reads parts of gradients on the copy", "observe_run", "            sync.flush()\n", "            pass\n")
 @sees(
     "habits: a backward within a step is recorded with its forward",
     "ForwardTrace.run_backward",
@@ -221,12 +216,7 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
     "model.configure_optimizers()",
     "type(model).configure_optimizers(model)",
 )
-@sees(
-    "habits: updates before a rate is found pass for others",
-    "Steps.train",
-    "record.versions.clear()",
-    "pass",
-)
+@sees("habits: updates before a rate is found pass for others", "Steps.train", "record.versions.clear()", "pass")
 @sees(
     "habits: a batch before its transfer",
     "_of_loop",
@@ -438,19 +428,9 @@ MANNERS: dict[str, Callable[[int, str], Any]] = {
     "for frozen in (False,) if",
 )
 @sees("habits: evaluation loaders read at once", "_peek", "if in_turn and", "if False and")
-@sees(
-    "habits: an example leaves counts",
-    "examples:_state_kept",
-    "back.append(functools.partial(held.update, counts))",
-    "pass",
-)
+@sees("habits: an example leaves counts", "examples:_state_kept", "back.append(functools.partial(held.update, counts))", "pass")
 @sees("habits: an example leaves items in lists", "examples:_state_kept", "back += [functools.partial(items", "[(items")
-@sees(
-    "habits: an MLP in front taken for a block",
-    "find_stacks",
-    "outermost = _without_lone_mlps(trace, outermost)",
-    "pass",
-)
+@sees("habits: an MLP in front taken for a block", "find_stacks", "outermost = _without_lone_mlps(trace, outermost)", "pass")
 @sees("habits: shards are pickled", "guard_pickling", "PickleGuard(why)", "None")
 @sees(
     "habits: a copied metric syncs over the world",
@@ -458,12 +438,7 @@ MANNERS: dict[str, Callable[[int, str], Any]] = {
     "memo[id(self.process_group)] = self.process_group",
     "memo[id(self.process_group)] = None",
 )
-@sees(
-    "habits: emptied optimizer states are another model's",
-    "Saver._load_optimizers",
-    "if not states:",
-    "if False:",
-)
+@sees("habits: emptied optimizer states are another model's", "Saver._load_optimizers", "if not states:", "if False:")
 @pytest.mark.more
 def test_the_rest_of_a_run(tmp_path):
     alone = outcomes("MANNERS", ["emptied", "evaluated", "counts", "traces", "fronted"], 1, str(tmp_path))

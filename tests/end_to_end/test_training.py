@@ -98,13 +98,7 @@ def fit_habits(names: list[str], world: int, sp: bool) -> dict[str, Trace]:
     "if False:",
     case="2-True",
 )
-@sees(
-    "configure_optimizers sees our classes",
-    "_as_own",
-    "    module.__class__ = one.own\n",
-    "    pass\n",
-    case="2-True",
-)
+@sees("configure_optimizers sees our classes", "_as_own", "    module.__class__ = one.own\n", "    pass\n", case="2-True")
 @sees(
     "a replaced gradient taken for a part",
     "GradSync._arrival.hook",
@@ -112,13 +106,7 @@ def fit_habits(names: list[str], world: int, sp: bool) -> dict[str, Trace]:
     "            if not partial.fired and kept is not None and kept is partial.synced:\n",
     case="2-True",
 )
-@sees(
-    "heads' norm unsynced without sp",
-    "ResolvedPlan.layout_of",
-    ", partial=in_gather",
-    "",
-    case="2-False",
-)
+@sees("heads' norm unsynced without sp", "ResolvedPlan.layout_of", ", partial=in_gather", "", case="2-False")
 @pytest.mark.parametrize(("world", "sp"), [(2, True), (4, True), (2, False)])
 def test_habits_of_training(world, sp):
     names = OVER_REPLICAS if world == 4 else [*HABITS]
@@ -243,11 +231,7 @@ def use_by_batch(alone: bool, fields: dict[str, Any]) -> list[Trace]:
         recorder = ParityRecorder()
         strategy = "auto" if alone else SeqParallelStrategy(tp=2, self_check=False, regather=True, **fields)
         trainer = quiet_trainer(
-            devices=1 if alone else 4,
-            strategy=strategy,
-            max_steps=6,
-            accumulate_grad_batches=accumulate,
-            callbacks=[recorder],
+            devices=1 if alone else 4, strategy=strategy, max_steps=6, accumulate_grad_batches=accumulate, callbacks=[recorder]
         )
         trainer.fit(UsesByBatch(edits), models.loader(8 if alone else 4, count=8 * 6 * accumulate))
         traces.append(recorder.trace)

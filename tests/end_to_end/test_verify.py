@@ -216,11 +216,7 @@ class Forgetful(SeqParallelStrategy):
 
 
 WRONG = {  # what is trained, by what strategy, and what is told
-    "averages": (
-        GPT,
-        Unsynced,
-        r"gradient of step 1 of .* their mean is the right one: they are not averaged",
-    ),
+    "averages": (GPT, Unsynced, r"gradient of step 1 of .* their mean is the right one: they are not averaged"),
     "twice": (
         GPT,
         functools.partial(Doubled, tp=2, self_check=False),

@@ -473,13 +473,7 @@ def kept_with(strategy: dict[str, Any]) -> list[int]:
     ]
 
 
-@sees(
-    "loss_chunk without tp is ignored",
-    "change_unsharded",
-    "if loss_chunk is not None:",
-    "if False:",
-    case="cp2",
-)
+@sees("loss_chunk without tp is ignored", "change_unsharded", "if loss_chunk is not None:", "if False:", case="cp2")
 @pytest.mark.parametrize(("world", "strategy"), [(2, {"cp": 2}), rest(4, {"tp": 2, "cp": 2})], ids=["cp2", "tp2-cp2"])
 def test_logits_in_chunks_are_not_kept_with_cp(world, strategy):
     at_once, in_chunks = run_distributed(kept_with, world, strategy)[0]

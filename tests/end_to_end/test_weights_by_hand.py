@@ -324,7 +324,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 @sees(
     "weights by hand: a module's own forward is not watched",
     "_users_frame",
-    'isinstance(frame.f_locals.get("self"), LightningModule)',
+    'isinstance(frame.f_locals.get("self"), pl.LightningModule)',
     "False",
     case="tp2",
 )

@@ -33,12 +33,7 @@ FOUR = [
     "alibi", "bias_table", "raw_attention", "routed_moe",
     "nano", "sequence_first", "flat", "vision", "encoder_decoder", "tied",
 ]  # fmt: skip
-TOPOLOGIES = {
-    "tp2": (2, 2, True),
-    "tp4": (4, 4, True),
-    "dp2-tp2": (4, 2, True),
-    "tp2-no-sp": (2, 2, False),
-}
+TOPOLOGIES = {"tp2": (2, 2, True), "tp4": (4, 4, True), "dp2-tp2": (4, 2, True), "tp2-no-sp": (2, 2, False)}
 CHOSEN = {
     "tp2": [*KINDS, *third_party.KINDS[::2], "low_rank_row", "mix_ffn", "one_way_out", "shared_scale", "weight_of_qkv"],
     "tp4": [*FOUR[0::8], "weight_of_qkv", "grouped_adapters"],

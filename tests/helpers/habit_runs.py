@@ -204,10 +204,7 @@ def apart(expected: Any, found: Any, where: str = "") -> Iterator[tuple[str, flo
             yield from apart(expected[key], found[key], f"{where}/{key}")
     elif isinstance(expected, list | tuple) and isinstance(found, list | tuple):
         if len(expected) != len(found):
-            yield (
-                f"{where}: {len(found)} for {len(expected)}: {str(found)[:200]} for {str(expected)[:200]}",
-                float("inf"),
-            )
+            yield (f"{where}: {len(found)} for {len(expected)}: {str(found)[:200]} for {str(expected)[:200]}", float("inf"))
             return
         for at, (one, other) in enumerate(zip(expected, found, strict=True)):
             yield from apart(one, other, f"{where}/{at}")

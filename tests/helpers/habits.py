@@ -30,10 +30,7 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import (
-    CSVLogger,
-    TensorBoardLogger,
-)
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -233,10 +230,7 @@ class Scheduled(Learner):
         elif self.kind == "epoch":
             config = {"scheduler": lr_scheduler.CosineAnnealingLR(optimizer, 3), "frequency": 1}
         else:
-            config = {
-                "scheduler": lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5),
-                "monitor": "val",
-            }
+            config = {"scheduler": lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5), "monitor": "val"}
         return {"optimizer": optimizer, "lr_scheduler": config}
 
 
@@ -274,12 +268,7 @@ def overfitted(place: Place) -> Yield:
 )
 def limited(place: Place) -> Yield:
     module = Learner()
-    limits: Any = {
-        "limit_train_batches": 2,
-        "limit_val_batches": 0.5,
-        "limit_test_batches": 1,
-        "limit_predict_batches": 1,
-    }
+    limits: Any = {"limit_train_batches": 2, "limit_val_batches": 0.5, "limit_test_batches": 1, "limit_predict_batches": 1}
     out = place.train(module, **limits, max_epochs=2, val=32)
     trainer = out["trainer"]
     out["val"] = trainer.callback_metrics["val"]
@@ -296,10 +285,7 @@ class CountsValidations(Callback):
         self.seen.append((trainer.global_step, float(trainer.callback_metrics["val"])))
 
 
-@habit(
-    "`val_check_interval`",
-    "`Trainer(val_check_interval=1)`, `0.5`, `check_val_every_n_epoch=2`, `num_sanity_val_steps`",
-)
+@habit("`val_check_interval`", "`Trainer(val_check_interval=1)`, `0.5`, `check_val_every_n_epoch=2`, `num_sanity_val_steps`")
 def validated_between(place: Place) -> Yield:
     out = {}
     for how in (
@@ -446,11 +432,7 @@ def logged_as_table(place: Place) -> Yield:
     logger = CSVLogger(place.folder)
     out = place.train(Logs(), logger=logger, log_every_n_steps=1, max_epochs=2, count=16, val=8)
     out["trainer"].strategy.barrier()
-    return {
-        **out,
-        "logged": table_of(logger),
-        "metrics": {k: float(v) for k, v in out["trainer"].callback_metrics.items()},
-    }
+    return {**out, "logged": table_of(logger), "metrics": {k: float(v) for k, v in out["trainer"].callback_metrics.items()}}
 
 
 @habit("`TensorBoardLogger`", "`TensorBoardLogger(folder)`, `self.logger.experiment.add_scalar(...)`")
@@ -475,8 +457,7 @@ def logged_for_tensorboard(place: Place) -> Yield:
 
 
 @habit(
-    "`ModelCheckpoint(save_top_k)`",
-    '`ModelCheckpoint(monitor="val", save_top_k=2, save_last=True)`, `test(ckpt_path="best")`',
+    "`ModelCheckpoint(save_top_k)`", '`ModelCheckpoint(monitor="val", save_top_k=2, save_last=True)`, `test(ckpt_path="best")`'
 )
 def best_kept(place: Place) -> Yield:
     saving = ModelCheckpoint(f"{place.folder}/best", "{epoch}-{val:.6f}", monitor="val", save_top_k=2, save_last=True)
@@ -487,14 +468,7 @@ def best_kept(place: Place) -> Yield:
     names = sorted(path.name for path in Path(place.folder, "best").iterdir())
     scores = {Path(path).name: float(score) for path, score in saving.best_k_models.items()}
     momenta = [state["momentum_buffer"] for state in best["optimizer_states"][0]["state"].values()]
-    return {
-        **out,
-        "tested": tested,
-        "files": names,
-        "scores": scores,
-        "best": dict(best["state_dict"]),
-        "momenta": momenta,
-    }
+    return {**out, "tested": tested, "files": names, "scores": scores, "best": dict(best["state_dict"]), "momenta": momenta}
 
 
 @habit("resuming", '`trainer.fit(model, ckpt_path="last.ckpt")`, `save_hyperparameters`, `load_from_checkpoint`')
@@ -538,11 +512,7 @@ class Measured(Learner):
         self.mean.reset()
 
 
-@habit(
-    "torchmetrics",
-    '`self.acc = Accuracy(...)`, `self.log("acc", self.acc)`, `MetricCollection`',
-    suite=("tp2", "dp2xtp2"),
-)
+@habit("torchmetrics", '`self.acc = Accuracy(...)`, `self.log("acc", self.acc)`, `MetricCollection`', suite=("tp2", "dp2xtp2"))
 def measured(place: Place) -> Yield:
     module = Measured()
     out = place.train(module, max_epochs=2, val=16)

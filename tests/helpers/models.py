@@ -37,13 +37,7 @@ class GPT(L.LightningModule):
     """The example's GPT with a loss."""
 
     def __init__(
-        self,
-        tied: bool = True,
-        optimizer: str = "adamw",
-        seed: int = 0,
-        n_head: int = 4,
-        dim: int = 16,
-        layers: int = 2,
+        self, tied: bool = True, optimizer: str = "adamw", seed: int = 0, n_head: int = 4, dim: int = 16, layers: int = 2
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)

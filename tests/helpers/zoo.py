@@ -572,10 +572,7 @@ class Shifted(PreNorm):
 
 
 # Kinds that no test runs through with the others; a test module adds its own, for itself and for the ranks it starts.
-EXTRA: dict[str, Any] = {
-    "conv": ConvBlock,
-    "shifted": lambda: Shifted(16, EinsumAttention(16, 4), FeedForward(16, 32)),
-}
+EXTRA: dict[str, Any] = {"conv": ConvBlock, "shifted": lambda: Shifted(16, EinsumAttention(16, 4), FeedForward(16, 32))}
 
 
 class Decoder(nn.Module):

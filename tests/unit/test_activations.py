@@ -169,18 +169,8 @@ def test_under_autocast_it_runs_again_under_autocast():
     assert torch.equal(norm.run(tensor), out)
 
 
-@sees(
-    "a norm's changed output made again unchanged",
-    "kept_of",
-    "version != x._version or ",
-    "",
-)
-@sees(
-    "a norm's input changed before its output is used",
-    "kept_of",
-    " or call.x._version != call.version",
-    "",
-)
+@sees("a norm's changed output made again unchanged", "kept_of", "version != x._version or ", "")
+@sees("a norm's input changed before its output is used", "kept_of", " or call.x._version != call.version", "")
 def test_what_was_changed_since_is_kept_itself():
     norm, x = again(RMSNorm(16)), torch.randn(2, 8, 16)
     out = norm(x)
@@ -216,12 +206,7 @@ class Scaled(RMSNorm):
         return super().forward(x) * self.gain
 
 
-@sees(
-    "a norm runs again with attributes that were set since",
-    "NormCall.run",
-    "if held != self._attributes:",
-    "if False:",
-)
+@sees("a norm runs again with attributes that were set since", "NormCall.run", "if held != self._attributes:", "if False:")
 def test_it_runs_again_with_the_attributes_that_it_had():
     plain, x, grads = Scaled(16), torch.randn(2, 8, 16), []
     for module in (plain, again(plain)):

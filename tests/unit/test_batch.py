@@ -75,18 +75,7 @@ def test_tensors_are_found_and_changed_wherever_they_are(holder):
 
 
 def test_what_holds_no_tensors_is_left_alone():
-    for batch in (
-        "text",
-        b"bytes",
-        bytearray(3),
-        range(3),
-        UserString("text"),
-        3,
-        None,
-        Sample,
-        object(),
-        UserList("ab"),
-    ):
+    for batch in ("text", b"bytes", bytearray(3), range(3), UserString("text"), 3, None, Sample, object(), UserList("ab")):
         assert not list(tensors_in(batch))
         assert map_tensors(torch.neg, batch) is batch
         assert checksum(batch, CPU).tolist() == [0, 0]

@@ -168,12 +168,7 @@ def test_a_strategy_that_compiles_nothing_imports_no_compiler(monkeypatch):
         SeqParallelStrategy(tp=2, compile=True, compile_options={"backend": "inductor"})
 
 
-@sees(
-    "two parameters in one memory are cut apart",
-    "refuse_overlaps",
-    "            if start < stop:",
-    "            if False:",
-)
+@sees("two parameters in one memory are cut apart", "refuse_overlaps", "            if start < stop:", "            if False:")
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_two_parameters_in_one_memory_are_refused(device):
     model, flat = nn.Module(), torch.zeros(6, device=device)

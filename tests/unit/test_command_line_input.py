@@ -84,10 +84,7 @@ def test_fields_in_the_file_of_a_model(command, tmp_path, capsys):
     ("trainer", "told"),
     [
         ("5", "trainer=5 is no mapping; write trainer: {devices: 2, ...}"),
-        (
-            STRATEGY.format("5"),
-            "init_args=5 of trainer.strategy is no mapping; write arguments by name, as tp: 2",
-        ),
+        (STRATEGY.format("5"), "init_args=5 of trainer.strategy is no mapping; write arguments by name, as tp: 2"),
         (STRATEGY.format("{config: [1]}"), "init_args.config=[1] of trainer.strategy is no mapping"),
     ],
 )

@@ -41,10 +41,7 @@ def test_keywords_and_config():
     hydra = OmegaConf.create({"_target_": "lightning_seqpar.SeqParallelStrategy", "tp": 2})
     for config in (ParallelConfig(tp=2), {"tp": 2}, hydra):
         strategy = SeqParallelStrategy(config=config)
-        assert (strategy.config, repr(strategy)) == (
-            ParallelConfig(tp=2),
-            "SeqParallelStrategy(tp=2) of lightning.pytorch",
-        )
+        assert (strategy.config, repr(strategy)) == (ParallelConfig(tp=2), "SeqParallelStrategy(tp=2) of lightning.pytorch")
     with pytest.raises(ValidationError, match="frozen"):
         strategy.config.tp = 4
     # A command line passes every default along.

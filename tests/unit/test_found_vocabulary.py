@@ -219,24 +219,14 @@ class Quiet(Callback):
         self.steps = trainer.global_step
 
 
-@sees(
-    "hooks that write rows of a weight pass by",
-    "weight_reader",
-    "if names & _WEIGHTS and",
-    "if False and",
-)
+@sees("hooks that write rows of a weight pass by", "weight_reader", "if names & _WEIGHTS and", "if False and")
 @sees(
     "hooks are asked for weights, and not what they call",
     "_names",
     "if not isinstance(called, types.FunctionType) or",
     "if True or",
 )
-@sees(
-    "a training step that changes rows of a gradient passes by",
-    "weight_reader",
-    "(runs or names & _PAST_THE_GRAPH)",
-    "runs",
-)
+@sees("a training step that changes rows of a gradient passes by", "weight_reader", "(runs or names & _PAST_THE_GRAPH)", "runs")
 def test_code_beside_the_forward_that_names_a_weight_leaves_the_vocabulary_whole():
     def outcome(model: Any, spec: Any = "auto", callbacks: Any = ()) -> VocabularyChoice:
         return with_vocabulary(resolve_plans(spec, model), spec, model, 2, True, callbacks=callbacks)

@@ -27,11 +27,7 @@ CASES = int(os.environ.get("SEQPAR_FUZZ", 0))
 """Of each random test; 0 for the few that are the same at every run."""
 
 random_cases = settings(
-    max_examples=CASES or 100,
-    derandomize=not CASES,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
+    max_examples=CASES or 100, derandomize=not CASES, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 FIXES = (

@@ -115,13 +115,7 @@ def test_what_stands_beside_the_weights_is_copied(tmp_path):
     torch.save({"state_dict": module.state_dict()}, tmp_path / "a.ckpt")
     HuggingFaceTarget(open_source(tmp_path / "a.ckpt"), like).write(tmp_path / "out")
     found = sorted(str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*") if file.is_file())
-    assert found == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "templates/one.jinja",
-        "tokenizer.json",
-    ]
+    assert found == ["config.json", "generation_config.json", "model.safetensors", "templates/one.jinja", "tokenizer.json"]
     told = json.loads((tmp_path / "out" / "config.json").read_text())
     assert told["dtype"] == "float32"  # the first parameter's, as save_pretrained tells it
     assert "quantization_config" not in told

@@ -13,7 +13,7 @@ from tests.mutants import Mutant, definitions, place_of, stale
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
 ORDER = [
-    "user_input", "config", "topology", "distributed", "layout", "context", "region", "nn", "styles", "plan",
+    "user_input", "config", "releases", "topology", "distributed", "layout", "context", "region", "nn", "styles", "plan",
     "pipeline", "parallel", "data", "inference", "init", "checkpoint", "verify", "strategy", "public", "cli",
     "__main__",
 ]  # fmt: skip
@@ -77,11 +77,7 @@ PRIVATE_OF_TORCH = ("torch._C", "torch.overrides._", "_sequence_nr", "_cdata", "
 
 def test_private_calls_of_the_autograd_engine_live_in_one_module():
     for path in modules():
-        if path.name in (
-            "autograd.py",
-            "process_groups.py",
-            "ranks.py",
-        ):  # the last two: torch's stores and fake group
+        if path.name in ("autograd.py", "process_groups.py", "ranks.py"):  # the last two: torch's stores and fake group
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute | ast.Name):
@@ -110,10 +106,10 @@ def test_what_reads_what_a_user_asks_for_is_pure(name):
 
 
 def _names_a_function(value: ast.expr | None) -> bool:
-    """Whether a module gives a name of its own to a function of torch's."""
+    """Whether a module gives a name of its own to a function of torch's, or to what Lightning has."""
     if isinstance(value, ast.Call):
         return ast.unparse(value.func) in ("functools.partial", "operator.attrgetter")
-    return isinstance(value, ast.Attribute) and ast.unparse(value).startswith("torch.")
+    return isinstance(value, ast.Attribute) and ast.unparse(value).startswith(("torch.", "pl.", "fabric."))
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -208,11 +204,7 @@ def test_a_mutant_that_fits_no_more_says_why():
     known = definitions(PACKAGE)
     for definition, old, says in (
         ("GradSync.rush", "x", "there is no definition GradSync.rush"),
-        (
-            "all_gather",
-            "x",
-            "is several definitions; name one of async_ops:all_gather, functional:all_gather",
-        ),
+        ("all_gather", "x", "is several definitions; name one of async_ops:all_gather, functional:all_gather"),
         ("GradSync.flush", "no such text", "its text stands 0 times in GradSync.flush"),
     ):
         with pytest.raises(ValueError, match=re.escape(says)):

@@ -176,12 +176,7 @@ def test_a_rule_that_it_proposes_was_tried_and_works():
 
 
 @sees("a rule is proposed that was not tried", "with_tried_rules", "            attempt(rules)\n", "            pass\n")
-@sees(
-    "rules that are proposed together were tried one by one",
-    "with_tried_rules",
-    "attempt(rules)",
-    "attempt(stopped.rules)",
-)
+@sees("rules that are proposed together were tried one by one", "with_tried_rules", "attempt(rules)", "attempt(stopped.rules)")
 def test_rules_that_it_proposes_together_were_tried_together():
     def stop(name: str) -> CantInferError:
         error = CantInferError(f"h.0.{name}: it can't be split", f"h.0.{name}")
@@ -253,12 +248,7 @@ class Uncopied(zoo.Decoder):
         return self
 
 
-@sees(
-    "a copy that is the model itself is moved",
-    "_refuse_shared",
-    "        if id(parameter) in own:\n",
-    "        if False:\n",
-)
+@sees("a copy that is the model itself is moved", "_refuse_shared", "        if id(parameter) in own:\n", "        if False:\n")
 def test_a_model_that_is_its_own_copy_is_refused_before_its_weights_move():
     model = Uncopied("einsum")
     before = model.wte.weight.clone()

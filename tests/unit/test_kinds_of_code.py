@@ -124,11 +124,7 @@ def build(kind: str) -> nn.Module:
     case="spatial_gate",
 )
 @sees(
-    "a list of modules taken for a module that is called",
-    "part_around",
-    "if flow.trace.calls_of(one)",
-    "if one",
-    case="listed",
+    "a list of modules taken for a module that is called", "part_around", "if flow.trace.calls_of(one)", "if one", case="listed"
 )
 @sees("a second activation taken for a memory", "find_streams", "found.append(key)", "pass", case="two_activations")
 @sees(
@@ -604,8 +600,7 @@ def test_what_raises_while_it_is_recorded_is_told_with_the_line():
             raise ArithmeticError("never works")
 
     with pytest.raises(
-        CantInferError,
-        match=r"Raises: a copy of it was run .* ArithmeticError: never works \(test_kinds_of_code.py, line",
+        CantInferError, match=r"Raises: a copy of it was run .* ArithmeticError: never works \(test_kinds_of_code.py, line"
     ):
         infer_plan(Raises("einsum"), IDS, 2)
 

@@ -328,16 +328,8 @@ def test_adapters_around_layers_that_files_fill(folder):
             lambda model: lora(model, modules_to_save=["lm_head"]),
             r"lm_head.*weights_from gives its numbers, and \w+ has made",
         ),
-        (
-            True,
-            scaled,
-            r"norm.weight: it was changed in place after weights_from",
-        ),
-        (
-            True,
-            exchanged,
-            r"norm.weight: it came after weights_from",
-        ),
+        (True, scaled, r"norm.weight: it was changed in place after weights_from"),
+        (True, exchanged, r"norm.weight: it came after weights_from"),
         (True, copied, r"lm_head.*weights_from gives its numbers, and \w+ has made"),
         (True, fused, r"(gate|up)_proj.weight: weights_from gives its numbers, and cat has made another"),
         (

@@ -96,10 +96,7 @@ RIGHT = {
     "state": (in_training, ""),
     "around another": (lambda: Around(optim.SGD(params(), 0.1, momentum=0.9)), f"{__name__}.Around"),
 }
-MIXES = {
-    "by row": lambda: ByRow(params()),
-    "by the norm of all": lambda: ByNormOfAll(params()),
-}
+MIXES = {"by row": lambda: ByRow(params()), "by the norm of all": lambda: ByNormOfAll(params())}
 
 
 @pytest.mark.parametrize("case", RIGHT)

@@ -57,12 +57,7 @@ def test_its_input_is_kept_and_nothing_else():
     assert inspect.signature(again.forward) == inspect.signature(plain.forward)
 
 
-@sees(
-    "recompute: a buffer is changed twice",
-    "RecomputedForward._check_buffers",
-    "if buffer._version != version:",
-    "if False:",
-)
+@sees("recompute: a buffer is changed twice", "RecomputedForward._check_buffers", "if buffer._version != version:", "if False:")
 def test_a_buffer_that_the_forward_changes_is_refused():
     with pytest.raises(
         ValueError, match=r"recompute='full': blocks.0.norm.num_batches_tracked: the forward changes this buffer"

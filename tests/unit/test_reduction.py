@@ -172,10 +172,7 @@ UNLIKE: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "a function": (lambda: with_attribute(None), lambda: with_attribute(double)),
     "what a function holds": (lambda: with_attribute(lambda x: x), lambda: with_attribute(lambda x: x + 1)),
     "a tuple": (lambda: with_attribute((0, 0)), lambda: with_attribute((1, 1))),
-    "a config": (
-        lambda: with_attribute(SimpleNamespace(mixes=False)),
-        lambda: with_attribute(SimpleNamespace(mixes=True)),
-    ),
+    "a config": (lambda: with_attribute(SimpleNamespace(mixes=False)), lambda: with_attribute(SimpleNamespace(mixes=True))),
     "a hook": (Block, with_hook),
     "what trains": (Block, lambda: Block().requires_grad_(False)),
     "its own index": (Indexed, lambda: Indexed(index=1)),
@@ -309,10 +306,7 @@ def test_a_short_vocabulary_is_told_to_all_that_know_it():
     assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == before
     assert model.config.vocab_size == model.tokens.num_embeddings == model.head.out_features == ROWS
     ids = torch.arange(12).view(2, 6)
-    assert copied(Example("", "forward", (ids,), {}).reduced(reduced(vocabularies={ROWS: KEPT})).args[0]).shape == (
-        12,
-        KEPT,
-    )
+    assert copied(Example("", "forward", (ids,), {}).reduced(reduced(vocabularies={ROWS: KEPT})).args[0]).shape == (12, KEPT)
 
 
 def test_the_example_is_cut_with_the_model():

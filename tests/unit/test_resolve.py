@@ -98,14 +98,8 @@ BAD_RULES = [
         "'set' names 'heads', which CausalSelfAttention does not have",
     ),
     ("{pattern: model.blocks.*.attn, style: set, divide: [training]}", "can't be divided by tp=2"),
-    (
-        "{pattern: model.blocks.*.attn.qkv, style: column, segments: 5}",
-        "48 out-features do not divide into 5 equal segments",
-    ),
-    (
-        "{pattern: model.blocks.*.attn.qkv, style: column, segments: [16, 16]}",
-        "segments .16, 16. sum to 32, the linear has 48",
-    ),
+    ("{pattern: model.blocks.*.attn.qkv, style: column, segments: 5}", "48 out-features do not divide into 5 equal segments"),
+    ("{pattern: model.blocks.*.attn.qkv, style: column, segments: [16, 16]}", "segments .16, 16. sum to 32, the linear has 48"),
     (
         "{pattern: model.blocks.*.attn.qkv, style: column, segments: 3, units: -1}",
         "units=.-1, -1, -1.: give 1 or more for each segment, such as the number of heads",

@@ -6,15 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_seqpar.distributed.rng import (
-    DEVICES,
-    DrawWatch,
-    RankStreams,
-    drawn_apart,
-    drawn_since,
-    generators,
-    torch_states,
-)
+from lightning_seqpar.distributed.rng import DEVICES, DrawWatch, RankStreams, drawn_apart, drawn_since, generators, torch_states
 from lightning_seqpar.region.observers import WatchSchedule
 from tests.mutants import sees
 
@@ -52,12 +44,7 @@ def test_own_draws_differ_and_replicated_ones_do_not():
     assert not any(torch.equal(a, b) for a, b in zip(one, draws(0, seed=2), strict=True))
 
 
-@sees(
-    "every step draws the same masks",
-    "RankStreams.end",
-    "                if used:\n                    _advance(one)\n",
-    "",
-)
+@sees("every step draws the same masks", "RankStreams.end", "                if used:\n                    _advance(one)\n", "")
 def test_no_two_blocks_draw_the_same():
     """Also where nothing is drawn between them."""
     torch.manual_seed(1)

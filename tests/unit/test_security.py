@@ -39,6 +39,7 @@ UNPICKLES = {
 """Functions and classes that unpickle without ``weights_only``, and why they may."""
 IMPORTS_BY_NAME = {
     ("init/model_source.py", "function_named"): "the command line, or a class_path in a file of Lightning's",
+    ("cli/training.py", ""): "the package of Lightning's that is used",
 }
 """Functions that import what is named by a string, and who names it."""
 RUNS_TEXT = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "runpy.run_path", "runpy.run_module",
@@ -229,10 +230,7 @@ def test_an_audit_fails_for_what_a_release_fixes():
     fine, unknown = {"name": "a", "version": "1", "vulns": []}, {"name": "b", "skip_reason": "not there"}
     fixed = {"id": "PYSEC-1", "aliases": ["CVE-1"], "fix_versions": ["2", "3"]}
     unfixed = {"id": "PYSEC-2", "fix_versions": []}
-    assert describe_audit([fine, unknown]) == (
-        ["audit: 1 packages, 0 known vulnerabilities; not known there: b"],
-        False,
-    )
+    assert describe_audit([fine, unknown]) == (["audit: 1 packages, 0 known vulnerabilities; not known there: b"], False)
     told, fixable = describe_audit([{"name": "c", "version": "1", "vulns": [unfixed]}])
     assert (told[0], fixable) == ("c 1: PYSEC-2, which no release fixes yet", False)
     told, fixable = describe_audit([fine, {"name": "c", "version": "1", "vulns": [fixed, unfixed]}])

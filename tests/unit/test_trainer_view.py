@@ -355,10 +355,7 @@ def test_a_collective_that_one_rank_would_wait_in_is_named(tmp_path):
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
         copied = step_that(lambda self: dist.all_reduce(torch.ones(1)))
-        with (
-            pytest.raises(NoExampleError, match=r"the step calls torch\.distributed itself \(allreduce\)"),
-            OneRankOnly(),
-        ):
+        with pytest.raises(NoExampleError, match=r"the step calls torch\.distributed itself \(allreduce\)"), OneRankOnly():
             EXAMPLE.run(copied)
         with OneRankOnly():
             EXAMPLE.run(step_that(lambda self: self.trainer.strategy.reduce(torch.ones(1))))
@@ -473,10 +470,7 @@ class Roundabout(nn.Module):
 
 
 @sees(
-    "weak references and closures of a copy lead to the model itself",
-    "detached_copy",
-    "    point_to_copy(copied, memo)\n",
-    "",
+    "weak references and closures of a copy lead to the model itself", "detached_copy", "    point_to_copy(copied, memo)\n", ""
 )
 def test_a_copy_that_reaches_its_parts_in_roundabout_ways_is_the_one_that_runs():
     model = Roundabout()

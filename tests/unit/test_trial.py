@@ -45,10 +45,7 @@ RIGHT = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manua
         (None, "there is none: the parameter is not reached on the ranks"),
         (RIGHT[:4], "its shape is [4, 6] instead of [8, 6]: not gathered, or cut twice?"),
         (RIGHT.clone().fill_(float("nan")), "not finite"),
-        (
-            RIGHT.roll(2, 0),
-            "the same numbers in other places: are rows, heads or parts of a fused weight in another order?",
-        ),
+        (RIGHT.roll(2, 0), "the same numbers in other places: are rows, heads or parts of a fused weight in another order?"),
         (RIGHT.sin(), "no multiple of the right one (cosine"),
         (RIGHT + 1e-8 * RIGHT.sin(), "right to rounding of a narrower type: is something computed in float32"),
     ],
@@ -62,11 +59,7 @@ def test_a_wrong_tensor_is_described_by_what_it_looks_like(got, says):
     ("of_rank", "replicas", "says"),
     [
         (lambda rank: RIGHT * (0.3, 0.7)[rank], 1, "each rank holds a part of it, and the parts add up"),
-        (
-            lambda rank: RIGHT + (1, -1)[rank] * RIGHT.sin(),
-            2,
-            "each replica holds its own, and their mean is the right one",
-        ),
+        (lambda rank: RIGHT + (1, -1)[rank] * RIGHT.sin(), 2, "each replica holds its own, and their mean is the right one"),
         (lambda rank: RIGHT * (0.3, 0.9)[rank], 1, "the ranks hold different ones"),
     ],
 )
@@ -120,12 +113,7 @@ def test_sequences_are_cut_to_an_odd_length_with_their_masks():
     assert shorten(torch.zeros(2, 4, 3), 4) is None
 
 
-@sees(
-    "verify: dropout stays",
-    "switch_off_dropout",
-    "                values[name] = 0.0\n",
-    "                pass\n",
-)
+@sees("verify: dropout stays", "switch_off_dropout", "                values[name] = 0.0\n", "                pass\n")
 def test_dropout_is_switched_off_wherever_it_is_set():
     class Config:
         hidden_dropout = 0.1
@@ -183,10 +171,7 @@ def test_a_batch_of_tokens_is_made_up_for_a_model_of_hugging_face_s():
 
 
 @sees(
-    "verify: a number that is not finite is lost among errors",
-    "largest_gap",
-    "math.inf if any(map(math.isnan, gaps)) else",
-    "",
+    "verify: a number that is not finite is lost among errors", "largest_gap", "math.inf if any(map(math.isnan, gaps)) else", ""
 )
 def test_a_number_that_is_none_differs_from_every_number():
     right, wrong = Trace([1.0], {"a": RIGHT}, 1.0, {"a": RIGHT, "b": RIGHT}), RIGHT.clone()

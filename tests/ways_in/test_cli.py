@@ -105,10 +105,7 @@ def test_overrides_reach_the_strategy():
 
 @pytest.mark.parametrize(
     "nested",
-    [
-        ["--trainer.strategy.config.tp=2"],
-        ["--trainer.strategy.config={tp: 2, timeout: 60, plan: {base: auto, rules: []}}"],
-    ],
+    [["--trainer.strategy.config.tp=2"], ["--trainer.strategy.config={tp: 2, timeout: 60, plan: {base: auto, rules: []}}"]],
 )
 def test_a_nested_config_beside_the_defaults_that_every_command_line_passes(nested):
     plain = [*CONFIG, "--trainer.strategy=SeqParallelStrategy", *nested]
@@ -165,11 +162,7 @@ def forms(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("line", "slow"),
-    [
-        ("--help", {"torch"}),
-        ("inspect parts", {"lightning"}),
-        ("inspect hf", {"lightning"}),
-    ],
+    [("--help", {"torch"}), ("inspect parts", {"lightning"}), ("inspect hf", {"lightning"})],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_short_questions_load_nothing_that_takes_long(forms, line, slow):
@@ -218,11 +211,7 @@ EXTRA = "pip install 'lightning-seqpar[cli]'\n"
 REFUSED = {
     **{
         line: f"error: seqpar {name} needs jsonargparse, which is not installed: {EXTRA}"
-        for line, name in (
-            ("fit --help", "fit"),
-            ("-c x.yaml fit", "fit"),
-            ("--seed_everything=1", "--seed_everything=1"),
-        )
+        for line, name in (("fit --help", "fit"), ("-c x.yaml fit", "fit"), ("--seed_everything=1", "--seed_everything=1"))
     },
     "palm": "error: no subcommand 'palm'; did you mean 'plan'?\ntip: seqpar --help\n",
     "plan own_models:make tp=2": f"error: the table needs rich: {EXTRA}tip: seqpar plan --help\n",

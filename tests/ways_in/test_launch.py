@@ -92,11 +92,7 @@ SUITE = {"rank 1 killed", "all leave", "main ends last", "rank 1 hangs", "rank 0
 
 
 @sees(
-    "a rank that leaves is a failure",
-    "ChildWatch._at_exit",
-    "or isinstance(self.expected, SystemExit)",
-    "",
-    case="all leave",
+    "a rank that leaves is a failure", "ChildWatch._at_exit", "or isinstance(self.expected, SystemExit)", "", case="all leave"
 )
 @sees(
     "a main process that ends last speaks to nobody",
@@ -232,14 +228,7 @@ def test_what_happens_at_a_random_moment_ends_the_run_with_its_reason(script, tm
     """Or torchrun starts it again; ``make faults`` tries each kind twenty times."""
     chance = random.Random(f"{command} {kind} {seed}")
     rank, place, at = chance.randrange(2), chance.choice(PLACES), str(chance.randrange(6))
-    setup = {
-        "STEPS": "8",
-        "EVERY": "2",
-        "VALIDATE": "1",
-        "RAISED": "1",
-        "TIMEOUT": "30",
-        "FOLDER": str(tmp_path / "runs"),
-    }
+    setup = {"STEPS": "8", "EVERY": "2", "VALIDATE": "1", "RAISED": "1", "TIMEOUT": "30", "FOLDER": str(tmp_path / "runs")}
     if kind == "restart":
         done = script(*TORCHRUN, "--max-restarts", "1", BAD=f"KILL:{rank}", PLACE=place, AT=at, **setup)
         assert "torchrun started the run again" in done.stderr
@@ -276,10 +265,7 @@ def test_slurms_requeue_signal_saves_on_all_ranks_at_one_place(script, tmp_path)
 
 
 @sees(
-    "the watch over the children tells a refusal once more",
-    "ChildWatch._at_exit",
-    "if is_shared and all(",
-    "if False and all(",
+    "the watch over the children tells a refusal once more", "ChildWatch._at_exit", "if is_shared and all(", "if False and all("
 )
 @sees(
     "a refusal is told by each rank",
@@ -290,10 +276,7 @@ def test_slurms_requeue_signal_saves_on_all_ranks_at_one_place(script, tmp_path)
 )
 @pytest.mark.parametrize(
     ("refused", "users"),
-    [
-        ({"REFUSED": "1"}, ["<module>", "main"]),
-        ({"BAD": "refused:every"}, ["<module>", "main", "come_by", "strike"]),
-    ],
+    [({"REFUSED": "1"}, ["<module>", "main"]), ({"BAD": "refused:every"}, ["<module>", "main", "come_by", "strike"])],
     ids=["at the start", "in a later step"],
 )
 def test_a_refusal_is_told_once_and_without_our_frames(script, refused, users):
@@ -382,12 +365,7 @@ def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
     assert "the run failed: rank 0 got SIGTERM" in told
 
 
-@sees(
-    "SIGTERM not heard while a model is set up",
-    "SeqParallelLauncher.launch",
-    "        self.take_signals({})\n",
-    "",
-)
+@sees("SIGTERM not heard while a model is set up", "SeqParallelLauncher.launch", "        self.take_signals({})\n", "")
 @sees(
     "a later training does not know the ranks that were started",
     "SeqParallelLauncher.launch",
@@ -397,14 +375,7 @@ def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
 @pytest.mark.more
 def test_sigterm_while_the_model_is_set_up(script):
     """The second one in a process whose first training started the ranks."""
-    env = {
-        "SEQPAR_TAG": script.tag,
-        "BAD": "pause:0",
-        "PLACE": "setup",
-        "TIMEOUT": "300",
-        "TRAININGS": "2",
-        "STEPS": "1",
-    }
+    env = {"SEQPAR_TAG": script.tag, "BAD": "pause:0", "PLACE": "setup", "TIMEOUT": "300", "TRAININGS": "2", "STEPS": "1"}
     proc = start((PYTHON, *MODULE), env=env)
     told = read_until(proc, "HANGING")
     proc.send_signal(signal.SIGTERM)

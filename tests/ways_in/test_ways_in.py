@@ -143,11 +143,7 @@ def test_hydra_leaves_one_folder(tmp_path):
     assert "steps 2, loss" in told
     folders = list((tmp_path / "runs" / "hydra").iterdir())
     assert len(folders) == 1
-    assert sorted(path.name for path in (folders[0] / ".hydra").iterdir()) == [
-        "config.yaml",
-        "hydra.yaml",
-        "overrides.yaml",
-    ]
+    assert sorted(path.name for path in (folders[0] / ".hydra").iterdir()) == ["config.yaml", "hydra.yaml", "overrides.yaml"]
     assert list((tmp_path / "runs").iterdir()) == [tmp_path / "runs" / "hydra"]
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
@@ -176,15 +172,7 @@ def test_hydra_sweeps_over_single_processes_alone(tmp_path):
 @pytest.mark.matrix
 def test_torchrun_with_hydra_and_an_experiment(tmp_path):
     script = str(ROOT / "examples" / "train_hydra.py")
-    command = (
-        *TORCHRUN,
-        "--standalone",
-        "--nproc-per-node",
-        "4",
-        script,
-        "+experiment=replicas",
-        "trainer.max_steps=2",
-    )
+    command = (*TORCHRUN, "--standalone", "--nproc-per-node", "4", script, "+experiment=replicas", "trainer.max_steps=2")
     code, told = run(*command, "hydra.run.dir=runs/hydra/mine", cwd=tmp_path)
     assert code == 0, told[-3000:]
     assert "4 ranks on 1 node, dp 2 × tp 2" in told

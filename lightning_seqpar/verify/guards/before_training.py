@@ -9,15 +9,18 @@ from typing import Any
 import torch
 import torch._inductor
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback, LearningRateFinder, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
-from lightning.pytorch.tuner.lr_finder import _LRCallback
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.releases import (
+    COMPILES_APART,
+    HAS_FSDP,
+    LRCallback,
+    WeightAveraging,
+    is_overridden,
+    is_param_in_hook_signature,
+    pl,
+)
 from lightning_seqpar.user_input import nearest
 
 
@@ -25,8 +28,14 @@ def refuse_unsupported(config: ParallelConfig) -> None:
     """Refuse a field that the configuration knows and the strategy does not run, and fields that do not go together."""
     if config.fp8_groups:
         raise ValueError("fp8_groups=True does not run yet; use fp8_groups=False (fp8 training)")
+    if config.data_parallel == "fsdp" and not HAS_FSDP:
+        raise ValueError(
+            f"data_parallel='fsdp' needs torch 2.13, and {torch.__version__} is installed; use data_parallel='ddp'"
+        )
     if not config.compile:
         return
+    if not COMPILES_APART:
+        raise ValueError(f"compile=True needs torch 2.13, and {torch.__version__} is installed; use compile=False")
     if config.cp > 1:
         raise ValueError(
             f"cp={config.cp} with compile=True: sequences of which ranks hold parts are not traced; use compile=False, or cp=1"
@@ -77,12 +86,12 @@ def check_backend(backend: str | None, device_type: str) -> None:
             raise ValueError(f"process_group_backend={backend!r}: this build of torch has no {name}; use 'gloo'")
 
 
-def syncs_batch_norms(plugin: LayerSync | None) -> bool:
+def syncs_batch_norms(plugin: pl.plugins.layer_sync.LayerSync | None) -> bool:
     """Whether the plugin is the one of ``Trainer(sync_batchnorm=True)``, for which the strategy syncs batch norms by itself."""
-    return type(plugin) is TorchSyncBatchNorm
+    return type(plugin) is pl.plugins.layer_sync.TorchSyncBatchNorm
 
 
-def check_layer_sync(plugin: LayerSync | None) -> None:
+def check_layer_sync(plugin: pl.plugins.layer_sync.LayerSync | None) -> None:
     """Refuse a ``LayerSync`` plugin of the user's, which would exchange modules of a model that is sharded."""
     if plugin is not None and not syncs_batch_norms(plugin):
         raise ValueError(
@@ -155,7 +164,7 @@ def refuse_links(callbacks: Sequence[Any]) -> None:
             )
 
 
-def refuse_in_stages(module: LightningModule, callbacks: Iterable[Any], pp: int) -> None:
+def refuse_in_stages(module: pl.LightningModule, callbacks: Iterable[Any], pp: int) -> None:
     """Refuse a module or a callback that needs what one stage alone has."""
     if not module.automatic_optimization:
         raise ValueError(
@@ -170,13 +179,13 @@ def refuse_in_stages(module: LightningModule, callbacks: Iterable[Any], pp: int)
     reads = [module] if is_overridden("on_after_backward", module) else []
     for callback in callbacks:
         name = type(callback).__name__
-        if is_overridden("on_after_backward", callback, Callback):
+        if is_overridden("on_after_backward", callback, pl.callbacks.Callback):
             reads.append(callback)
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+        if isinstance(callback, (WeightAveraging, pl.callbacks.StochasticWeightAveraging)):
             raise ValueError(
                 f"{name} with pp={pp}: it copies all weights, of which each stage has its own; leave it out, or use pp=1"
             )
-        if isinstance(callback, LearningRateFinder | _LRCallback):
+        if isinstance(callback, pl.callbacks.LearningRateFinder | LRCallback):
             raise ValueError(
                 f"{name} with pp={pp}: it reads the loss behind each batch, which the last stage alone has then; look for the rate "
                 "with pp=1, or leave it out"

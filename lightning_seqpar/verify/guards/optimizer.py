@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
+
+from lightning_seqpar.releases import MUON, MockOptimizer
 
 ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
@@ -46,7 +47,7 @@ class OptimizerGuard:
 
     def refuse_in_stages(self, optimizers: Sequence[Optimizer], pp: int) -> None:
         """Refuse optimizers that are not known to update each parameter by itself."""
-        known = (*ELEMENTWISE_OPTIMIZERS, optim.Adafactor, optim.Muon, optim.SparseAdam)
+        known = (*ELEMENTWISE_OPTIMIZERS, optim.Adafactor, *MUON, optim.SparseAdam)
         for optimizer in optimizers:
             if pp > 1 and not _leaves_alone(optimizer, known) and not self._passes(optimizer):
                 raise ValueError(
@@ -85,7 +86,7 @@ _UPDATES = ("step", "_init_group", "_group_tensors_by_device_and_dtype")  # the 
 def _leaves_alone(optimizer: Optimizer, known: Sequence[type]) -> bool:
     """Whether an optimizer is of a known class, or of a subclass that defines no method by which the known one updates."""
     kinds = type(optimizer).__mro__
-    base = next((kind for kind in kinds if kind in (*known, _MockOptimizer)), None)
+    base = next((kind for kind in kinds if kind in (*known, MockOptimizer)), None)
     if base is None:
         return False
     # torch gives each class a step of its own that wraps the inherited one.
