@@ -11,7 +11,7 @@ ARGS ?=
 IGNORE ?=
 FAULTS ?= 20
 
-.PHONY: faults help install demo unit test more test-all parity matrix crash check audit lint format types mutants fuzz convergence bench gpu scale startup zoo clean
+.PHONY: faults help install demo unit test more test-all parity matrix versions wheel crash check audit lint format types mutants fuzz convergence bench gpu scale startup zoo clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,19 @@ parity: $(STAMP)  ## every Hugging Face family at every topology, against one pr
 
 matrix: $(STAMP)  ## every case that the suite leaves out
 	$(BIN)/python -m pytest -m matrix --numprocesses 2 --dist loadgroup $(ARGS)
+
+versions:  ## a slice of the suite beside the oldest and the newest releases that are taken (ten minutes each, and 10 GB)
+	$(PYTHON) tests/versions.py $(ARGS)
+
+wheel: $(STAMP)  ## build wheel and sdist; train an example by the wheel in an empty environment, and import the sdist in it
+	rm -rf dist .venv-wheel
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet "$(TORCH)"
+	.venv-wheel/bin/python -m pip install --quiet dist/*.whl
+	.venv-wheel/bin/python examples/train.py --config conf/demo.yaml trainer.max_steps=20
+	.venv-wheel/bin/python -m pip install --quiet --no-deps --force-reinstall dist/*.tar.gz
+	.venv-wheel/bin/python -c "import lightning_seqpar as it; print(it.__file__, it.__version__)"
 
 lint: $(STAMP)  ## formatter and linter
 	$(BIN)/ruff format --check .
@@ -104,4 +117,4 @@ zoo: $(ZOO)/.installed  ## models of many packages as they are shipped, against 
 	$(ZOO)/bin/python benchmarks/zoo.py --jobs 2 $(ARGS)
 
 clean:  ## remove the environment and what runs left
-	rm -rf $(VENV) $(ZOO) runs .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(ZOO) .venv-* build dist runs .pytest_cache .mypy_cache .ruff_cache *.egg-info
