@@ -57,7 +57,7 @@ wheel: $(STAMP)  ## build wheel and sdist; train an example by the wheel in an e
 	.venv-wheel/bin/python -m pip install --quiet dist/*.whl
 	.venv-wheel/bin/python examples/train.py --config conf/demo.yaml trainer.max_steps=20
 	.venv-wheel/bin/python -m pip install --quiet --no-deps --force-reinstall dist/*.tar.gz
-	.venv-wheel/bin/python -c "import lightning_seqpar as it; print(it.__file__, it.__version__)"
+	cd dist && ../.venv-wheel/bin/python -c "import lightning_seqpar as it; print(it.__file__, it.__version__)"
 
 lint: $(STAMP)  ## formatter and linter
 	$(BIN)/ruff format --check .
