@@ -69,6 +69,12 @@ if Version(LIGHTNING_VERSION) < Version("2.6.6"):
     )
 
 
+def whose() -> str:
+    """The package that is used, as a strategy shows it; where the other one is imported too, how that would be used."""
+    others = [name for name in _NAMES if name not in PACKAGES and sys.modules.get(name) is not None]
+    return f"{pl.__name__}{''.join(f' (for {name} import that before lightning_seqpar)' for name in others)}"
+
+
 def is_lightnings(module: str) -> bool:
     """Whether a module of this name is one of Lightning's, under whatever name."""
     return module.partition(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning")
@@ -127,14 +133,14 @@ def converts_weights() -> bool:
     return find_spec("transformers.core_model_loading") is not None
 
 
-COMPILES_APART = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # since torch 2.13
-NODES_STAY = Version(torch.__version__) >= Version("2.13.0.dev0")  # a node of autograd lives as long as its object in Python
-HAS_FSDP = hasattr(FSDPModule, "reset_iter_state")  # and set_reduce_scatter_unused_params, since torch 2.13
-MUON = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()  # since torch 2.9
-FAKE_HAS_NAME = hasattr(FakeProcessGroup, "_create_internal")  # since torch 2.9
-ALL_GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"  # since torch 2.13
+COMPILES_APART = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # torch 2.11 lacks it
+NODES_STAY = Version(torch.__version__) >= Version("2.13.0.dev0")  # with torch 2.8 an object in Python outlives its node
+HAS_FSDP = hasattr(FSDPModule, "reset_iter_state")  # torch 2.11 lacks it, and set_reduce_scatter_unused_params
+MUON = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()  # torch 2.8 lacks it
+FAKE_HAS_NAME = hasattr(FakeProcessGroup, "_create_internal")  # torch 2.8 lacks it, and the name of its backend
+ALL_GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"  # of torch 2.11
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
-_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters  # since torch 2.13
+_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters  # torch 2.11 lacks it
 
 
 def make_fake_backend(rank: int, size: int) -> FakeProcessGroup:

@@ -31,17 +31,17 @@ _ORDERED = (
 )
 """Operations that put the elements of a dim in an order, or go through them in one; gradients need not show it."""
 
-_REDUCTIONS = {
-    *("all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "linalg_vector_norm", "logsumexp", "max"),
-    *("mean", "median", "min", "nansum", "norm", "prod", "std", "std_mean", "sum", "var", "var_mean"),
+REDUCTIONS = {
+    *("all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "linalg__powsum", "linalg_vector_norm"),
+    *("logsumexp", "max", "mean", "median", "min", "nansum", "norm", "prod", "std", "std_mean", "sum", "var", "var_mean"),
 }
-"""What torch tags as a reduction (since torch 2.13), and the median."""
+"""What torch tags as a reduction, where it has such a tag, and the median."""
 
 
 def _ordered_dims(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """The dims of its first argument along which an operation orders or reduces elements; none for other operations."""
     name = name.removesuffix("_")
-    reduces = name in _REDUCTIONS and func._overloadname != "other"  # max and min of two tensors
+    reduces = name in REDUCTIONS and func._overloadname != "other"  # max and min of two tensors
     if not (reduces or name in _ORDERED) or not args or not isinstance(args[0], Tensor):
         return ()
     if reduces and not args[0].is_floating_point():

@@ -25,6 +25,7 @@ from lightning_seqpar.verify.training import AT_ONCE, Outcome, Trial, TrialError
 from lightning_seqpar.verify.trial_comparison import Group, Sides, Wrong, group_first_wrong
 
 DType = Literal["float64", "float32"]
+Strategy = pl.strategies.Strategy
 
 
 @dataclass
@@ -105,12 +106,7 @@ class Verification:
 def verify_parity(
     module_or_factory: nn.Module | Callable[[], nn.Module],
     batch: Any = None,
-    config: ParallelConfig
-    | Mapping[str, Any]
-    | pl.strategies.Strategy
-    | str
-    | Callable[[], pl.strategies.Strategy]
-    | None = None,
+    config: ParallelConfig | Mapping[str, Any] | Strategy | str | Callable[[], Strategy] | None = None,
     *,
     world_size: int | None = None,
     second_batch: Any = None,
@@ -213,12 +209,7 @@ def verify_parity(
 def assert_parity(
     module_or_factory: nn.Module | Callable[[], nn.Module],
     batch: Any = None,
-    config: ParallelConfig
-    | Mapping[str, Any]
-    | pl.strategies.Strategy
-    | str
-    | Callable[[], pl.strategies.Strategy]
-    | None = None,
+    config: ParallelConfig | Mapping[str, Any] | Strategy | str | Callable[[], Strategy] | None = None,
     **options: Any,
 ) -> Verification:
     """:func:`verify_parity` for a test: an AssertionError with the verdict, the table and the hints unless all is right."""
@@ -250,7 +241,7 @@ def _strategy(config: Any) -> tuple[Callable[[], Any], ParallelConfig | None]:
     if isinstance(config, ParallelConfig):
         return functools.partial(ours, config=config), config
     made, make = config, functools.partial(copy.deepcopy, config)
-    if not isinstance(config, pl.strategies.Strategy):
+    if not isinstance(config, Strategy):
         if not callable(config):
             raise TrialError(
                 f"config={config!r} is no strategy; give fields of ParallelConfig, a strategy of Lightning's, its registered name, "
@@ -261,7 +252,7 @@ def _strategy(config: Any) -> tuple[Callable[[], Any], ParallelConfig | None]:
             made = config()
         except Exception as error:  # of the user's code
             raise TrialError(f"config: the function raised {type(error).__name__}: {error}") from error
-        if not isinstance(made, pl.strategies.Strategy):
+        if not isinstance(made, Strategy):
             raise TrialError(f"config: the function made {made!r}; it must make a strategy of Lightning's")
     _refuse_elsewhere(type(made), made)
     return make, None
@@ -358,7 +349,7 @@ def _not_trained(error: RankFailedError, setting: str, notes: list[str]) -> Veri
 def _in_words(parallel: ParallelConfig | None, config: Any, world_size: int) -> str:
     """The topology: its axes of more than one rank, and the number of ranks; or the name of the strategy."""
     if parallel is None:
-        made = config if isinstance(config, str | pl.strategies.Strategy) else config()
+        made = config if isinstance(config, str | Strategy) else config()
         return f"{made if isinstance(made, str) else type(made).__name__} on {world_size} ranks"
     topology = ProcessTopology.from_config(parallel, world_size)
     axes = [f"{axis} {size}" for axis in ("tp", "cp", "pp", "dp") if (size := topology.get_dim(axis)) > 1]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_seqpar import ShardingPlan
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.infer import infer_plan
+from lightning_seqpar.inference.trace import REDUCTIONS
 from lightning_seqpar.layout.attributes import read_attribute, write_attribute
 from lightning_seqpar.layout.linear_kind import linear_kind, settings_of
 from lightning_seqpar.plan.sharding_plan import linears_beside, resolve_plans
@@ -634,3 +635,16 @@ def test_the_rest_is_inferred_behind_a_shipped_plan():
     assert "blocks.*.attn.wo" in inferred.to_yaml()
     assert "tower" not in inferred.to_yaml()
     assert linears_beside(models.GPT(), resolve_plans("auto", models.GPT())) == []  # which covers all
+
+
+@pytest.mark.skipif(not hasattr(torch.Tag, "reduction"), reason="this torch does not tag reductions")
+def test_what_torch_tags_as_reductions_is_known():
+    names = {each.split("::")[1].split(".")[0] for each in torch._C._dispatch_get_all_op_names() if each.startswith("aten::")}
+    packets = {name: getattr(torch.ops.aten, name, None) for name in names}
+    tagged = {
+        name
+        for name, packet in packets.items()
+        if packet is not None and any(torch.Tag.reduction in getattr(packet, each).tags for each in packet.overloads())
+    }
+    assert tagged
+    assert tagged <= REDUCTIONS
