@@ -49,6 +49,7 @@ def used_package(imported: Iterable[str], installed: Iterable[str], asked: str =
 
 if TYPE_CHECKING:
     import lightning.fabric as fabric
+    import lightning.fabric.strategies.parallel
     import lightning.pytorch as pl
     import lightning.pytorch.overrides.distributed  # mypy asks for these three
     import lightning.pytorch.trainer.connectors.data_connector
@@ -103,6 +104,9 @@ distributed_is_initialized = fabric.utilities.distributed._distributed_is_initia
 init_dist_connection = fabric.utilities.distributed._init_dist_connection
 set_num_threads_if_needed = fabric.utilities.distributed._set_num_threads_if_needed
 sync_ddp_if_available = fabric.utilities.distributed._sync_ddp_if_available
+BackwardSyncControl = fabric.strategies.strategy._BackwardSyncControl
+FabricLauncher = fabric.strategies.launchers.subprocess_script._SubprocessScriptLauncher
+validate_keys = fabric.strategies.strategy._validate_keys_for_strict_loading
 IS_INTERACTIVE = fabric.utilities.imports._IS_INTERACTIVE
 optimizer_to_device = fabric.utilities.optimizer._optimizer_to_device
 optimizers_to_device = fabric.utilities.optimizer._optimizers_to_device
@@ -126,6 +130,11 @@ is_param_in_hook_signature = pl.utilities.signature_utils.is_param_in_hook_signa
 # ---- what releases lack --------------------------------------------------------------------------------------------
 
 WeightAveraging: Any = getattr(pl.callbacks, "WeightAveraging", ())  # since lightning 2.6; nothing is one before
+
+
+def is_look(hook: Any) -> bool:
+    """Whether a tensor's hook is Fabric's, on what a model returns, which reads no gradient: only that one comes."""
+    return getattr(hook, "func", None) is fabric.wrappers._backward_hook
 
 
 def converts_weights() -> bool:

@@ -22,6 +22,7 @@ from lightning_seqpar.context.chunks import sum_over_ranks
 from lightning_seqpar.context.seq_part import HANDLERS, Handler, Handling, Place, SeqPart, functions, local_of, share_of, writes
 from lightning_seqpar.distributed.autograd import without_subclasses
 from lightning_seqpar.distributed.rng import drawn_apart
+from lightning_seqpar.releases import is_look
 
 _HOMES = (torch, Tensor, F, torch.special)
 
@@ -575,6 +576,8 @@ def _gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a hook with the gradient of the whole, a sequence; what it returns, or makes of it in place, goes on."""
     x, hook = args[0], _argument(args, kwargs, 1, "hook")
+    if is_look(hook):
+        return func(x._local, hook)
     like, place, losses = x.like, x._place, x._place.chunks.losses
 
     def hooked(grad: Tensor) -> Tensor | None:

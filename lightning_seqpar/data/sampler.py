@@ -196,7 +196,7 @@ def inject_sampler(
     if groups.size("dp") > 1 and not isinstance(order, Sized):
         raise ValueError(
             f"the sampler {type(order).__name__} has no length, so it can't be dealt out over dp={groups.size('dp')} "
-            "replicas; give it __len__, or set Trainer(use_distributed_sampler=False) and deal by strategy.dp_rank"
+            "replicas; give it __len__, or leave it to you (use_distributed_sampler=False) and deal by strategy.dp_rank"
         )
     replicas = ReplicaSampler(order, groups, seed, repeat=not predicting, place=place)
     sampler: Any = replicas
@@ -245,7 +245,7 @@ def check_users_sampler(sampler: DistributedSampler[Any], groups: ParallelGroups
         raise ValueError(
             f"your DistributedSampler has num_replicas={sampler.num_replicas}, rank={sampler.rank}, but the ranks of one "
             f"replica must read the same samples: here num_replicas={expected[0]}, rank={expected[1]}. Make it with "
-            "num_replicas=trainer.strategy.dp_size, rank=trainer.strategy.dp_rank, or leave the sampler to the strategy"
+            "num_replicas=strategy.dp_size, rank=strategy.dp_rank, or leave the sampler to the strategy"
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_seqpar.context.seq_part import whole_of
 from lightning_seqpar.data.batch import map_tensors, own_tensors, tensors_in
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.block_kinds import Repeats
@@ -30,6 +31,7 @@ from lightning_seqpar.inference.trainer_view import (
     attach_view,
     describe_failure,
 )
+from lightning_seqpar.nn.sharded_logits import whole_logits
 from lightning_seqpar.releases import CombinedLoader, TrainerFn, is_overridden, is_param_in_hook_signature, pl
 
 
@@ -115,7 +117,7 @@ class Example:
             if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
                 return loss.sum()
         given = (*tensors_in(out), *(value for _, value in logged if isinstance(value, Tensor)))
-        found = [tensor for tensor in given if tensor.requires_grad]
+        found = [whole_logits(whole_of(tensor)) for tensor in given if tensor.requires_grad]
         if not found:
             if self.method == "training_step" and any(parameter.grad is not None for parameter in model.parameters()):
                 raise PlainBackwardError(
@@ -185,13 +187,17 @@ _LOOPS = {
 }
 
 
-def find_examples(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[Example]:
+def find_examples(module: pl.LightningModule, trainer: pl.Trainer | None, called_with: Any = None) -> Iterator[Example]:
     """Examples of the module's input, the best first.
 
     They are its ``example_input_array``; the first batch of the running loop, for the user's own step and loss; and the
     ``dummy_inputs`` of a model inside it, as Hugging Face's have them. After these NoExampleError is raised if the loader can be
-    read only once.
+    read only once. Without a trainer it is the module's first call, by its arguments.
     """
+    if trainer is None:
+        args, kwargs = small(called_with)
+        yield Example("its first call", "forward", args, kwargs)
+        return
     if module.example_input_array is not None:
         yield Example.of_forward("example_input_array", module.example_input_array)
     refused: NoExampleError | None = None
@@ -358,14 +364,17 @@ class FoundExample(NamedTuple):
 class ExampleSearch:
     """Tries the inputs that a module and its trainer offer, on copies of it, in this process; ``tp`` ranks share a sample."""
 
-    def __init__(self, module: pl.LightningModule, trainer: pl.Trainer, tp: int, device: torch.device) -> None:
+    def __init__(
+        self, module: Any, trainer: pl.Trainer | None, tp: int, device: torch.device, called_with: tuple[Any, Any] | None = None
+    ) -> None:
         self._module, self._trainer, self._tp, self._device = module, trainer, tp, device
+        self._called_with = called_with
 
     def run(self) -> FoundExample:
         """Try the inputs that the module and the trainer offer, with and without random draws, until one works."""
         failures: list[str] = []
         try:
-            for candidate in find_examples(self._module, self._trainer):
+            for candidate in find_examples(self._module, self._trainer, self._called_with):
                 reductions = Reduction.variants(self._module, self._tp, candidate.length, candidate.longest)
                 for narrow, tried in self._ways(candidate):
                     for reduction in reductions:
@@ -388,6 +397,8 @@ class ExampleSearch:
 
     def _evaluated_as(self, example: Example) -> Example | None:
         """What the run evaluates first, as small as an example that was found; None if that is nothing, or can't be read."""
+        if self._trainer is None:
+            return example.to(torch.device("cpu"), None)
         running, step, name = _LOOPS[self._trainer.state.fn or TrainerFn.FITTING]
         loop = getattr(self._trainer, running)
         if step == "training_step":
@@ -403,7 +414,7 @@ class ExampleSearch:
 
     def _ways(self, candidate: Example) -> Iterator[tuple[bool, Example]]:
         """How an input is tried, and whether in the model's own types alone. What proves most goes first."""
-        manual = not self._module.automatic_optimization
+        manual = self._trainer is not None and not self._module.automatic_optimization
         for frozen in (False, True) if any(not p.requires_grad for p in self._module.parameters()) else (False,):
             for narrow, draws in ((False, False), (False, True), (True, False)):
                 for reads_gradients in (False, True) if manual else (False,):

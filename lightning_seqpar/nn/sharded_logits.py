@@ -23,6 +23,7 @@ from lightning_seqpar.distributed.collectives import (
 )
 from lightning_seqpar.distributed.host import require_inside
 from lightning_seqpar.nn.vocab_loss import StoredLogits, VocabParallelCrossEntropy, VocabPart
+from lightning_seqpar.releases import is_look
 
 
 class ShardedLogits(Tensor):
@@ -156,6 +157,9 @@ class ShardedLogits(Tensor):
                     kept._memory = logits._memory
                 return kept
         is_write, name = logits is not None and writes(func, kwargs), getattr(func, "__name__", str(func))
+        if func is Tensor.register_hook and logits is not None and is_look(args[1]):
+            parts = logits._part.tensors if logits._changed is None else (logits._changed,)
+            return next(one for one in parts if one is not None and one.requires_grad).register_hook(args[1])
         if func in _REFUSED or (is_write and name in RESHAPES) or isinstance(kwargs.get("out"), ShardedLogits):
             raise RuntimeError(
                 f"{name} of logits that are sharded by vocabulary would change a copy: they are whole only where they are used. "

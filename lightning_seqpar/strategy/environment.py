@@ -31,6 +31,7 @@ class Environment:
     def __init__(self, strategy: pl.strategies.ParallelStrategy, config: ParallelConfig) -> None:
         self.strategy, self.config, self.ending = strategy, config, Ending()
         self._groups: ParallelGroups | None = None
+        self.called_with: tuple[Any, Any] | None = None  # the first call of a model that no Trainer runs
 
     @property
     def module(self) -> pl.LightningModule:
@@ -49,6 +50,16 @@ class Environment:
     def callbacks(self) -> list[Any]:
         """The Trainer's callbacks."""
         return self.trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether a Trainer runs the module, and not the user's own loop."""
+        return True
+
+    @property
+    def automatic(self) -> bool:
+        """Whether backwards and updates are the Trainer's to call."""
+        return self.module.automatic_optimization
 
     @property
     def fits(self) -> bool:

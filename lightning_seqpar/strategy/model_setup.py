@@ -334,7 +334,8 @@ class ModelSetup:
 
     def _prover(self, module: pl.LightningModule) -> Prover:
         env = self._env
-        return Prover(module, env.trainer, env.config, env.groups, env.device, env.phases)
+        trainer = env.trainer if env.has_trainer else None
+        return Prover(module, trainer, env.config, env.groups, env.device, env.phases, env.called_with)
 
     @property
     def _tiles(self) -> MLPTiles | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,13 @@ from torch.optim import Optimizer
 from lightning_seqpar.layout.param_layout import local_rows
 from lightning_seqpar.releases import pl
 from lightning_seqpar.strategy.steps import Steps
+
+
+def clip_by_norm(parameters: Iterable[Tensor], total: Tensor, limit: float) -> None:
+    """Scale gradients whose norm is ``total`` (0-dim) down to ``limit``, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    scale = (float(limit) / (total + 1e-6)).clamp(max=1.0)
+    for grad in (local_rows(p.grad) for p in parameters if p.grad is not None):
+        grad.mul_(scale.to(grad.device))
 
 
 class _ShardedPrecision(pl.plugins.precision.Precision):
@@ -36,11 +43,8 @@ class _ShardedPrecision(pl.plugins.precision.Precision):
         super().clip_gradients(optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        parameters = [p for p in self.main_params(optimizer) if p.grad is not None]
-        total = self._owner().global_norm(list(self.main_params(optimizer)))
-        scale = (float(clip_val) / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        for grad in (local_rows(p.grad) for p in parameters if p.grad is not None):
-            grad.mul_(scale.to(grad.device))
+        parameters: list[Tensor] = list(self.main_params(optimizer))
+        clip_by_norm(parameters, self._owner().global_norm(parameters), clip_val)
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
         """Check the gradients as the optimizer will read them, after the user's hooks."""
@@ -72,11 +76,11 @@ class SharedGradScaler(ShardedGradScaler):
         return found
 
 
-def share_overflows(plugin: pl.plugins.precision.Precision, group: ProcessGroup) -> None:
+def share_overflows(plugin: Any, group: ProcessGroup) -> None:
     """Let a plugin's scaler skip a step on all ranks of ``group`` if one has a gradient that is not finite."""
-    if not isinstance(plugin, pl.plugins.precision.MixedPrecision) or plugin.scaler is None:
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None:
         return
-    scaler = plugin.scaler
     if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler, ShardedGradScaler, SharedGradScaler):
         raise ValueError(
             f"a scaler of class {type(scaler).__name__}: its ranks would disagree about skipping a step where they hold different "

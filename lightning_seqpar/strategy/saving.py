@@ -136,7 +136,7 @@ class WholeFileIO(fabric.plugins.TorchCheckpointIO):
 class Saver:
     """Saves and restores checkpoints. All of its methods are collective over the world."""
 
-    def __init__(self, environment: Environment, steps: Steps, loaders: Loaders) -> None:
+    def __init__(self, environment: Environment, steps: Steps, loaders: Loaders | None) -> None:
         self._env, self._steps, self._loaders = environment, steps, loaders
         self.state_for_meta_model: Mapping[str, Tensor] | None = None  # until a model on the meta device is sharded
         self.streams: dict[str, Any] | None = None  # of this replica, in the checkpoint, until they are restored
@@ -209,7 +209,8 @@ class Saver:
         self._background.wait()
         if (record := record_of(self._env.module)) is not None:
             refuse_saved_shards(checkpoint, record)
-        if "callbacks" in checkpoint:  # a checkpoint of weights alone has none, and needs no random states
+        # A checkpoint of weights alone has no callbacks, and needs no random states.
+        if self._loaders is not None and "callbacks" in checkpoint:
             streams: list[Any] = [None] * self._env.groups.size("dp")
             dist.all_gather_object(streams, SavedStreams().pack(), group=self._env.groups["dp"])
             # One state for each replica, whose ranks share it.
@@ -256,8 +257,11 @@ class Saver:
 
     def load(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, of a folder as meta tensors whose parts are read later; if one rank can't, all raise ValueError."""
-        self._background.wait()
-        checkpoint = self._reading(lambda: self._load(checkpoint_path, weights_only), checkpoint_path)
+        assert self._loaders is not None
+        checkpoint = self.read(checkpoint_path, weights_only)
+        # Callbacks and schedulers keep what they are given, so it is copied: it may be mapped from the file.
+        others = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        checkpoint = {**checkpoint, **own_memory(others)}
         if averages_of(self._env.callbacks):
             checkpoint = self._reading(lambda: self._with_averages(checkpoint), checkpoint_path)
         if not self._env.has_groups:
@@ -284,6 +288,15 @@ class Saver:
             )
         return checkpoint
 
+    def read(self, path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint as it is, mapped from its file; of a folder as meta tensors whose parts are read later. Collective."""
+        self._background.wait()
+        return self._reading(lambda: self._read(path, weights_only), path)
+
+    def made_whole(self, value: Any) -> Any:
+        """What was read, with whole tensors in memory of its own."""
+        return read_whole({"": value}, 0, self._opened)[""]
+
     def _reading(self, read: Callable[[], T], path: Any) -> T:
         """Call ``read`` on every rank; if it fails on one, it fails on all. Collective."""
         self._read_from = path
@@ -298,7 +311,7 @@ class Saver:
         theirs = ("state_dict", "current_model_state", "averaging_state", "callbacks")
         return {**checkpoint, **read_whole({key: checkpoint[key] for key in theirs if key in checkpoint}, 0, self._opened)}
 
-    def _load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
+    def _read(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
         self._opened = None
         place = local_path(checkpoint_path)
         if place is not None and find_folder(place).is_dir():
@@ -306,10 +319,7 @@ class Saver:
             return self._opened.tree
         torch.cuda.empty_cache()
         asked = {} if weights_only is None else {"weights_only": weights_only}  # plugins know it since lightning 2.6
-        checkpoint = self._env.strategy.checkpoint_io.load_checkpoint(checkpoint_path, **asked)
-        # Callbacks and schedulers keep what they are given, so it is copied: it may be mapped from the file.
-        others = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        return {**checkpoint, **own_memory(others)}
+        return dict(self._env.strategy.checkpoint_io.load_checkpoint(checkpoint_path, **asked))
 
     def load_model(self, usual: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the weights of the whole model, of which a sharded one takes its parts, and one on meta later. Collective."""
@@ -363,7 +373,7 @@ class Saver:
         self._opened = self.streams = None
 
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        record, states, optimizers = record_of(self._env.module), checkpoint["optimizer_states"], self._env.strategy.optimizers
+        states, optimizers = checkpoint["optimizer_states"], self._env.strategy.optimizers
         if not states:  # a hook has emptied them, so that the optimizers begin anew
             return
         if len(states) != len(optimizers):
@@ -371,7 +381,15 @@ class Saver:
                 f"the checkpoint holds the states of {len(states)} optimizers, and configure_optimizers returns "
                 f"{len(optimizers)}; it belongs to another model"
             )
-        layout = None if record is None else record.layout
         for optimizer, state in zip(optimizers, states, strict=True):
-            load_full_optimizer_state(optimizer, state, layout, self._env.groups, self._opened)
-            optimizer_to_device(optimizer, self._env.device)
+            self._load_optimizer(optimizer, state)
+
+    def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load the moments of the whole model into one optimizer, of which each rank takes its parts. Collective."""
+        self._reading(lambda: self._load_optimizer(optimizer, state), self._read_from)
+
+    def _load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        record = record_of(self._env.module)
+        layout = None if record is None else record.layout
+        load_full_optimizer_state(optimizer, state, layout, self._env.groups, self._opened)
+        optimizer_to_device(optimizer, self._env.device)

@@ -102,7 +102,7 @@ class Steps:
         if record is None:
             return
         self._watching.callback(register_optimizer_step_pre_hook(self._refuse_unknown).remove)
-        if any(layout.is_sharded for layout in record.layout.values()):
+        if self._env.has_trainer and any(layout.is_sharded for layout in record.layout.values()):
             self._weights = WeightWatch(record)
             self._watching.callback(self._weights.end)
             self._weights.begin(self._env.trainer)
@@ -159,7 +159,7 @@ class Steps:
         before = torch_states() if loop == "training" else None
         watched: AbstractContextManager[None] = nullcontext()
         if self._weights is not None and loop == "training" and schedule.is_due(loop):
-            watched = self._weights.watched(decides=not self._env.module.automatic_optimization, is_step=True)
+            watched = self._weights.watched(decides=not self._env.automatic, is_step=True)
         try:
             with watched:
                 out = step(*args, **kwargs)
@@ -217,7 +217,7 @@ class Steps:
             self._record.versions.clear()
         if (ddp := self._env.ddp) is not None:
             self._follow_training_parameters(ddp)
-        if self.split is not None and self._env.module.automatic_optimization and self._env.begins_window:
+        if self.split is not None and self._env.automatic and self._env.begins_window:
             self.split.begin_window()
         return self._unwatched(self.run_user_step, "training", step, *args, **kwargs)
 
@@ -248,7 +248,7 @@ class Steps:
 
     def _waits(self, ddp: DistributedDataParallel) -> bool:
         """Whether DDP waits for the gradients of all parameters that it was made with."""
-        return self._env.module.automatic_optimization and not ddp.find_unused_parameters
+        return self._env.automatic and not ddp.find_unused_parameters
 
     def wrap_ddp(self) -> None:
         """Wrap the model into DDP over the replicas, with the configured options, once more if it is wrapped."""
@@ -296,7 +296,7 @@ class Steps:
                     f"(dp > 1) does not know {'it' if thawed else 'of it'} yet: switch requires_grad (unfreeze, set_adapter) "
                     "before the step, in on_train_batch_start or a callback"
                 )
-            if not self._env.module.automatic_optimization:
+            if not self._env.automatic:
                 prepare_for_backward(ddp, loss)
 
     def backward(self, run: Callable[..., Tensor], closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -326,7 +326,7 @@ class Steps:
         self._has_backward = True
         if self._sync is None:
             return
-        automatic = self._env.module.automatic_optimization
+        automatic = self._env.automatic
         if not automatic or self._reads_each_backward():
             self._sum_gradients(None)
             self._flushed = automatic and not self._env.trainer.fit_loop._should_accumulate()
@@ -424,7 +424,7 @@ class Steps:
         """Sum the partial gradients of an optimizer's parameters (None for all) over tp, unless that is done. Collective."""
         if self._sync is None or self._flushed:
             return  # no gradient is added between the backward and the update
-        automatic = self._env.module.automatic_optimization
+        automatic = self._env.automatic
         self._sum_gradients(None if automatic or optimizer is None else parameters_of(optimizer))
         if optimizer is not None and self.stages.stage is not None and self._gradients_may_change:
             self._scales = StageScales(parameters_of(optimizer), self._env.groups)
@@ -489,7 +489,7 @@ class Steps:
         module, callbacks = self._env.module, self._env.callbacks
         own = ("backward", "configure_gradient_clipping", "optimizer_step", *_BEHIND_BACKWARD)
         self._gradients_may_change = self._env.strategy.reduce_boolean_decision(
-            not module.automatic_optimization
+            not self._env.automatic
             or any(is_overridden(hook, module) for hook in own)
             or any(_may_change_gradients(each) for each in callbacks),
             all=False,

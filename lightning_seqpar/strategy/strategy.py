@@ -7,29 +7,25 @@ import inspect
 import textwrap
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_seqpar.checkpoint.atomic_files import on_every_rank
 from lightning_seqpar.config import CheckpointConfig, ParallelConfig, PlanSpec
-from lightning_seqpar.distributed.collectives import gather_from_sequence_parallel_region
-from lightning_seqpar.distributed.host import any_rank_has
 from lightning_seqpar.layout.param_layout import is_split
-from lightning_seqpar.nn.sharded_logits import whole_logits
 from lightning_seqpar.parallel.apply import unshard
 from lightning_seqpar.parallel.fsdp_units import fully_shard_options
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.parallel.summoned import summon
 from lightning_seqpar.plan.sharding_plan import check_plan
-from lightning_seqpar.releases import IS_INTERACTIVE, fabric, optimizers_to_device, pl, sync_ddp_if_available, whose
+from lightning_seqpar.releases import IS_INTERACTIVE, fabric, optimizers_to_device, pl, whose
 from lightning_seqpar.strategy.callbacks import averaging_callbacks, refuse_on_meta, share_metrics
 from lightning_seqpar.strategy.ending import find_missing, shortens_refusals
 from lightning_seqpar.strategy.environment import Environment
@@ -37,10 +33,10 @@ from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_swe
 from lightning_seqpar.strategy.loops import Loaders, Loops, Searches
 from lightning_seqpar.strategy.model_setup import ModelSetup
 from lightning_seqpar.strategy.precision import share_overflows, with_global_clipping, without_global_clipping
+from lightning_seqpar.strategy.replicas import OnReplicas
 from lightning_seqpar.strategy.saving import Saver, WholeFileIO
 from lightning_seqpar.strategy.steps import Steps
 from lightning_seqpar.topology.grid import ProcessTopology
-from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.guards import before_training as guards
 
@@ -75,7 +71,7 @@ def _documents_fields(cls: type[T]) -> type[T]:
 
 
 @_documents_fields
-class SeqParallelStrategy(pl.strategies.ParallelStrategy):
+class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
     """Tensor + sequence parallel training of an unmodified LightningModule.
 
     ``Trainer(devices=8, strategy=SeqParallelStrategy(tp=4, sp=True))``. The fields are those of
@@ -136,18 +132,7 @@ class SeqParallelStrategy(pl.strategies.ParallelStrategy):
         precision_plugin: pl.plugins.precision.Precision | None = None,
     ) -> None:
         keywords = {name: value for name, value in locals().items() if name in ParallelConfig.model_fields}
-        merged = _merge_config(config, keywords)
-        guards.refuse_unsupported(merged)
-        guards.check_ddp_options(merged.ddp)
-        if merged.fsdp and merged.data_parallel != "fsdp":
-            raise ValueError(
-                f"fsdp={merged.fsdp!r} beside data_parallel={merged.data_parallel!r}: nothing reads it; set data_parallel='fsdp', "
-                "or leave it out"
-            )
-        fully_shard_options(merged.fsdp)
-        guards.check_compile_options(merged.compile_options)
-        check_plan(merged.plan)  # here, so that wrong rules raise before any process starts
-        self.config = merged
+        self.config = merged = checked_config(config, keywords)
         self._is_set_up = self._failed = False
         self.num_nodes = 1  # Lightning sets it
         self.environment = Environment(self, merged)
@@ -210,43 +195,6 @@ class SeqParallelStrategy(pl.strategies.ParallelStrategy):
         """
         return self._is_set_up
 
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device; ValueError if the Trainer has fewer devices than the run has ranks on this node."""
-        assert self.parallel_devices is not None
-        if self.local_rank >= len(self.parallel_devices):
-            raise ValueError(
-                f"this process has local rank {self.local_rank}, but Trainer(devices={len(self.parallel_devices)}): every "
-                "Trainer of a script must have the same devices, because each rank runs the whole script; use one script "
-                "for each size"
-            )
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """The number of ranks on this node."""
-        return self.environment.num_processes
-
-    @property
-    def groups(self) -> ParallelGroups:
-        """The process groups; RuntimeError before they are made, in ``setup_environment``."""
-        return self.environment.groups
-
-    @property
-    def dp_rank(self) -> int:
-        """The number of the data-parallel replica that this rank belongs to (0-based)."""
-        return self.groups.rank("dp")
-
-    @property
-    def dp_size(self) -> int:
-        """The number of data-parallel replicas."""
-        return self.groups.size("dp")
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of a ``DistributedSampler`` that counts replicas, since the ranks of one read the same samples."""
-        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
-
     def holds(self, parameter: Tensor) -> bool:
         """Whether this rank has the parameter, or a part of it: stages of a pipeline (``pp``) have those of their own blocks alone.
 
@@ -272,13 +220,6 @@ class SeqParallelStrategy(pl.strategies.ParallelStrategy):
         guards.check_layer_sync(self._layer_sync)
         self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment this process's rank and the size of the world; Lightning calls it."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        vars(rank_zero_only)["rank"] = self.global_rank
-
     def setup_environment(self) -> None:
         """Connect the processes and make their groups; make a model whole that an earlier run sharded, if callbacks copy it."""
         callbacks, module = self.environment.callbacks, self.environment.module
@@ -299,62 +240,12 @@ class SeqParallelStrategy(pl.strategies.ParallelStrategy):
         self.searches.note_loader(dataloader)
         return self.loaders.divide(dataloader)
 
-    # ---- collectives for Lightning: values over the replicas, barriers and decisions over the world ---------------
-    # Before set-up, when there are no groups yet, and where the ranks are apart, each of them answers as on one process.
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the replicas; the ranks of one replica have the same value. Other objects stay as they are."""
-        if not isinstance(tensor, Tensor) or not self.environment.answers:
-            return tensor
-        tensor = whole_logits(tensor).to(self.root_device)
-        over = self.groups["dp"] if group is None else group
-        if not (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")):
-            return sync_ddp_if_available(tensor, over, reduce_op=reduce_op)
-        # Not every backend has averages, and Lightning knows of gloo only where it is the group's one backend.
-        total = sync_ddp_if_available(tensor, over, reduce_op="sum")
-        return total.div_(over.size()) if total.is_floating_point() else total.copy_(total / over.size())
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor over the replicas: ``[...]`` → ``[dp, ...]``, or unchanged where there is one replica.
-
-        ``LightningModule.all_gather`` always passes the group of the world, so that stands for the replicas too. This
-        replica's own entry is at ``dp_rank``. With ``sync_grads`` the gradient of an entry is the sum of those of all replicas'
-        losses: a loss that all replicas compute alike of the gathered tensors is the one of a single process with the whole
-        batch, and so are its gradients once they are averaged over the replicas. Sharded logits are gathered over tp first.
-        """
-        if not self.environment.has_groups:
-            return tensor
-        tensor = whole_logits(tensor)
-        over = self.groups["dp"] if group is None or group is dist.group.WORLD else group
-        if over.size() == 1:
-            return tensor
-        # Lightning's own takes the numbers of ranks within a group for those of the world in its backward.
-        with nullcontext() if sync_grads else torch.no_grad():
-            return gather_from_sequence_parallel_region(tensor.contiguous().unsqueeze(0), 0, over)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether ``decision`` is true on all ranks of the world, or with ``all=False`` on any."""
-        if not self.environment.answers:
-            return decision
-        otherwise = any_rank_has([bool(decision) != all], self.environment.world, self.root_device)[0]
-        return otherwise != all
-
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank of the world."""
         if name is not None and name.endswith("_dataloader()"):  # before Lightning calls process_dataloader for a loop
             self.searches.meet(training=name.startswith("train"))
             self.loaders.begin(training=name.startswith("train"))
-        if dist.is_initialized() and self.environment.answers:
-            devices = [self.root_device.index] if self.root_device.type == "cuda" else None
-            dist.barrier(group=self.environment.world, device_ids=devices)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send an object of rank ``src`` to every rank of the world, and return it; this rank's own if they are apart."""
-        if not dist.is_initialized() or not self.environment.answers:
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src=src, group=self.environment.world)
-        return box[0]
+        super().barrier(name)
 
     # ---- model -------------------------------------------------------------------------------------------------
 
@@ -586,6 +477,22 @@ class SeqParallelStrategy(pl.strategies.ParallelStrategy):
             self._lightning_module = None
         super().teardown()
         self._lightning_module = module
+
+
+def checked_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> ParallelConfig:
+    """A configuration from a whole one or from keywords; what does not run is refused before any process starts."""
+    merged = _merge_config(config, given)
+    guards.refuse_unsupported(merged)
+    guards.check_ddp_options(merged.ddp)
+    if merged.fsdp and merged.data_parallel != "fsdp":
+        raise ValueError(
+            f"fsdp={merged.fsdp!r} beside data_parallel={merged.data_parallel!r}: nothing reads it; set data_parallel='fsdp', "
+            "or leave it out"
+        )
+    fully_shard_options(merged.fsdp)
+    guards.check_compile_options(merged.compile_options)
+    check_plan(merged.plan)
+    return merged
 
 
 def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> ParallelConfig:

@@ -58,18 +58,19 @@ class Prover:
     def __init__(
         self,
         module: pl.LightningModule,
-        trainer: pl.Trainer,
+        trainer: pl.Trainer | None,
         config: ParallelConfig,
         groups: ParallelGroups,
         device: torch.device,
         phases: Phases | None = None,
+        called_with: tuple[Any, Any] | None = None,
     ) -> None:
         self._phases = phases or Phases(shows=False)
         self._module, self._trainer, self._config, self._groups, self._device = module, trainer, config, groups, device
         self._world = groups[tuple(sorted(groups.topology.axes))]
         self._tp = groups.size("tp")
         self._prepare = functools.partial(attach_view, trainer=trainer)  # of a copy, before it runs
-        self._search = ExampleSearch(module, trainer, groups.size(groups.replica_axes), device)
+        self._search = ExampleSearch(module, trainer, groups.size(groups.replica_axes), device, called_with)
         self._found: FoundExample | None = None  # what the first rank's search found, once every rank has it
         self._reasons: list[str] = []
         self._vocabulary: list[str] = []  # lines on what of it is sharded
