@@ -6,6 +6,7 @@ then it is whole, on the CPU, and so are its state and that of its optimizers, w
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -216,12 +217,12 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
     def _set_up(self, args: Any, kwargs: Any) -> None:
         """Find a plan with the arguments of the first call, prove it, and cut the model and the states of its optimizers."""
         env, setup, steps, module = self.environment, self._setup, self.steps, self.environment.module
-        if "forward" in vars(module):
-            raise ValueError(
-                "the first call of the model must be one of its forward, which a plan is found by, and not of another method "
-                "(training_step, or one of mark_forward_method)"
-            )
-        env.called_with = args, kwargs
+        stand_in: Any = vars(module).get("forward")  # Fabric's, if another method is called (training_step)
+        method = "forward"
+        if getattr(stand_in, "__module__", "") == fabric.wrappers.__name__:
+            method = inspect.getclosurevars(stand_in).nonlocals["method_name"]
+            del module.forward
+        env.called_with = method, args, kwargs
         states = [(optimizer, optimizer.state_dict()) for optimizer in self.optimizers if optimizer.state]
         env.share_streams()
         record = setup.shard(module)
@@ -251,6 +252,8 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
         optimizers_to_device(self.optimizers, self.root_device)
         env.share_streams()
         steps.watch(record)
+        if method != "forward":
+            vars(module)["forward"] = stand_in
         env.called_with, self._is_set_up = None, True
 
     # ---- steps -------------------------------------------------------------------------------------------------

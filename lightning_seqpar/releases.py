@@ -111,6 +111,7 @@ IS_INTERACTIVE = fabric.utilities.imports._IS_INTERACTIVE
 optimizer_to_device = fabric.utilities.optimizer._optimizer_to_device
 optimizers_to_device = fabric.utilities.optimizer._optimizers_to_device
 
+WrappedOptimizer = (pl.core.optimizer.LightningOptimizer, fabric.wrappers._FabricOptimizer)
 MockOptimizer = pl.core.optimizer._MockOptimizer
 configure_optimizers = pl.core.optimizer._configure_optimizers
 configure_schedulers_automatic_opt = pl.core.optimizer._configure_schedulers_automatic_opt

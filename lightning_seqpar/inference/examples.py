@@ -195,8 +195,8 @@ def find_examples(module: pl.LightningModule, trainer: pl.Trainer | None, called
     read only once. Without a trainer it is the module's first call, by its arguments.
     """
     if trainer is None:
-        args, kwargs = small(called_with)
-        yield Example("its first call", "forward", args, kwargs)
+        method, args, kwargs = small(called_with)
+        yield Example("its first call", method, args, kwargs)
         return
     if module.example_input_array is not None:
         yield Example.of_forward("example_input_array", module.example_input_array)
@@ -365,7 +365,12 @@ class ExampleSearch:
     """Tries the inputs that a module and its trainer offer, on copies of it, in this process; ``tp`` ranks share a sample."""
 
     def __init__(
-        self, module: Any, trainer: pl.Trainer | None, tp: int, device: torch.device, called_with: tuple[Any, Any] | None = None
+        self,
+        module: Any,
+        trainer: pl.Trainer | None,
+        tp: int,
+        device: torch.device,
+        called_with: tuple[str, Any, Any] | None = None,
     ) -> None:
         self._module, self._trainer, self._tp, self._device = module, trainer, tp, device
         self._called_with = called_with

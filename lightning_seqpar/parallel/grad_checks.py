@@ -128,8 +128,8 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
 def _why_apart_over_tp(gaps: Sequence[float]) -> str:
     """A sentence on what gradients of whole parameters differ by: one number where a rank scaled all of its gradients."""
     scaled = (
-        "gradients were clipped by torch.nn.utils.clip_grad_norm_, which knows nothing of shards (use self.clip_gradients or "
-        "Trainer(gradient_clip_val=...))"
+        "gradients were clipped by torch.nn.utils.clip_grad_norm_, which knows nothing of shards (use self.clip_gradients, "
+        "fabric.clip_gradients or Trainer(gradient_clip_val=...))"
     )
     other_way = (
         "this step took another way than the first batch, on which the plan was checked: code that ran for the first time (another "

@@ -31,7 +31,7 @@ class Environment:
     def __init__(self, strategy: pl.strategies.ParallelStrategy, config: ParallelConfig) -> None:
         self.strategy, self.config, self.ending = strategy, config, Ending()
         self._groups: ParallelGroups | None = None
-        self.called_with: tuple[Any, Any] | None = None  # the first call of a model that no Trainer runs
+        self.called_with: tuple[str, Any, Any] | None = None  # the first call of a model that no Trainer runs
 
     @property
     def module(self) -> pl.LightningModule:

@@ -24,7 +24,7 @@ from lightning_seqpar.parallel.grad_checks import Comparison, StageScales, check
 from lightning_seqpar.parallel.grad_sync import GradSync, check_loss, global_grad_norm
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.region.observers import WatchSchedule
-from lightning_seqpar.releases import ForwardRedirection, is_overridden, pl, prepare_for_backward
+from lightning_seqpar.releases import ForwardRedirection, WrappedOptimizer, is_overridden, pl, prepare_for_backward
 from lightning_seqpar.strategy.callbacks import share_metrics
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.stages import Stages
@@ -398,7 +398,7 @@ class Steps:
 
     def _refuse_unknown(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         record = self._record
-        if optimizer in self._guarded or record is None:
+        if plain_optimizer(optimizer) in self._guarded or record is None:
             return
         if any(layout.is_sharded for p in parameters_of(optimizer) if (layout := record.layout.of(p)) is not None):
             self._optimizer_guard.refuse_mixing([optimizer], self.shards)
@@ -521,7 +521,7 @@ class _Redirection(ForwardRedirection):
 
 def plain_optimizer(optimizer: Any) -> Optimizer:
     """The user's optimizer, taken out of Lightning's wrapper if it is in one."""
-    return optimizer._optimizer if isinstance(optimizer, pl.core.optimizer.LightningOptimizer) else optimizer
+    return optimizer._optimizer if isinstance(optimizer, WrappedOptimizer) else optimizer
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:

@@ -63,7 +63,7 @@ class Prover:
         groups: ParallelGroups,
         device: torch.device,
         phases: Phases | None = None,
-        called_with: tuple[Any, Any] | None = None,
+        called_with: tuple[str, Any, Any] | None = None,
     ) -> None:
         self._phases = phases or Phases(shows=False)
         self._module, self._trainer, self._config, self._groups, self._device = module, trainer, config, groups, device

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from lightning_seqpar.parity import compare
 from lightning_seqpar.testing import run_alone, run_distributed
-from tests.helpers.fabric_loops import LOOPS, trained
+from tests.helpers.fabric_loops import LOOPS, goes_on, goes_on_from_each, told, trained
 
 TOPOLOGIES = {
     "tp2": (2, {"tp": 2}),
@@ -39,3 +41,62 @@ def start(request):
 def test_a_loop_trains_what_one_process_trains(start, alone, loop):
     for rank in start:
         compare(alone[loop], rank[loop]).raise_if_failed()
+
+
+KINDS = {"one.ckpt": None, "file.ckpt": "single", "folder": "sharded"}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Checkpoints behind the second batch, of one process and of two ranks; what one process does from there."""
+    folder = tmp_path_factory.mktemp("written")
+    for name, form in KINDS.items():
+        if form is None:
+            run_alone(goes_on, None, 1, folder / name)
+        else:
+            run_distributed(goes_on, 2, {"tp": 2, "checkpoint": {"format": form}}, 2, folder / name)
+    return folder, run_alone(goes_on, None, 1, folder / "one.ckpt")[0]
+
+
+PLACES = {
+    "early": (2, {"tp": 2}, False),
+    "late": (2, {"tp": 2}, True),
+    "late-fsdp": (4, {"tp": 2, "data_parallel": "fsdp"}, True),
+    "early-fsdp": (2, {"data_parallel": "fsdp"}, False),
+    "early-cp": (2, {"cp": 2}, False),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_goes_on_from_a_checkpoint_of_any_other(written, place):
+    folder, right = written
+    world, fields, late = PLACES[place]
+    for found in run_distributed(goes_on_from_each, world, fields, world, [folder / name for name in KINDS], late=late):
+        for trace, left in found:
+            compare(right, trace).raise_if_failed()
+            assert left == (4, [0, 1, 2])
+
+
+def test_plain_fabric_goes_on_from_a_file(written):
+    folder, right = written
+    compare(right, run_alone(goes_on, None, 1, folder / "file.ckpt")[0]).raise_if_failed()
+
+
+TOLD = {
+    "stages": r"pp=2: a loop of your own can't be run in stages; use the Trainer",
+    "in the background": r"async_save",
+    "unknown": r"recompte",
+    "two models": r"ByteGPT is set up already, and a strategy trains one model",
+    "on meta": r"fabric\.init_module\(empty_init=True\)",
+    "other batches": r"the ranks of one replica read different training batches .*strategy\.dp_rank",
+    "plain backward": r"call `fabric\.backward\(loss\)`",
+    "plain clipping": r"differ across tp .* clipped by torch\.nn\.utils\.clip_grad_norm_.*fabric\.clip_gradients",
+    "not finite": r"the gradient's norm of order 2.0 is (inf|nan)",
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("what", TOLD)
+def test_what_cannot_be_right_is_told_on_every_rank(what):
+    for said in run_distributed(told, 2, what, 2):
+        assert re.search(TOLD[what], said), said

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -28,17 +29,18 @@ class Run:
     """A model, its optimizer and its batches, set up by Fabric; what becomes of them."""
 
     def __init__(
-        self, fields: dict[str, Any] | None, world: int, *, tied: bool = False, steps: int = 4, **options: Any
+        self, fields: dict[str, Any] | None, world: int, *, tied: bool = False, lightning: bool = False, steps: int = 4
     ) -> None:
         torch.set_default_dtype(torch.float64)  # to which Fabric converts what a model returns
         strategy = "auto" if fields is None else SeqParallelFabricStrategy(**fields)
-        options = {"accelerator": "cpu", "precision": "64-true", **options}
-        self.fabric = Fabric(devices=1 if fields is None else world, strategy=strategy, **options)
+        devices = 1 if fields is None else world
+        self.fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy, precision="64-true")
         self.fabric.launch()
         self.dp = 1 if fields is None else strategy.dp_size
         torch.manual_seed(0)
         self.plain = ByteGPT(16, n_head=4, n_layer=2, context=16, tied=tied, vocab=31)
         models.perturb(self.plain)
+        self.plain = OfTheTrainer(self.plain) if lightning else self.plain
         optimizer = torch.optim.AdamW(self.plain.parameters(), lr=0.01)
         self.model, self.optimizer = self.fabric.setup(self.plain, optimizer)
         data = models.tokens(count=BATCH * steps, length=10).tensors[0]
@@ -116,6 +118,27 @@ def evaluates(run: Run) -> None:
         evaluate(tokens)
 
 
+class OfTheTrainer(L.LightningModule):
+    """A LightningModule, of which Fabric calls the steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, tokens: Tensor, number: int) -> Tensor:
+        loss = F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        self.log("loss", loss)
+        return loss
+
+
+def runs_training_steps(run: Run) -> None:
+    for number, tokens in enumerate(run.batches):
+        loss = run.model.training_step(tokens, number)
+        run.fabric.backward(loss)
+        run.note(loss)
+        run.update(max_norm=0.3)
+
+
 LOOPS: dict[str, Callable[[Run], None]] = {
     "steps": functools.partial(steps, max_norm=0.3),
     "by value": functools.partial(steps, clip_val=0.001),
@@ -124,6 +147,7 @@ LOOPS: dict[str, Callable[[Run], None]] = {
     "calls twice": calls_twice,
     "evaluates": evaluates,
     "tied": steps,
+    "training steps": runs_training_steps,
 }
 
 
@@ -131,7 +155,7 @@ def trained(fields: dict[str, Any] | None, world: int) -> dict[str, Trace]:
     """What each loop did."""
     found = {}
     for name, loop in LOOPS.items():
-        run = Run(fields, world, tied=name == "tied")
+        run = Run(fields, world, tied=name == "tied", lightning=loop is runs_training_steps)
         loop(run)
         found[name] = run.end()
         if fields is not None:
@@ -139,7 +163,11 @@ def trained(fields: dict[str, Any] | None, world: int) -> dict[str, Trace]:
     return found
 
 
-def goes_on(fields: dict[str, Any] | None, world: int, folder: Path, begin: Any, *, late: bool) -> tuple[Trace, dict[str, Any]]:
+def goes_on_from_each(fields: dict[str, Any], world: int, begins: list[Path], *, late: bool) -> list[Any]:
+    return [goes_on(fields, world, begin, late=late) for begin in begins]
+
+
+def goes_on(fields: dict[str, Any] | None, world: int, begin: Path, *, late: bool = False) -> tuple[Trace, Any]:
     """Go on from the checkpoint ``begin``, which is loaded before the first call or, ``late``, behind it; or write one there."""
     run = Run(fields, world)
     state = {"model": run.model, "optimizer": run.optimizer, "batches": 0, "note": torch.arange(3)}
@@ -162,7 +190,7 @@ def goes_on(fields: dict[str, Any] | None, world: int, folder: Path, begin: Any,
     trace = run.end()
     if fields is not None:
         meet_anew()
-    return trace, {name: state[name] for name in ("batches", "note")}
+    return trace, (state["batches"], state["note"].tolist())
 
 
 def told(what: str, world: int) -> str:
@@ -181,12 +209,6 @@ def told(what: str, world: int) -> str:
         if what == "on meta":
             run.fabric.strategy.module = None
             run.fabric.setup(nn.Linear(4, 4, device="meta"))
-        if what == "another method":
-            run.plain.score = lambda tokens: run.plain(tokens)
-            type(run.plain).score = lambda self, tokens: self(tokens)
-            del run.plain.score
-            run.model.mark_forward_method("score")
-            run.model.score(tokens)
         if what == "other batches":
             run.loss(tokens + dist.get_rank() % 2)
         loss = run.loss(tokens)
