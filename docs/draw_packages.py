@@ -24,7 +24,7 @@ GROUPS = {
     "layers, and what they stand on": ("#d9efdc", ["distributed", "layout", "context", "region", "nn"]),
     "a plan, and carrying it out": ("#fbeccb", ["styles", "plan", "pipeline", "parallel"]),
     "before and around training": ("#f6dcd6", ["data", "inference", "init", "checkpoint", "verify"]),
-    "what users touch": ("#e6def2", ["strategy", "public", "cli"]),
+    "what users touch": ("#e6def2", ["strategy", "fabric", "cli"]),
 }
 """In import order: each imports from itself and from those before it. A package that does not exist is left out."""
 SHIMS = {"__init__", "__main__", "collectives", "measure", "parity", "testing"}

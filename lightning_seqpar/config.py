@@ -27,9 +27,6 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from lightning_seqpar.user_input import LARGEST_NUMBER, cause_of, nearest, read_text, shortened, shown
 
-VERSION = "0.1.0"
-"""Of this package; checkpoints and the comparison of ranks name it."""
-
 AXES = ("pp", "dp", "cp", "tp")
 """Every axis of the topology, in the default order, outermost first."""
 

@@ -21,7 +21,14 @@ from lightning_seqpar.context.seq_part import whole_of
 from lightning_seqpar.data.batch import map_tensors
 from lightning_seqpar.data.sampler import BroadcastLoader, OrderSeed, inject_sampler, replica_workers
 from lightning_seqpar.nn.sharded_logits import whole_logits
-from lightning_seqpar.releases import BackwardSyncControl, FabricLauncher, fabric, optimizers_to_device, validate_keys
+from lightning_seqpar.releases import (
+    BackwardSyncControl,
+    FabricLauncher,
+    fabric,
+    optimizers_to_device,
+    register_strategies,
+    validate_keys,
+)
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.model_setup import ModelSetup
 from lightning_seqpar.strategy.precision import clip_by_norm, share_overflows
@@ -378,3 +385,6 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
             else:
                 state[name] = self._saver.made_whole(value)
         return dict(self._saver.made_whole(checkpoint))
+
+
+register_strategies(fabric.strategies.STRATEGY_REGISTRY, "SeqParallelFabricStrategy", SeqParallelFabricStrategy)

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,9 @@ else:
 
 PACKAGES = {name.partition(".")[0] for name in (pl.__name__, fabric.__name__)}
 """Lightning's packages that are used."""
+
+VERSION: str = sys.modules["lightning_seqpar"].__version__
+"""Of this package; checkpoints and the comparison of ranks name it."""
 
 LIGHTNING_VERSION: str = pl.__version__  # type: ignore[attr-defined]
 if Version(LIGHTNING_VERSION) < Version("2.6.6"):
@@ -173,3 +176,9 @@ def new_group(ranks: Sequence[int], **options: Any) -> ProcessGroup:
     group = dist.new_group(list(ranks), use_local_synchronization=True, **options)
     assert isinstance(group, ProcessGroup)
     return group
+
+
+def register_strategies(registry: fabric.strategies.registry._StrategyRegistry, kind: str, make: Callable[..., Any]) -> None:
+    """Register names for ``Trainer(strategy=...)``, or Fabric's: ``seqpar``, and ``seqpar_tp2`` to ``seqpar_tp64``."""
+    for name, tp in (("seqpar", 1), *((f"seqpar_tp{2**n}", 2**n) for n in range(1, 7))):
+        registry.register(name, make, description=f"{kind}(tp={tp})", override=True, tp=tp)

@@ -19,9 +19,9 @@ from torch import nn
 from lightning_seqpar.cli.arguments import add_model_arguments, cause_of, config_of
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.init.model_source import TargetModel, batch_named, function_named, load_target, shrink
-from lightning_seqpar.public import Verification, verify_parity
 from lightning_seqpar.releases import pl
 from lightning_seqpar.verify.training import make_batch
+from lightning_seqpar.verify.trial import Verification, verify_parity
 
 _COPIES = 7  # times its weights that a process holds at most: weights, gradients, two moments, what it gathers
 

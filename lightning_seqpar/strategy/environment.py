@@ -13,12 +13,19 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_seqpar.config import VERSION, ParallelConfig
+from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.distributed.host import default_backend
 from lightning_seqpar.distributed.rendezvous import Phases, check_agreement, describe_start, keep_gloo_local, serve_store
 from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.pipeline.cut import count_channels
-from lightning_seqpar.releases import TrainerFn, destroy_dist_connection, distributed_is_initialized, init_dist_connection, pl
+from lightning_seqpar.releases import (
+    VERSION,
+    TrainerFn,
+    destroy_dist_connection,
+    distributed_is_initialized,
+    init_dist_connection,
+    pl,
+)
 from lightning_seqpar.strategy.ending import Ending
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.topology.grid import ProcessTopology

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_seqpar.config import VERSION, ParallelConfig
+from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.distributed.rendezvous import check_agreement, describe_model
 from lightning_seqpar.init.deferred import DeferredInit
@@ -32,7 +32,7 @@ from lightning_seqpar.parallel.sharded_model import ModuleChange, ShardedModel, 
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
-from lightning_seqpar.releases import pl
+from lightning_seqpar.releases import VERSION, pl
 from lightning_seqpar.strategy.callbacks import averages_of, save_whole, shard_average
 from lightning_seqpar.strategy.ending import is_verbose
 from lightning_seqpar.strategy.environment import Environment

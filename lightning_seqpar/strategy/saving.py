@@ -27,11 +27,10 @@ from lightning_seqpar.checkpoint.state_dict import (
     optimizer_parts,
     read_whole,
 )
-from lightning_seqpar.config import VERSION
 from lightning_seqpar.data.sampler import PLACE
 from lightning_seqpar.distributed.rng import SavedStreams
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
-from lightning_seqpar.releases import fabric, load_file, new_group, optimizer_to_device
+from lightning_seqpar.releases import VERSION, fabric, load_file, new_group, optimizer_to_device
 from lightning_seqpar.strategy.callbacks import averages_of
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.loops import Loaders

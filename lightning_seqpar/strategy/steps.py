@@ -107,22 +107,6 @@ class Steps:
             self._watching.callback(self._weights.end)
             self._weights.begin(self._env.trainer)
 
-    def forget_step(self) -> None:
-        """Remove what a step left that every rank aborted: activations, gradients, random streams. Collective."""
-        module, record = self._env.module, record_of(self._env.module)
-        if record is not None:
-            record.reset_calls()
-        if self.split is not None:
-            self.split.reset()
-        for parameter in module.parameters():
-            parameter.grad = None  # some of them may be summed over ranks already, and others not
-        if self._sync is not None and record is not None:
-            self._sync.remove()
-            self._sync = GradSync(record.layout, self._env.groups)
-        if self._env.ddp is not None:  # it would wait for the rest of the gradients
-            self.wrap_ddp()
-        self._env.share_streams()
-
     def end(self) -> None:
         """End a run."""
         self.settle_rows()

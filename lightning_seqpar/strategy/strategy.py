@@ -30,7 +30,7 @@ from lightning_seqpar.strategy.callbacks import averaging_callbacks, refuse_on_m
 from lightning_seqpar.strategy.ending import find_missing, shortens_refusals
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
-from lightning_seqpar.strategy.loops import Loaders, Loops, Searches
+from lightning_seqpar.strategy.loops import Loaders, Loops
 from lightning_seqpar.strategy.model_setup import ModelSetup
 from lightning_seqpar.strategy.precision import share_overflows, with_global_clipping, without_global_clipping
 from lightning_seqpar.strategy.replicas import OnReplicas
@@ -133,14 +133,13 @@ class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
     ) -> None:
         keywords = {name: value for name, value in locals().items() if name in ParallelConfig.model_fields}
         self.config = merged = checked_config(config, keywords)
-        self._is_set_up = self._failed = False
+        self._failed = False
         self.num_nodes = 1  # Lightning sets it
         self.environment = Environment(self, merged)
         self.loaders = Loaders(self.environment)
         self.steps = Steps(self.environment)
         self.stages = self.steps.stages
-        self.searches = Searches(self.environment, self.steps)
-        self.loops = Loops(self.environment, self.steps, self.searches)
+        self.loops = Loops(self.environment, self.steps)
         self.saver = Saver(self.environment, self.steps, self.loaders)
         self.model_setup = ModelSetup(self.environment)
         super().__init__(
@@ -173,13 +172,6 @@ class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
         if state["launched"]:
             self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)  # type: ignore[arg-type]
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: fabric.strategies.registry._StrategyRegistry) -> None:
-        """Register names for ``Trainer(strategy=...)``: ``seqpar``, and ``seqpar_tp2`` to ``seqpar_tp64``."""
-        for name, tp in (("seqpar", 1), *((f"seqpar_tp{2**n}", 2**n) for n in range(1, 7))):
-            description = f"SeqParallelStrategy(tp={tp})"
-            strategy_registry.register(name, cls, description=description, override=True, tp=tp)
-
     def __repr__(self) -> str:
         default = ParallelConfig()
         values = {name: getattr(self.config, name) for name in ParallelConfig.model_fields}
@@ -188,12 +180,8 @@ class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
 
     # ---- what this rank is -------------------------------------------------------------------------------------
 
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning must divide and reduce over processes here: true while a model is set up. Before that it asks
-        whether to divide samples (:meth:`process_dataloader` does), and to refuse its batch-size finder.
-        """
-        return self._is_set_up
+    is_distributed = True
+    """Whether Lightning must reduce over processes here; it refuses its batch-size finder then."""
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether this rank has the parameter, or a part of it: stages of a pipeline (``pp``) have those of their own blocks alone.
@@ -237,13 +225,11 @@ class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Divide the samples among the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
-        self.searches.note_loader(dataloader)
         return self.loaders.divide(dataloader)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank of the world."""
         if name is not None and name.endswith("_dataloader()"):  # before Lightning calls process_dataloader for a loop
-            self.searches.meet(training=name.startswith("train"))
             self.loaders.begin(training=name.startswith("train"))
         super().barrier(name)
 
@@ -260,7 +246,7 @@ class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
         assert self.accelerator is not None
         env, setup, steps = self.environment, self.model_setup, self.steps
         steps.schedule.begin_run()
-        self._failed, self._is_set_up = False, True
+        self._failed = False
         self.accelerator.setup(trainer)
         module = env.module
         if env.fits and self.config.pp > 1:
@@ -417,22 +403,15 @@ class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint: a file on the first rank, or a part of a folder on each. Collective."""
-        self.saver.save(checkpoint, self.searches.begin(filepath), storage_options)
+        self.saver.save(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint. Behind a search random numbers go on, as on one process. Collective."""
-        place = self.searches.place_of(checkpoint_path)
-        checkpoint = self.saver.load(place, weights_only)
-        if self.searches.owns(checkpoint_path):
-            self.saver.streams = None
-        return checkpoint
+        """Read a checkpoint. Collective."""
+        return self.saver.load(checkpoint_path, weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint; with the one of the batch-size finder its search ends."""
-        place = self.searches.place_of(filepath)
-        if self.searches.owns(filepath):
-            self.searches.end()
-        self.saver.remove(place)
+        """Remove a checkpoint."""
+        self.saver.remove(filepath)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of the whole model; a model that is sharded already takes its parts. Collective."""
@@ -457,12 +436,10 @@ class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
 
     def teardown(self) -> None:
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
-        self._is_set_up = False
         module = self.lightning_module
         if module is not None and module._trainer is not None:  # else nothing has begun
             self.stages.leave_loops()
         self.environment.ending.leave()
-        self.searches.end()
         self.steps.end()
         self.model = module
         self.model_setup.undo()

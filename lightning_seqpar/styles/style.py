@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any, ClassVar, NoReturn
 
-from pydantic import AfterValidator, ValidationInfo, field_validator
+from pydantic import AfterValidator, ConfigDict, ValidationInfo, field_validator
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
@@ -46,6 +46,8 @@ class Target(Enum):
 
 class Rule(FrozenModel):
     """One line of a plan: a pattern, and the style that the modules (or tensors) of that name get. Subclasses are the styles."""
+
+    model_config = ConfigDict(use_attribute_docstrings=False)  # nobody reads them, and pydantic parses the source for them
 
     pattern: str
     """Module name with ``*`` for one name or index and ``{a,b}`` for alternatives; ``""`` is the root."""

@@ -296,11 +296,6 @@ class ParallelGroups:
         place = (self.topology, self._world_rank, tuple(self._mapping))
         return ParallelGroups(*place, backend="gloo", timeout=timeout, **options)
 
-    def sequence_numbers(self) -> dict[str, int]:
-        """How many collectives this rank has started in each group, by the group's name, which is the same on all of its ranks."""
-        groups: list[Any] = [*self._made]
-        return {group.group_name: group._get_sequence_number_for_group() for group in groups}
-
     def destroy(self) -> None:
         """Shut the groups down, on every rank that made them; a group that was taken from here can't be used any more.
 

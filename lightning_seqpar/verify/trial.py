@@ -7,6 +7,7 @@ import copy
 import functools
 import math
 import pickle
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -220,7 +221,7 @@ def assert_parity(
 
 def _strategy(config: Any) -> tuple[Callable[[], Any], ParallelConfig | None]:
     """What makes the strategy of the ranks, and the configuration if the strategy is ours."""
-    ours: Any = pl.strategies.StrategyRegistry["seqpar"]["strategy"]  # whose module imports this package
+    ours: Any = sys.modules["lightning_seqpar"].SeqParallelStrategy  # whose module imports this package
     if isinstance(config, ours):
         config = config.config
     if isinstance(config, str):
@@ -228,7 +229,7 @@ def _strategy(config: Any) -> tuple[Callable[[], Any], ParallelConfig | None]:
         if config not in known:
             raise TrialError(f"config={config!r} is no strategy that Lightning knows; did you mean {nearest(config, known)}?")
         entry = pl.strategies.StrategyRegistry[config]
-        if entry["strategy"] is not ours:
+        if not config.startswith("seqpar"):
             _refuse_elsewhere(entry["strategy"], config)
             if entry["init_params"].get("start_method", "popen") != "popen":
                 raise TrialError(

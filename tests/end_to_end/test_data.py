@@ -294,10 +294,10 @@ def measure(tp: int, batch: int) -> tuple[dict[str, float], list[float], list[fl
     return logged, [*module.computed, float(module.seen)], getattr(module, "averages", []), module.decisions
 
 
-@sees("an average over gloo beside another backend", "SeqParallelStrategy.reduce", 'reduce_op="sum")', "reduce_op=reduce_op)")
+@sees("an average over gloo beside another backend", "OnReplicas.reduce", 'reduce_op="sum")', "reduce_op=reduce_op)")
 @sees(
     "metrics over the world",
-    "SeqParallelStrategy.reduce",
+    "OnReplicas.reduce",
     'self.groups["dp"] if group is None else group',
     "self.environment.world if group is None else group",
 )

@@ -9,6 +9,7 @@ import pytest
 from lightning_seqpar.parity import compare
 from lightning_seqpar.testing import run_alone, run_distributed
 from tests.helpers.fabric_loops import LOOPS, goes_on, goes_on_from_each, told, trained
+from tests.mutants import sees
 
 TOPOLOGIES = {
     "tp2": (2, {"tp": 2}),
@@ -36,10 +37,39 @@ def start(request):
     return run_distributed(trained, world, fields, world, timeout=200)
 
 
+@sees(
+    "Fabric clips by the norm of this rank's part",
+    "SeqParallelFabricStrategy.clip_gradients_norm",
+    "self.steps.global_norm(parameters, float(norm_type))",
+    "torch.nn.utils.get_total_norm([p.grad for p in parameters])",
+    case="steps-tp2",
+)
+@sees(
+    "replicas are averaged before the last micro-batch alone, by no_backward_sync",
+    "SeqParallelFabricStrategy.backward",
+    "grad_sync = not self._holds_back",
+    "grad_sync = self._holds_back",
+    case="puts off-dp2-tp2",
+)
+@sees(
+    "a second call with gradients forgets what the first one's backward needs",
+    "SeqParallelFabricStrategy.call",
+    "if not self._in_step and trains:",
+    "if trains:",
+    case="calls twice-recomputed",
+)
+@sees(
+    "the step of a LightningModule is proved as a call of its forward",
+    "SeqParallelFabricStrategy._set_up",
+    'nonlocals["method_name"]',
+    'nonlocals["method_name"][:0] or "forward"',
+    case="training steps-tp2",
+)
 @pytest.mark.parametrize("start", TOPOLOGIES, indirect=True)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_trains_what_one_process_trains(start, alone, loop):
     for rank in start:
+        assert not isinstance(rank[loop], str), rank[loop]
         compare(alone[loop], rank[loop]).raise_if_failed()
 
 
@@ -67,6 +97,13 @@ PLACES = {
 }
 
 
+@sees(
+    "moments that were loaded before the first call stay those of the whole model",
+    "SeqParallelFabricStrategy._set_up",
+    "self._saver.load_optimizer(optimizer, state)",
+    "optimizer.load_state_dict(state)",
+    case="early",
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_goes_on_from_a_checkpoint_of_any_other(written, place):
     folder, right = written
@@ -95,6 +132,13 @@ TOLD = {
 }
 
 
+@sees(
+    "gradients that a user's own clipping scaled by rank go into the update",
+    "_LoopOfTheUsers",
+    "has_trainer = automatic = is_apart = False",
+    "automatic, has_trainer, is_apart = True, False, False",
+    case="plain clipping",
+)
 @pytest.mark.core
 @pytest.mark.parametrize("what", TOLD)
 def test_what_cannot_be_right_is_told_on_every_rank(what):

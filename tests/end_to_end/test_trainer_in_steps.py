@@ -18,14 +18,14 @@ from tests.mutants import sees
 
 @sees(
     "gathered entries have no gradient",
-    "SeqParallelStrategy.all_gather",
+    "OnReplicas.all_gather",
     "with nullcontext() if sync_grads else torch.no_grad():",
     "with torch.no_grad():",
     case="4-2-sync",
 )
 @sees(
     "entries are gathered over the world",
-    "SeqParallelStrategy.all_gather",
+    "OnReplicas.all_gather",
     'over = self.groups["dp"] if',
     "over = self.environment.world if",
     case="2-2-sync",

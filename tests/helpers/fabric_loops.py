@@ -151,13 +151,16 @@ LOOPS: dict[str, Callable[[Run], None]] = {
 }
 
 
-def trained(fields: dict[str, Any] | None, world: int) -> dict[str, Trace]:
-    """What each loop did."""
-    found = {}
+def trained(fields: dict[str, Any] | None, world: int) -> dict[str, Trace | str]:
+    """What each loop did, or what it was told."""
+    found: dict[str, Trace | str] = {}
     for name, loop in LOOPS.items():
         run = Run(fields, world, tied=name == "tied", lightning=loop is runs_training_steps)
-        loop(run)
-        found[name] = run.end()
+        try:
+            loop(run)
+            found[name] = run.end()
+        except (ValueError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
         if fields is not None:
             meet_anew()
     return found

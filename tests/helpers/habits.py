@@ -360,7 +360,12 @@ class Sized(Learner):
         return models.loader(self.batch_size, count=16)
 
 
-@habit("batch-size finder", '`Tuner(trainer).scale_batch_size(model, mode="power")`, `BatchSizeFinder`')
+@habit(
+    "batch-size finder",
+    '`Tuner(trainer).scale_batch_size(model, mode="power")`, `BatchSizeFinder`',
+    refused=dict.fromkeys(TOPOLOGIES, "not supported with distributed strategies"),
+    remark="Lightning refuses it for every strategy of several processes",
+)
 def size_found(place: Place) -> Yield:
     module = Sized()
     size = Tuner(place.trainer()).scale_batch_size(module, mode="power", steps_per_trial=1, max_trials=3)

@@ -14,7 +14,7 @@ from tests.mutants import Mutant, definitions, place_of, stale
 PACKAGE = Path(lightning_seqpar.__file__).parent
 ORDER = [
     "user_input", "config", "releases", "topology", "distributed", "layout", "context", "region", "nn", "styles", "plan",
-    "pipeline", "parallel", "data", "inference", "init", "checkpoint", "verify", "strategy", "public", "cli",
+    "pipeline", "parallel", "data", "inference", "init", "checkpoint", "verify", "strategy", "fabric", "cli",
     "__main__",
 ]  # fmt: skip
 """Packages (and modules that stand beside them): one imports from itself and from its left."""
@@ -127,8 +127,8 @@ def test_no_module_level_state_and_no_group_fallback(path):
         if isinstance(node, ast.FunctionDef):
             arguments = [*node.args.posonlyargs, *node.args.args]
             defaults = [None] * (len(arguments) - len(node.args.defaults)) + list(node.args.defaults)
-            signatures = path.name in ("strategy.py", "trainer_view.py")  # Lightning's own
-            inherited = node.name in ("reduce", "all_gather") and signatures
+            signatures = path.name in ("replicas.py", "fabric.py", "trainer_view.py")  # Lightning's own
+            inherited = node.name in ("reduce", "all_gather", "all_reduce") and signatures
             for argument, default in zip(arguments, defaults, strict=True):
                 assert not (argument.arg == "group" and default is not None) or inherited, f"{node.name} has a group fallback"
         if isinstance(node, ast.ExceptHandler):
@@ -142,6 +142,15 @@ def test_public_names_are_pinned():
         "summoned", "unshard", "verify_parity", "weights_from",
     ]  # fmt: skip
     assert all(hasattr(lightning_seqpar, name) for name in lightning_seqpar.__all__)
+    shown = {
+        alias.asname: node.module
+        for node in ast.walk(ast.parse((PACKAGE / "__init__.py").read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    }  # what type checkers read
+    homes = {name: f"lightning_seqpar.{home}" for home, names in lightning_seqpar._HOMES.items() for name in names}
+    assert shown == homes
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))

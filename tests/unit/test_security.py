@@ -38,6 +38,7 @@ UNPICKLES = {
 }
 """Functions and classes that unpickle without ``weights_only``, and why they may."""
 IMPORTS_BY_NAME = {
+    ("__init__.py", "__getattr__"): "this package, for names that it shows",
     ("init/model_source.py", "function_named"): "the command line, or a class_path in a file of Lightning's",
     ("cli/training.py", ""): "the package of Lightning's that is used",
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_seqpar import ParallelConfig, ProcessTopology, ShardingPlan
-from lightning_seqpar.config import VERSION
+from lightning_seqpar.releases import VERSION
 from lightning_seqpar.strategy.model_setup import LINES, groups_of, summarize
 from lightning_seqpar.verify.coverage import Coverage, Whole
 from lightning_seqpar.verify.prover import write_plan
