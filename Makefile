@@ -41,7 +41,7 @@ more: $(STAMP)  ## what the core leaves out: every topology, model and option (h
 test-all: test more  ## the whole suite
 
 parity: $(STAMP)  ## every Hugging Face family at every topology, against one process
-	$(BIN)/python -m pytest $(addprefix tests/end_to_end/test_,families.py hf_uses.py zoo.py adapters.py estimates.py meta_models.py fsdp.py precision.py recompute.py compile.py formula.py trainer_habits.py sync_batchnorm.py batch_size_finder.py crash.py context.py parity.py products.py random.py saving_memory.py styles.py tile_mlp.py vocabulary.py) tests/distributed/test_column_groups.py tests/distributed/test_context_attention.py tests/distributed/test_seq_part.py tests/ways_in -m "matrix or not matrix" --numprocesses 2 --dist loadgroup --parity-table docs/parity.md $(ARGS)
+	$(BIN)/python -m pytest $(addprefix tests/end_to_end/test_,families.py hf_uses.py zoo.py adapters.py estimates.py meta_models.py fsdp.py precision.py recompute.py compile.py formula.py trainer_habits.py sync_batchnorm.py crash.py context.py parity.py products.py random.py saving_memory.py styles.py tile_mlp.py vocabulary.py) tests/distributed/test_column_groups.py tests/distributed/test_context_attention.py tests/distributed/test_seq_part.py tests/ways_in -m "matrix or not matrix" --numprocesses 2 --dist loadgroup --parity-table docs/parity.md $(ARGS)
 
 matrix: $(STAMP)  ## every case that the suite leaves out
 	$(BIN)/python -m pytest -m matrix --numprocesses 2 --dist loadgroup $(ARGS)

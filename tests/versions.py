@@ -26,7 +26,7 @@ SETS: dict[str, tuple[str, ...]] = {
 SLICE = {
     "distributed": "collectives column_groups groups layers logits seq_part",
     "end_to_end": "parity context fsdp pipeline_parity recompute compile vocabulary checkpoint folder families optimizers "
-    "precision random training verify",
+    "precision random training verify fabric",
     "ways_in": "either_lightning",
 }
 """Files of the suite by folder, beside the unit tests; of each what ``make test`` runs."""
