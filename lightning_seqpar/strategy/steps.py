@@ -125,10 +125,10 @@ class Steps:
         schedule.begin_step(loop)
         if schedule.is_due(loop):
             share_metrics(self._env)
-        if args and schedule.walks_graphs:
-            check_batch(args[0], self._env.groups, self._env.device, loop)
+        if schedule.walks_graphs and (batch := args[0] if args else kwargs) is not None:
+            check_batch(batch, self._env.groups, self._env.device, loop)
             if loop == "training" and schedule.is_first(loop):
-                warn_of_equal_replicas(args[0], self._env.groups, self._env.device)
+                warn_of_equal_replicas(batch, self._env.groups, self._env.device)
         if loop == "training" and self.stages.window is not None:
             return step(*args, **kwargs)  # which puts it off
         return self.run_step(loop, step, args, kwargs)
