@@ -66,7 +66,8 @@ class Environment:
     @property
     def automatic(self) -> bool:
         """Whether backwards and updates are the Trainer's to call."""
-        return self.module.automatic_optimization
+        module: Any = self.strategy._lightning_module
+        return bool(module.automatic_optimization)
 
     @property
     def fits(self) -> bool:

@@ -382,7 +382,7 @@ class Steps:
 
     def _refuse_unknown(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         record = self._record
-        if plain_optimizer(optimizer) in self._guarded or record is None:
+        if record is None or optimizer in self._guarded or plain_optimizer(optimizer) in self._guarded:
             return
         if any(layout.is_sharded for p in parameters_of(optimizer) if (layout := record.layout.of(p)) is not None):
             self._optimizer_guard.refuse_mixing([optimizer], self.shards)
