@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -71,6 +72,9 @@ class _Entry(nn.Module):
         strategy = self._strategy()
         assert strategy is not None
         return strategy.call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ValueError(f"a copy of {type(self.module).__name__} behind fabric.setup would train with it; copy it before")
 
 
 class _SyncControl(BackwardSyncControl):
@@ -132,6 +136,7 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
         self._saver = Saver(self.environment, self.steps, None)
         self._order_seed, self._loaders, self._divides = OrderSeed(), 0, False
         self._is_set_up = self._in_step = self._holds_back = False
+        self._calls = 0  # with gradients, of this step
         self._backward_sync_control = _SyncControl(self._holding_back)
 
     def __repr__(self) -> str:
@@ -164,6 +169,7 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
         super().setup_environment()
         self.set_world_ranks()
         self.environment.connect()
+        self.environment.share_streams()  # by which a loader draws its order
 
     @property
     def distributed_sampler_kwargs(self) -> None:  # type: ignore[override]
@@ -183,8 +189,8 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
         return BroadcastLoader(dataloader, self.groups[axes], self.groups.source(axes))
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the replicas; the ranks of one have the same value."""
-        return self.reduce(tensor, group, reduce_op)
+        """Reduce a tensor over the replicas, for which the world stands too; the ranks of one have the same value."""
+        return self.reduce(tensor, None if group is dist.group.WORLD else group, reduce_op)
 
     # ---- the model ---------------------------------------------------------------------------------------------
 
@@ -247,7 +253,6 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
             steps.split.begin()
             for optimizer in self.optimizers:
                 steps.split.adopt(optimizer)
-            steps.split.reduce_next(not self._holds_back)
         elif env.mean_size > 1:
             steps.wrap_ddp()
         for optimizer, state in states:
@@ -266,13 +271,18 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model. A step is a first call with gradients and all that follows, until a backward."""
+        """Call the model. A step is a call with gradients and its backward; of several calls before one, all until the update."""
+        if torch.is_inference_mode_enabled():  # whose tensors tell no versions
+            with torch.inference_mode(False), torch.no_grad():
+                args, kwargs = map_tensors(lambda x: x.clone() if x.is_inference() else x, (args, kwargs))
+                return self.call(*args, **kwargs)
         if not self._is_set_up:
-            with torch.inference_mode(False), torch.enable_grad(), torch.autocast(self.root_device.type, enabled=False):
+            with torch.enable_grad(), torch.autocast(self.root_device.type, enabled=False):
                 self._set_up(args, kwargs)
         trains = torch.is_grad_enabled()
+        self._calls += trains
         if not self._in_step and trains:
-            self._in_step = True
+            self._in_step, self._calls = True, 1
             return self.steps.train(self._run, *args, **kwargs)
         if not self._in_step:
             return self.steps.run_user_step("validation", self._run, *args, **kwargs)
@@ -290,7 +300,7 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
         """Run a backward; behind it gradients are those of the whole model's loss, unless ``no_backward_sync`` puts that off."""
         if (ddp := self.environment.ddp) is not None:
             ddp.require_backward_grad_sync = not self._holds_back
-        self._in_step = False
+        self._in_step = self._calls > 1  # else another call of this step may have its backward later
         self.steps.pre_backward(tensor)
         self.steps.backward(super().backward, tensor, module, *args, **kwargs)  # type: ignore[arg-type]
         if not self._holds_back:
@@ -298,17 +308,17 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
 
     @contextmanager
     def _holding_back(self) -> Generator[None, None, None]:
-        """A context for micro-batches behind whose backwards nothing is summed over ranks yet."""
+        """A context for micro-batches behind whose backwards nothing is summed yet; fsdp, which holds rows, sums its own."""
         before, self._holds_back = self._holds_back, True
-        split = self.steps.split
         try:
-            if split is not None:
-                split.reduce_next(False)
             yield
         finally:
             self._holds_back = before
-            if self.steps.split is not None:
-                self.steps.split.reduce_next(not before)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Run the optimizer's step, with which a step ends."""
+        self._in_step = False
+        return super().optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
@@ -341,18 +351,23 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state dict, in the same form as the model's. Collective."""
+        if self.module is None:
+            return super().get_optimizer_state(optimizer)
         return self._saver.optimizer_state(super().get_optimizer_state, optimizer)
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: dict[str, Any] | None = None
     ) -> None:
         """Write a file on the first rank, or with ``checkpoint={'format': 'sharded'}`` a folder's part on each. Collective."""
+        if self.module is None:
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
         self._saver.save(self._convert_stateful_objects_in_state(state, filter or {}), path, storage_options)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of the whole model, of which one that is sharded takes its parts. Collective."""
         if not isinstance(module, _Entry):
-            super().load_module_state_dict(module, dict(state_dict), strict)
+            super().load_module_state_dict(module, dict(self._saver.made_whole(state_dict)), strict)
             return
 
         def usual(checkpoint: Mapping[str, Any], *, strict: bool) -> None:
@@ -364,6 +379,8 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Restore what ``state`` names; what is left of the checkpoint is returned. Collective."""
+        if self.module is None:
+            return super().load_checkpoint(path, state, strict)
         checkpoint = self._saver.read(path, weights_only)
         if isinstance(state, nn.Module):
             self.load_module_state_dict(state, checkpoint, strict)

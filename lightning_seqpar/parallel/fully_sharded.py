@@ -297,6 +297,16 @@ class FullySharded:
         if (name := self._original_names.get(id(leaf))) is not None:
             raise RuntimeError(_kept(name, "the loss reads it"))
 
+    def refuse_originals(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError for an optimizer that would update objects from before the split, which get no gradients."""
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if (name := self._original_names.get(id(parameter))) is not None:
+                raise RuntimeError(
+                    f"{name}: {type(optimizer).__name__} would update it by an object from before the model was split over "
+                    "replicas (data_parallel='fsdp'), which gets no gradients; return the optimizer from "
+                    "configure_optimizers, or give it to fabric.setup_optimizers"
+                )
+
     def adopt(self, optimizer: Optimizer) -> None:
         """Give an optimizer that was made before the split the parameters in the place of their old objects."""
         for group in optimizer.param_groups:

@@ -150,8 +150,8 @@ PART_KEY = "_seqpar_part"
 PICKLE_KEY = "_seqpar_pickle_guard"
 """Under which a module that holds a shard, at any depth, has what refuses to be pickled."""
 NEVER_SHARDS = (
-    "shards, which must never pass for the model. Use trainer.save_checkpoint(path), which writes the whole model, or "
-    "lightning_seqpar.unshard(model) first (both on all ranks)"
+    "shards, which must never pass for the model. Use trainer.save_checkpoint(path) or fabric.save, which write the whole model, "
+    "or lightning_seqpar.unshard(model) first (both on all ranks)"
 )
 """What an error says to one who asks a sharded model for its tensors."""
 

@@ -258,9 +258,10 @@ class Saver:
         """Read a checkpoint, of a folder as meta tensors whose parts are read later; if one rank can't, all raise ValueError."""
         assert self._loaders is not None
         checkpoint = self.read(checkpoint_path, weights_only)
-        # Callbacks and schedulers keep what they are given, so it is copied: it may be mapped from the file.
-        others = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        checkpoint = {**checkpoint, **own_memory(others)}
+        if self._opened is None:
+            # Callbacks and schedulers keep what they are given, so it is copied: it may be mapped from the file.
+            others = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+            checkpoint = {**checkpoint, **own_memory(others)}
         if averages_of(self._env.callbacks):
             checkpoint = self._reading(lambda: self._with_averages(checkpoint), checkpoint_path)
         if not self._env.has_groups:

@@ -165,7 +165,7 @@ class Steps:
         # Logits are gathered here, since what a step returns may next be read on one rank alone.
         if before is not None:
             schedule.note_draws(drawn_since(before))  # ranks that did not expect it have drawn alike, and equally much
-            if isinstance(out, dict):
+            if isinstance(out, dict) and self._env.has_trainer:
                 with torch.no_grad():  # Lightning detaches what stands beside the loss
                     out = {key: value if key == "loss" else _made_whole(value) for key, value in out.items()}
         else:
@@ -384,6 +384,8 @@ class Steps:
         record = self._record
         if record is None or optimizer in self._guarded or plain_optimizer(optimizer) in self._guarded:
             return
+        if self.split is not None:
+            self.split.refuse_originals(optimizer)
         if any(layout.is_sharded for p in parameters_of(optimizer) if (layout := record.layout.of(p)) is not None):
             self._optimizer_guard.refuse_mixing([optimizer], self.shards)
 

@@ -65,6 +65,27 @@ def start(request):
     'nonlocals["method_name"][:0] or "forward"',
     case="training steps-tp2",
 )
+@sees(
+    "what a model returns by name is taken for what a step returns beside its loss, and gives no gradients",
+    "Steps.run_step",
+    "isinstance(out, dict) and self._env.has_trainer",
+    "isinstance(out, dict)",
+    case="reads names-tp2",
+)
+@sees(
+    "Fabric's sums are over all ranks of a replica",
+    "SeqParallelFabricStrategy.all_reduce",
+    "None if group is dist.group.WORLD else group",
+    "group",
+    case="reads names-tp2",
+)
+@sees(
+    "a step ends with its first backward, though a call of it has its own later",
+    "SeqParallelFabricStrategy.backward",
+    "self._in_step = self._calls > 1",
+    "self._in_step = False",
+    case="interleaves-tp2",
+)
 @pytest.mark.parametrize("start", TOPOLOGIES, indirect=True)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_trains_what_one_process_trains(start, alone, loop):
@@ -128,6 +149,9 @@ TOLD = {
     "other batches": r"the ranks of one replica read different training batches .*strategy\.dp_rank",
     "plain backward": r"call `fabric\.backward\(loss\)`",
     "plain clipping": r"differ across tp .* clipped by torch\.nn\.utils\.clip_grad_norm_.*fabric\.clip_gradients",
+    "a copy": r"a copy of ByteGPT behind fabric\.setup would train with it; copy it before",
+    "no model": r"param_groups",
+    "a strange optimizer": r"AdamW would update it by an object from before the model was split .*fabric\.setup_optimizers",
     "not finite": r"the gradient's norm of order 2.0 is (inf|nan)",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,15 @@ class Run:
     """A model, its optimizer and its batches, set up by Fabric; what becomes of them."""
 
     def __init__(
-        self, fields: dict[str, Any] | None, world: int, *, tied: bool = False, lightning: bool = False, steps: int = 4
+        self,
+        fields: dict[str, Any] | None,
+        world: int,
+        *,
+        tied: bool = False,
+        lightning: bool = False,
+        steps: int = 4,
+        kind: Any = ByteGPT,
+        given: bool = True,
     ) -> None:
         torch.set_default_dtype(torch.float64)  # to which Fabric converts what a model returns
         strategy = "auto" if fields is None else SeqParallelFabricStrategy(**fields)
@@ -38,11 +47,12 @@ class Run:
         self.fabric.launch()
         self.dp = 1 if fields is None else strategy.dp_size
         torch.manual_seed(0)
-        self.plain = ByteGPT(16, n_head=4, n_layer=2, context=16, tied=tied, vocab=31)
+        self.plain = kind(16, n_head=4, n_layer=2, context=16, tied=tied, vocab=31)
         models.perturb(self.plain)
         self.plain = OfTheTrainer(self.plain) if lightning else self.plain
         optimizer = torch.optim.AdamW(self.plain.parameters(), lr=0.01)
-        self.model, self.optimizer = self.fabric.setup(self.plain, optimizer)
+        self.model = self.fabric.setup(self.plain)
+        self.optimizer = self.fabric.setup_optimizers(optimizer) if given else optimizer
         data = models.tokens(count=BATCH * steps, length=10).tensors[0]
         self.batches = self.fabric.setup_dataloaders(DataLoader(data, BATCH // self.dp))
         self.trace = Trace()
@@ -118,6 +128,51 @@ def evaluates(run: Run) -> None:
         evaluate(tokens)
 
 
+def interleaves(run: Run) -> None:
+    """A call whose backward comes behind that of a later one, in another backward's loss."""
+    for tokens in run.batches:
+        first, second = run.loss(tokens), run.loss(tokens.flip(0))
+        run.fabric.backward(first)
+        loss = run.loss(tokens.flip(1)) + second
+        run.fabric.backward(loss)
+        run.note(loss)
+        run.update()
+
+
+def leaves_a_window(run: Run) -> None:
+    """Epochs of one batch and a half: what the last one left is zeroed."""
+    for tokens in run.batches:
+        for enabled in (True, False, True):
+            with run.fabric.no_backward_sync(run.model, enabled=enabled):
+                loss = run.loss(tokens)
+                run.fabric.backward(loss)
+            if not enabled:
+                run.note(loss)
+                run.update()
+        run.optimizer.zero_grad()
+
+
+class TwoOutputs(ByteGPT):
+    """Returns logits and a loss by name, as models of Hugging Face do, and its tables are read by another name."""
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(tokens)
+        return {"logits": logits, "loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())}
+
+
+def reads_names(run: Run) -> None:
+    """Evaluates in inference mode first; calls by keywords; reads outputs by name; sums over replicas."""
+    for tokens in run.batches:
+        with torch.inference_mode():
+            out = run.model(tokens=tokens[:, :-1])
+            run.note(out["loss"] + out["logits"].softmax(-1).square().mean())
+        out = run.model(tokens=tokens[:, :-1])
+        loss = out["loss"] + F.cross_entropy(out["logits"].flatten(0, 1), tokens[:, 1:].flatten())
+        run.fabric.backward(loss)
+        run.trace.losses.append(float(run.fabric.all_reduce(loss.detach(), reduce_op="sum")) / run.dp)
+        run.update()
+
+
 class OfTheTrainer(L.LightningModule):
     """A LightningModule, of which Fabric calls the steps."""
 
@@ -148,6 +203,9 @@ LOOPS: dict[str, Callable[[Run], None]] = {
     "evaluates": evaluates,
     "tied": steps,
     "training steps": runs_training_steps,
+    "interleaves": interleaves,
+    "leaves a window": leaves_a_window,
+    "reads names": reads_names,
 }
 
 
@@ -155,7 +213,13 @@ def trained(fields: dict[str, Any] | None, world: int) -> dict[str, Trace | str]
     """What each loop did, or what it was told."""
     found: dict[str, Trace | str] = {}
     for name, loop in LOOPS.items():
-        run = Run(fields, world, tied=name == "tied", lightning=loop is runs_training_steps)
+        run = Run(
+            fields,
+            world,
+            tied=name == "tied",
+            lightning=loop is runs_training_steps,
+            kind=TwoOutputs if loop is reads_names else ByteGPT,
+        )
         try:
             loop(run)
             found[name] = run.end()
@@ -207,6 +271,13 @@ def told(what: str, world: int) -> str:
             SeqParallelFabricStrategy(tp=2, recompte="full")
         run = Run({"tp": 2}, world)
         tokens = next(iter(run.batches))
+        if what == "a copy":
+            copy.deepcopy(run.model)
+        if what == "no model":
+            plain = SeqParallelFabricStrategy(tp=2)
+            return f"{plain.get_optimizer_state(torch.optim.SGD([nn.Parameter(torch.ones(2))]))}"
+        if what == "a strange optimizer":
+            run = Run({"data_parallel": "fsdp"}, world, given=False)
         if what == "two models":
             run.fabric.setup(nn.Linear(4, 4))
         if what == "on meta":

@@ -364,6 +364,7 @@ class Sized(Learner):
     "batch-size finder",
     '`Tuner(trainer).scale_batch_size(model, mode="power")`, `BatchSizeFinder`',
     refused=dict.fromkeys(TOPOLOGIES, "not supported with distributed strategies"),
+    in_stages="not supported with distributed strategies",
     remark="Lightning refuses it for every strategy of several processes",
 )
 def size_found(place: Place) -> Yield:
