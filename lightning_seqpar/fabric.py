@@ -139,9 +139,6 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
         self._calls = 0  # with gradients, of this step
         self._backward_sync_control = _SyncControl(self._holding_back)
 
-    def __repr__(self) -> str:
-        return f"SeqParallelFabricStrategy({self.config!r})"
-
     @property
     def model(self) -> nn.Module | None:
         """What is called: the user's module, or what is around it for the replicas."""

@@ -41,7 +41,8 @@ def used_package(imported: Iterable[str], installed: Iterable[str], asked: str =
         raise ValueError(f"{ASKED}={asked!r}: it must be one of {', '.join(_NAMES)}")
     if asked:
         return asked
-    found = [name for name in imported if name in _NAMES] or [name for name in _NAMES if name in installed]
+    packages = [name.replace("lightning_fabric", "pytorch_lightning") for name in imported]
+    found = [name for name in packages if name in _NAMES] or [name for name in _NAMES if name in installed]
     if not found:
         raise ImportError("lightning_seqpar needs Lightning, and neither of its packages is installed: pip install lightning")
     return found[0]

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
+from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.distributed.collectives import gather_from_sequence_parallel_region
 from lightning_seqpar.distributed.host import any_rank_has
 from lightning_seqpar.nn.sharded_logits import whole_logits
-from lightning_seqpar.releases import fabric, sync_ddp_if_available
+from lightning_seqpar.releases import fabric, sync_ddp_if_available, whose
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
@@ -21,6 +22,7 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 class OnReplicas:
     """A base of strategies, in front of Lightning's: ranks of one replica read the same samples, and are one to it."""
 
+    config: ParallelConfig
     environment: Environment
     parallel_devices: list[torch.device] | None
     cluster_environment: fabric.plugins.ClusterEnvironment | None
@@ -28,6 +30,12 @@ class OnReplicas:
     local_rank: int
     node_rank: int
     global_rank: int
+
+    def __repr__(self) -> str:
+        default = ParallelConfig()
+        values = {name: getattr(self.config, name) for name in ParallelConfig.model_fields}
+        shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value != getattr(default, name))
+        return f"{type(self).__name__}({shown}) of {whose()}"
 
     @property
     def root_device(self) -> torch.device:

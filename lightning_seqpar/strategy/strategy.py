@@ -25,7 +25,7 @@ from lightning_seqpar.parallel.fsdp_units import fully_shard_options
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.parallel.summoned import summon
 from lightning_seqpar.plan.sharding_plan import check_plan
-from lightning_seqpar.releases import IS_INTERACTIVE, fabric, optimizers_to_device, pl, whose
+from lightning_seqpar.releases import IS_INTERACTIVE, fabric, optimizers_to_device, pl
 from lightning_seqpar.strategy.callbacks import averaging_callbacks, refuse_on_meta, share_metrics
 from lightning_seqpar.strategy.ending import find_missing, shortens_refusals
 from lightning_seqpar.strategy.environment import Environment
@@ -171,12 +171,6 @@ class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
         self.model = self._lightning_module
         if state["launched"]:
             self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)  # type: ignore[arg-type]
-
-    def __repr__(self) -> str:
-        default = ParallelConfig()
-        values = {name: getattr(self.config, name) for name in ParallelConfig.model_fields}
-        shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value != getattr(default, name))
-        return f"SeqParallelStrategy({shown}) of {whose()}"
 
     # ---- what this rank is -------------------------------------------------------------------------------------
 

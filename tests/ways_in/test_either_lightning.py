@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
+from lightning_seqpar.fabric import SeqParallelFabricStrategy
 from lightning_seqpar.releases import used_package
 from lightning_seqpar.verify.training import build
 from tests.helpers.processes import PYTHON, ROOT, run
@@ -52,7 +53,7 @@ def test_two_ranks_train_to_the_losses_of_one_process_of_pytorch_lightning(alone
 @sees(
     "a program that uses pytorch_lightning gets a strategy of lightning's, which is installed too",
     "releases:used_package",
-    "[name for name in imported if name in _NAMES] or",
+    "[name for name in packages if name in _NAMES] or",
     "",
 )
 def test_the_package_that_a_program_imported_first_is_used():
@@ -60,6 +61,7 @@ def test_the_package_that_a_program_imported_first_is_used():
     assert used_package([], both) == "lightning"
     assert used_package([], ["pytorch_lightning"]) == "pytorch_lightning"
     assert used_package(["torch", "pytorch_lightning", "lightning"], both) == "pytorch_lightning"
+    assert used_package(["torch", "lightning_fabric"], both) == "pytorch_lightning"
     assert used_package(["lightning"], both, "pytorch_lightning") == "pytorch_lightning"
     with pytest.raises(ImportError, match=r"pip install lightning$"):
         used_package(["torch"], [])
@@ -71,6 +73,8 @@ def test_a_strategy_of_one_package_in_a_trainer_of_the_other_is_one_sentence(oth
     says = r"of lightning\.pytorch \(for pytorch_lightning import that before lightning_seqpar\)`.* `pytorch_lightning\."
     with pytest.raises(ValueError, match=says):
         other.Trainer(strategy=SeqParallelStrategy(tp=2), devices=2, accelerator="cpu")
+    with pytest.raises(ValueError, match=says.replace(r"`.* `pytorch_lightning\.", "")):
+        sys.modules["lightning_fabric"].Fabric(strategy=SeqParallelFabricStrategy(tp=2), devices=2, accelerator="cpu")
 
 
 @pytest.mark.parametrize("use", [lambda model: describe(model, ParallelConfig(tp=2)), lambda model: build(lambda: model, None)])
