@@ -276,7 +276,7 @@ def told(what: str, world: int) -> str:
         if what == "no model":
             plain = SeqParallelFabricStrategy(tp=2)
             return f"{plain.get_optimizer_state(torch.optim.SGD([nn.Parameter(torch.ones(2))]))}"
-        if what == "a strange optimizer":
+        if what == "a strange optimizer beside fsdp":
             run = Run({"data_parallel": "fsdp"}, world, given=False)
         if what == "two models":
             run.fabric.setup(nn.Linear(4, 4))
