@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.context.seq_part import whole_of
 from lightning_seqpar.data.batch import map_tensors
 from lightning_seqpar.data.sampler import BroadcastLoader, OrderSeed, inject_sampler, replica_workers
-from lightning_seqpar.nn.sharded_logits import whole_logits
+from lightning_seqpar.distributed.rng import DEVICES
 from lightning_seqpar.releases import (
     BackwardSyncControl,
     FabricLauncher,
@@ -35,7 +34,7 @@ from lightning_seqpar.strategy.model_setup import ModelSetup
 from lightning_seqpar.strategy.precision import clip_by_norm, share_overflows
 from lightning_seqpar.strategy.replicas import OnReplicas
 from lightning_seqpar.strategy.saving import Saver, WholeFileIO
-from lightning_seqpar.strategy.steps import Steps
+from lightning_seqpar.strategy.steps import Steps, made_whole
 from lightning_seqpar.strategy.strategy import checked_config
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.guards.before_training import check_backend
@@ -246,6 +245,7 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
             for region in record.regions:
                 region.observers.schedule = steps.schedule
         steps.begin(record)
+        steps.schedule.note_draws(DEVICES)  # of a step's later calls nobody notes whether they draw
         if steps.split is not None:
             steps.split.begin()
             for optimizer in self.optimizers:
@@ -284,7 +284,7 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
         if not self._in_step:
             return self.steps.run_user_step("validation", self._run, *args, **kwargs)
         out = self._run(*args, **kwargs)
-        return out if trains else map_tensors(lambda x: whole_logits(whole_of(x)), out)
+        return out if trains else made_whole(out)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         assert self.model is not None

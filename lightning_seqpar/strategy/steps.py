@@ -55,7 +55,7 @@ def _may_change_gradients(callback: pl.callbacks.Callback) -> bool:
     return False
 
 
-def _made_whole(out: Any) -> Any:
+def made_whole(out: Any) -> Any:
     """What a step returns, with whole tensors where ranks hold parts. Collective over the ranks that do."""
     if not any(isinstance(x, ShardedLogits | SeqPart) for x in tensors_in(out)):
         return out
@@ -167,9 +167,9 @@ class Steps:
             schedule.note_draws(drawn_since(before))  # ranks that did not expect it have drawn alike, and equally much
             if isinstance(out, dict) and self._env.has_trainer:
                 with torch.no_grad():  # Lightning detaches what stands beside the loss
-                    out = {key: value if key == "loss" else _made_whole(value) for key, value in out.items()}
+                    out = {key: value if key == "loss" else made_whole(value) for key, value in out.items()}
         else:
-            out = _made_whole(out)
+            out = made_whole(out)
             self.outputs.note(out, self._env.device)
             if schedule.walks_graphs or self.outputs.is_full:
                 self.outputs.check(self._env.groups, loop)

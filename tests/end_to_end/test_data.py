@@ -370,7 +370,7 @@ def predict_logits() -> tuple[list[type], int]:
     return [type(one["logits"]) for one in out], len(writer.written)
 
 
-@sees("a writer on one rank gets logits in parts", "Steps.run_step", "            out = _made_whole(out)\n", "")
+@sees("a writer on one rank gets logits in parts", "Steps.run_step", "            out = made_whole(out)\n", "")
 def test_predicted_logits_are_whole_for_a_writer_on_one_rank():
     ranks = run_distributed(predict_logits, 2)
     assert ranks == [([Tensor, Tensor], 8), ([Tensor, Tensor], 0)]
