@@ -93,7 +93,7 @@ convergence: $(STAMP)  ## 300 steps of the demo model in every form, drawn over 
 bench: $(STAMP)  ## time, memory and traffic beside DTensor, DDP and one process (an hour)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
-gpu: $(STAMP)  ## on 2 or more GPUs: parity with one of them, and where the host waits for a device
+gpu: $(STAMP)  ## on one GPU or more: parity with one process, where the host waits, and late collectives
 	$(BIN)/python tests/gpu.py $(ARGS)
 
 scale: $(STAMP)  ## what one rank of 512 does before it trains Llama-3-8B and -70B

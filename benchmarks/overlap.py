@@ -1,6 +1,6 @@
 """A step whose collectives take time, with and without the work that hides them: ``python benchmarks/overlap.py steps``.
 
-One process plays a rank whose collectives take as long as a product does on average (``latency.py``): a step in which each
+One process plays a rank whose collectives take as long as a product does on average (``loopback.py``): a step in which each
 is waited for where it starts, and one in which input-grad products, weight-grad products and the backward run under them.
 ``trace`` shows a step of two true gloo ranks as torch's profiler saw it.
 """
@@ -16,14 +16,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import latency  # noqa: E402
+import loopback  # noqa: E402
 import peers  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from lightning_seqpar import ParallelGroups, ProcessTopology  # noqa: E402
 from lightning_seqpar.inference.infer import infer_plan  # noqa: E402
@@ -51,16 +50,18 @@ class Player:
     """One rank of dp × tp, with nobody else there.
 
     Args:
+        wire: how long collectives take.
         dim: features; 4 sequences of ``length`` tokens, ``layers`` layers.
         dp: replicas.
         tp: tensor-parallel ranks.
         sp: whether the sequence is sharded between them.
     """
 
-    def __init__(self, dim: int, length: int, *, dp: int, tp: int, layers: int = 4, sp: bool = True) -> None:
-        latency.register()
-        dist.init_process_group("fake", rank=0, world_size=dp * tp, store=FakeStore())
-        groups = ParallelGroups(ProcessTopology(["dp", "tp"], [dp, tp]), 0, backend=latency.NAME)
+    def __init__(
+        self, wire: loopback.Wire, dim: int, length: int, *, dp: int, tp: int, layers: int = 4, sp: bool = True
+    ) -> None:
+        loopback.play(0, dp * tp, wire)
+        groups = ParallelGroups(ProcessTopology(["dp", "tp"], [dp, tp]), 0)
         torch.manual_seed(0)
         model = peers.Decoder(dim, layers, vocab=512)
         self.layers, self.batch = layers, torch.randint(0, 512, (4, length))
@@ -82,18 +83,17 @@ class Player:
         dist.destroy_process_group()
 
 
-def measure(dim: int, length: int, rounds: int, clock: latency.Clock, **shape: Any) -> dict[str, list[float]]:
+def measure(dim: int, length: int, rounds: int, clock: loopback.Clock, **shape: Any) -> dict[str, list[float]]:
     """Times of a step with no latency, with collectives waited for at once, and overlapped; in turn, ``rounds`` times."""
-    group = latency.LatencyGroup
-    group.clock, group.latency, group.serial, group.latest = clock, 0.0, False, 0.0
-    player = Player(dim, length, **shape)
+    wire = loopback.ClockWire(clock)
+    player = Player(wire, dim, length, **shape)
     found: dict[str, list[float]] = {"products": [], "serial": [], "overlapped": []}
 
     def lap(name: str, wait: float, *, serial: bool) -> None:
-        group.latency, group.serial = wait, serial
+        wire.latency, wire.serial = wait, serial
         begin = clock.now()
         player.step()
-        clock.sleep_until(group.latest)
+        clock.sleep_until(wire.latest)
         found[name].append(clock.now() - begin)
 
     for _ in range(3):
@@ -112,14 +112,14 @@ def counted() -> dict[str, dict[str, list[float]]]:
     """Each case by a clock that counts multiplications alone: the same on every machine."""
     found = {}
     for name, shape in CASES.items():
-        with latency.ProductClock() as clock:
+        with loopback.ProductClock() as clock:
             found[name] = measure(256, 16, 1, clock, **shape)
     return found
 
 
 def steps(rounds: int = 3) -> dict[str, Any]:
     """Each case by that clock, and by the wall."""
-    wall = latency.WallClock()
+    wall = loopback.WallClock()
     return {name: {"counted": one, "wall": measure(512, 512, rounds, wall, **CASES[name])} for name, one in counted().items()}
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch._inductor
 import torch.nn.functional as F
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
@@ -58,6 +59,7 @@ class BlockGraphs:
         self.node_types: set[type] = set()  # classes of the autograd nodes that stand for these graphs
         self._classes: dict[type, Any] = {}
         self._dtype = torch.get_default_dtype()
+        self._steps = 0
 
     def compile(self, block: nn.Module, name: str, alike: int, check: Check | None = None) -> None:
         """Give a block a forward that is compiled when it is first called."""
@@ -115,11 +117,37 @@ class BlockGraphs:
         if check is not None:
             check(graph, inputs)
         self.traced[kind] += 1
-        backend, options = self._options.get("backend", "inductor"), dict(self._options.get("options") or {})
-        if backend == "inductor":
-            mode = self._options.get("mode") or "default"
-            return torch._inductor.compile(graph, list(inputs), {**torch._inductor.list_mode_options(mode), **options})
-        return lookup_backend(backend)(graph, list(inputs), **options)
+        if self._backend == "inductor":
+            return torch._inductor.compile(graph, list(inputs), self._inductor_options())
+        return lookup_backend(self._backend)(graph, list(inputs), **dict(self._options.get("options") or {}))
+
+    @property
+    def _backend(self) -> str:
+        """The compiler's name. By ``eager`` dynamo's graph would run as it is, of whose nodes none stands for a block."""
+        name = str(self._options.get("backend", "inductor"))
+        return "aot_eager" if name == "eager" else name
+
+    def _inductor_options(self) -> dict[str, Any]:
+        mode = self._options.get("mode") or "default"
+        return {**torch._inductor.list_mode_options(mode), **dict(self._options.get("options") or {})}
+
+    @functools.cached_property
+    def captures(self) -> bool:
+        """Whether CUDA graphs are asked for (``mode: reduce-overhead``)."""
+        return self._backend == "inductor" and bool(self._inductor_options().get("triton.cudagraphs"))
+
+    def begin_step(self) -> None:
+        """A step begins, and no backward is to come: what CUDA graphs gave until now may be overwritten."""
+        if not self.captures:
+            return
+        torch.compiler.cudagraph_mark_step_begin()
+        self._steps += 1
+        if self._steps == _CAPTURED_BY and not _captured():
+            rank_zero_warn(
+                f"lightning_seqpar: compile_options={self._options}: CUDA graphs are asked for, but torch has captured none in "
+                f"{_CAPTURED_BY - 1} steps, so each kernel is launched by the host; TORCH_LOGS=cudagraphs says why, and "
+                "lengths that vary, or a device that is no GPU, are the usual reasons"
+            )
 
     def _note_nodes(self, out: Any) -> None:
         """Remember the class of the autograd node that a graph's outputs have: torch makes one for each graph."""
@@ -127,6 +155,18 @@ class BlockGraphs:
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 around = (leaf.grad_fn, *children(leaf.grad_fn))  # an output may be a view of what the node returned
                 self.node_types |= {type(node) for node in around if node.name() == "CompiledFunctionBackward"}
+
+
+_CAPTURED_BY = 8
+"""The step by which graphs that are captured at all have been: they are run, recorded, and played from then on."""
+
+
+def _captured() -> bool:
+    """Whether torch plays any CUDA graph on the current device."""
+    from torch._inductor.cudagraph_trees import get_manager  # which takes seconds, and only compiled blocks need it
+
+    manager = get_manager(torch.cuda.current_device() if torch.cuda.is_available() else 0, create_if_none_exists=False)
+    return manager is not None and any(manager.roots.values())
 
 
 @contextmanager
@@ -257,7 +297,9 @@ class _Follower:
             state[node] = next(inputs, "") if node.op == "placeholder" else self._state(node, state, graph)
             if node.op not in ("call_function", "call_method") or _parts(node, graph):
                 continue
-            if not any(text in str(node.target) for text in _QUIET) and _draws(node, self._mode):
+            # What gives no tensor draws none, and may switch something on (an autocast) that nobody would switch off.
+            gives = any(isinstance(leaf, Tensor) for leaf in tree_leaves(_value(node)))
+            if gives and not any(text in str(node.target) for text in _QUIET) and _draws(node, self._mode):
                 self._check_draw(node, state[node])
         (output,) = graph.graph.find_nodes(op="output")
         return fx.node.map_arg(output.args[0], state.__getitem__)

@@ -108,7 +108,8 @@ def _memory(config: ParallelConfig, tp: int) -> list[str]:
 def describe_compiled(record: ShardedModel) -> str:
     """A line on compiled blocks: how many."""
     blocks = {name for region in record.regions for name in region.blocks}
-    return f"compile: {len(blocks)} blocks, one graph for each kind"
+    captures = "; as CUDA graphs, which is untried" if record.graphs is not None and record.graphs.captures else ""
+    return f"compile: {len(blocks)} blocks, one graph for each kind{captures}"
 
 
 def describe_stages(record: ShardedModel) -> list[str]:

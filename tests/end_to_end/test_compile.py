@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import warnings
 from typing import Any
 
 import lightning as L
@@ -35,6 +36,7 @@ CASES: dict[str, tuple[Case, dict[str, int]]] = {
     # Nine positions, which do not divide by two.
     "padded, accumulation, clipping": (("GPT", {}, {}, {"steps": 2, "accumulate": 2, "clip": 0.05}), {"Block": 1}),
     "without sp": (("GPT", {}, {"sp": False}, {"steps": 2}), {"Block": 1}),
+    "dynamo's own backend": (("GPT", {}, {"compile_options": {"backend": "eager"}}, {"steps": 2}), {"Block": 1}),
     # One graph for the first length; then one for any that is odd, and one for any that is even.
     "many lengths": (("Cropped", {}, {}, {"steps": 6}), {"Block": 3}),
     "Conv1D, set": (("HuggingFace", {"family": "gpt2"}, {}, {"steps": 2}), {"GPT2Block": 1}),
@@ -143,6 +145,42 @@ def check(world: int, cases: dict[str, tuple[Case, dict[str, int]]]) -> None:
 )
 def test_compiled_blocks_train_as_one_process_does():
     check(2, CASES)
+
+
+def fit_16_bit(precision: str, options: dict[str, Any]) -> list[float]:
+    torch._dynamo.reset()
+    return fit("GPT", {}, world=2, strategy={"tp": 2, **options}, steps=4, precision=precision).losses
+
+
+@sees(
+    "compiled: an autocast is left, and never entered, to see whether it draws",
+    "_Follower.follow",
+    "            if gives and not any(",
+    "            if not any(",
+)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_compiled_blocks_compute_in_16_bits_what_others_do(precision):
+    eager, compiled = (run_distributed(fit_16_bit, 2, precision, options)[0] for options in ({}, EAGER))
+    assert compiled == pytest.approx(eager, rel=1e-3)
+
+
+def warned_of_graphs() -> list[str]:
+    trainer = quiet_trainer(
+        devices=2, max_steps=10, strategy=SeqParallelStrategy(tp=2, compile=True, compile_options={"mode": "reduce-overhead"})
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(models.GPT(), models.loader(4, count=40))
+    return [str(one.message) for one in caught if "CUDA graphs" in str(one.message)]
+
+
+@sees("compiled: CUDA graphs that nobody captured", "BlockGraphs.begin_step", "and not _captured():", "and _captured():")
+@pytest.mark.more
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU CUDA graphs may be captured")
+def test_cuda_graphs_that_are_not_captured_are_told():
+    first, _ = run_distributed(warned_of_graphs, 2, timeout=300)
+    assert len(first) == 1
+    assert "torch has captured none in 7 steps" in first[0]
 
 
 @sees("compiled: a block that runs again knows no tokens", "FrameStack.begin_repeat", "self.current.tokens = tokens", "pass")

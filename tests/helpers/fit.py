@@ -70,6 +70,7 @@ def fit(
     model_args: dict[str, Any],
     *,
     world: int = 1,
+    nodes: int = 1,
     strategy: dict[str, Any] | None = None,
     global_batch: int = 8,
     steps: int = 6,
@@ -90,7 +91,8 @@ def fit(
     module = class_named(model)(**model_args)
     recorder = ParityRecorder()
     trainer = quiet_trainer(
-        devices=world,
+        devices=world // nodes,
+        num_nodes=nodes,
         strategy=chosen,
         max_steps=steps,
         accumulate_grad_batches=accumulate,
@@ -102,7 +104,7 @@ def fit(
     )
     loader = models.loader(global_batch // dp, length=length, count=global_batch * steps * accumulate)
     trainer.fit(module, loader)
-    if world > 1 and accelerator == "cpu":
+    if world > 1 and dist.get_backend() == "gloo":
         meet_anew()
     return recorder.trace
 
