@@ -157,7 +157,7 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         ProcessTopology.from_config(self.config, self.num_nodes * self.num_processes)
-        check_backend(self.config.process_group_backend, self.root_device.type)
+        check_backend(self.config, self.root_device.type)
         self._launcher = FabricLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:

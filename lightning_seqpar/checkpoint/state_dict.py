@@ -185,7 +185,7 @@ def _take(
 
 def _is_elsewhere(layout: ParamLayout | None, groups: ParallelGroups) -> bool:
     """Whether only other stages of a pipeline hold a parameter."""
-    return layout is not None and bool(layout.stages) and groups.rank("pp") not in layout.stages
+    return layout is not None and not layout.is_on(groups.rank("pp"))
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -90,6 +90,19 @@ def host_device(group: ProcessGroup, otherwise: torch.device) -> torch.device:
     return torch.device("cpu") if "cpu" in taken else otherwise
 
 
+def read_on_host(numbers: Tensor) -> list[Any]:
+    """Numbers that lie where :func:`host_device` says, and so on the host, wherever a group has a backend for it."""
+    out: list[Any] = numbers.tolist()
+    return out
+
+
+def object_of(rank: int, value: T, group: ProcessGroup) -> T:
+    """What a rank of the group has, on every rank; collective. It goes from CPU to CPU where there is a backend for that."""
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=rank)
+    return box[0]
+
+
 def any_rank_has(flags: Sequence[bool], group: ProcessGroup, device: torch.device) -> list[bool]:
     """Which of some flags are set on any rank; collective over ``group``, and the host waits for the other hosts alone."""
     highest = torch.tensor(flags, dtype=torch.uint8, device=host_device(group, device))

@@ -251,6 +251,10 @@ class ParamLayout:
         """Whether its gradient is a term of a sum over some axes."""
         return bool(self.sum_over)
 
+    def is_on(self, stage: int) -> bool:
+        """Whether a stage of a pipeline holds it."""
+        return not self.stages or stage in self.stages
+
     def fits(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` has the whole parameter's shape, as its value and an optimizer's states for it have."""
         return tuple(tensor.shape) == self.global_shape

@@ -142,7 +142,10 @@ class GradSync:
         self._groups, self._tp, self._holder_group = groups, groups["tp"], groups[groups.holder_axes]
         self._has_replicas = groups.size(groups.mean_axes) > 1
         self.losses = LossWatch(groups)
-        self._partials = [_Partial(layout[name], layout.parameter(name)) for name in layout if layout[name].is_partial]
+        # Of a pipeline those that this stage holds: no gradient comes to others' here, and a rank that lacks one waits.
+        stage = groups.rank("pp") if "pp" in groups.topology.axes else 0
+        held = [name for name in layout if layout[name].is_partial and layout[name].is_on(stage)]
+        self._partials = [_Partial(layout[name], layout.parameter(name)) for name in held]
         self._parameters = [partial.parameter for partial in self._partials]
         # Whether no backward that the strategy knows of has begun since all was summed: so it is on every rank, or on none.
         self._all_summed = False

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_seqpar.distributed.autograd import leaf_of, reach
-from lightning_seqpar.distributed.host import any_rank_has
+from lightning_seqpar.distributed.host import any_rank_has, host_device, read_on_host, send_numbers
 from lightning_seqpar.layout.module_names import Argument, inside
 from lightning_seqpar.layout.param_layout import ParamLayout, gather_rows, is_split, local_rows
 from lightning_seqpar.region.hooks import find_argument
@@ -183,30 +183,33 @@ class Message(NamedTuple):
 _NONE = Message(0, 0)
 
 
-def _facts(x: Tensor, message: Message = _NONE, wants_gradient: bool = False, beside: Tensor | None = None) -> Tensor:
-    """What is told of a tensor before it is sent; ``beside`` is two numbers in float64."""
+def _facts(
+    x: Tensor, device: torch.device, message: Message = _NONE, wants_gradient: bool = False, beside: Tensor | None = None
+) -> Tensor:
+    """What is told of a tensor before it is sent, on a device of the hosts'; ``beside`` is two numbers in float64."""
     if x.dtype not in _DTYPES or x.ndim > _MOST_DIMS:
         raise ValueError(
             f"an activation of dtype {x.dtype} and shape {list(x.shape)} can't be sent to another stage: it must be of "
             f"floats and have {_MOST_DIMS} dims at most"
         )
     facts = [*message, _DTYPES.index(x.dtype), int(wants_gradient), x.ndim, *x.shape]
-    known = torch.tensor(facts + [0] * (_FACTS - 2 - len(facts)), dtype=torch.int64, device=x.device)
-    return torch.cat([known.new_zeros(2) if beside is None else beside.view(torch.int64), known])
+    known = send_numbers(facts + [0] * (_FACTS - 2 - len(facts)), torch.int64, device)
+    return torch.cat([known.new_zeros(2) if beside is None else beside.to(device).view(torch.int64), known])
 
 
-def _empty(facts: Tensor) -> tuple[Tensor, bool, Message]:
+def _empty(facts: Tensor, device: torch.device) -> tuple[Tensor, bool, Message]:
     """Memory for the tensor of which something was told, whether it waits for its gradient, and what it belongs to."""
-    micro_batch, chunk, slot, dtype, wants_gradient, ndim, *shape = facts[2:].tolist()
-    x = torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=facts.device)
+    micro_batch, chunk, slot, dtype, wants_gradient, ndim, *shape = read_on_host(facts[2:])
+    x = torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=device)
     return x, bool(wants_gradient), Message(micro_batch, chunk, slot)
 
 
 def from_stage(stage: int, x: Tensor | None, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """A tensor of one stage, on every stage; ``x`` is None on the others. Collective over the pipeline."""
-    facts = torch.empty(_FACTS, dtype=torch.int64, device=device) if x is None else _facts(x)
+    host = host_device(group, device)
+    facts = torch.empty(_FACTS, dtype=torch.int64, device=host) if x is None else _facts(x, host)
     dist.broadcast(facts, group=group, group_src=stage)
-    x = _empty(facts)[0] if x is None else x.detach().contiguous()
+    x = _empty(facts, device)[0] if x is None else x.detach().contiguous()
     if x.numel():
         dist.broadcast(x, group=group, group_src=stage)
     return x
@@ -228,12 +231,13 @@ class Link:
 
     def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, peer: int, device: torch.device, depth: int) -> None:
         self._there, self._back, self._peer, self._device, self._depth = there, back, peer, device, depth
+        self._host = host_device(there, device)  # on which facts are told, ahead of what the device computes
         self._arrived: dict[Message, tuple[Tensor, bool, list[float]]] = {}  # and was not asked for yet
         self._sent: deque[tuple[list[Any], list[Tensor]]] = deque()
 
     def send(self, x: Tensor, message: Message, *, wants_gradient: bool = False, beside: Tensor | None = None) -> None:
         """Send a tensor, and two numbers beside it; it must not be changed before it has arrived."""
-        tensors = [_facts(x, message, wants_gradient, beside), x.detach().contiguous()]
+        tensors = [_facts(x, self._host, message, wants_gradient, beside), x.detach().contiguous()]
         works = [dist.isend(one, group=self._there, group_dst=self._peer) for one in tensors if one.numel()]
         self._sent.append((works, tensors))
         self.settle(self._depth)
@@ -254,10 +258,10 @@ class Link:
         return self._arrived.pop(message)
 
     def _next(self, what: str) -> tuple[Message, tuple[Tensor, bool, list[float]]]:
-        facts = torch.empty(_FACTS, dtype=torch.int64, device=self._device)
+        facts = torch.empty(_FACTS, dtype=torch.int64, device=self._host)
         try:
             dist.recv(facts, group=self._back, group_src=self._peer)
-            x, wants_gradient, came = _empty(facts)
+            x, wants_gradient, came = _empty(facts, self._device)
             if x.numel():
                 dist.recv(x, group=self._back, group_src=self._peer)
         except RuntimeError as error:
@@ -266,7 +270,7 @@ class Link:
                 f"stage {self._back.rank()} waited for {what}, which did not come from stage {self._peer} (rank {rank}): it has "
                 f"ended, or is stuck ({str(error).splitlines()[0]})"
             ) from error
-        return came, (x, wants_gradient, facts[:2].view(torch.float64).tolist())
+        return came, (x, wants_gradient, read_on_host(facts[:2].view(torch.float64)))
 
     def settle(self, under_way: int = 0) -> None:
         """Wait until all that was sent has arrived, but for so many tensors."""

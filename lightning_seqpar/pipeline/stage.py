@@ -127,6 +127,7 @@ class Stage(HeldParameters):
         self._computed: list[Tensor] = []
         self._ran: set[str] = set()  # its blocks that were called in it
         self._sent: list[Tensor] = []  # in it, of each tensor what its gradient comes back by
+        self.compares = True  # in a step in which checks are due, what blocks are given beside activations
         self._goes_on = False  # behind the last block, on every stage: it evaluates
         self._micro_batch = 0  # the number of the last one since all that was sent had arrived
         self._streams, self._own_streams = StageStreams(), own_streams
@@ -325,10 +326,10 @@ class Stage(HeldParameters):
         self._is_awaited = False
         assert self._before is not None
         found = [find_argument(name, arg, args, kwargs) for arg in self._cut.stack_of(name).carries]
-        beside = _beside([nothing for _, nothing in found], args, kwargs)
+        beside = _beside([nothing for _, nothing in found], args, kwargs) if self.compares else None
         for slot, (where, nothing) in enumerate(found):
             x, came = self._take(self._before, Message(self._micro_batch, chunk, slot), nothing)
-            if slot == 0:
+            if slot == 0 and beside is not None:
                 self._check_beside(name, came, beside)
             args, kwargs = put_argument(where, x, args, kwargs)
         return args, kwargs
@@ -359,7 +360,8 @@ class Stage(HeldParameters):
                     "given a tensor in the example; a model whose blocks hand on now this, now that can't be cut. Use pp=1"
                 )
             message = Message(self._micro_batch, chunk, slot)
-            self._hand_over(self._behind, message, x, _beside(found, args, kwargs) if slot == 0 else None)
+            beside = _beside(found, args, kwargs) if slot == 0 and self.compares else None
+            self._hand_over(self._behind, message, x, beside)
 
     def _elsewhere_at(self, name: str, chunk: int, *args: Any, **kwargs: Any) -> Any:
         """The forward of a block that is not run here.

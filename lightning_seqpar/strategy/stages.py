@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from torchmetrics import Metric
 
 from lightning_seqpar.data.batch import own_tensors
 from lightning_seqpar.distributed.autograd import once_differentiable
+from lightning_seqpar.distributed.host import object_of
 from lightning_seqpar.distributed.rng import SavedStreams
 from lightning_seqpar.layout.attributes import ModelAttributes, Values
 from lightning_seqpar.parallel.sharded_model import record_of
@@ -52,7 +52,8 @@ class StageLogs:
         self._calls: list[tuple[str, str, torch.dtype | None, dict[str, Any]]] = []
         self._values: list[Tensor] = []
         self._losses: list[Tensor] = []
-        self.window_loss = float("nan")  # of the accumulation window that ended last, on all stages
+        # Of the accumulation window that ended last, on all stages and on the device: nothing waits for it.
+        self.window_loss = torch.full((), float("nan"), dtype=torch.float64, device=device)
         # Of each metric's lists how many entries all stages have, and the last of those.
         self._sent: dict[str, dict[str, tuple[int, Any]]] = {}
 
@@ -74,22 +75,30 @@ class StageLogs:
         """Note the loss of a micro-batch, divided as Lightning divides it while gradients are accumulated; on the last stage."""
         self._losses.append(loss.detach().to(torch.float64))
 
-    def share(self, trainer: pl.Trainer, module: pl.LightningModule, *, ends_window: bool = False) -> None:
-        """Log on all stages what the last one logged since the last call, and note a window's loss. Collective over pp."""
+    def share(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *, ends_window: bool = False, checks: bool = False
+    ) -> None:
+        """Log on all stages what the last one logged since the last call, and note a window's loss. Collective over pp.
+
+        Calls go from host to host, and their numbers from device to device. With ``checks`` the loss is read, and NaN is told.
+        """
         metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
-        box: list[Any] = [None]
+        told: Any = None
+        last = self._group.size() - 1
+        numbers = self.window_loss.view(1)
         if self._is_last:
-            ended = self._losses if ends_window else []
-            noted = [*self._values, *ended]
-            numbers = torch.stack(noted).tolist() if noted else []  # one wait for all of them
-            loss = sum(numbers[len(self._values) :]) if ended else self.window_loss
-            news = {name: self._news(name, metric) for name, metric in metrics.items()}
-            box = [(self._calls, numbers[: len(self._values)], news, self._stops, loss)]
+            if ends_window and self._losses:
+                numbers = torch.stack(self._losses).sum().view(1)
+            numbers = torch.cat([numbers, *(value.view(1) for value in self._values)])
+            told = (self._calls, {name: self._news(name, metric) for name, metric in metrics.items()}, self._stops)
             self._calls, self._values, self._stops = [], [], False
             self._losses = [] if ends_window else self._losses
-        dist.broadcast_object_list(box, group=self._group, group_src=self._group.size() - 1, device=self._device)
-        calls, numbers, news, stops, self.window_loss = box[0]
-        if ends_window and math.isnan(self.window_loss):
+        calls, news, stops = object_of(last, told, self._group)
+        if not self._is_last:
+            numbers = numbers.new_empty(1 + sum(dtype is not None for _, _, dtype, _ in calls))
+        dist.broadcast(numbers, group=self._group, group_src=last)
+        self.window_loss = numbers[0]
+        if ends_window and checks and bool(self.window_loss.isnan()):
             rank_zero_warn(
                 f"lightning_seqpar: the loss is NaN. With pp={self._group.size()} an activation between the blocks is NaN on "
                 "stages that did not make it, a parameter on those that do not hold it, and so is a loss that reads one in a way "
@@ -102,12 +111,10 @@ class StageLogs:
         for name, one in news.items():
             if one is not None:
                 self._take(metrics[name], one)
-        left, results = iter(numbers), trainer.fit_loop.epoch_loop._results  # also where a validation begins
+        left, results = iter(numbers[1:]), trainer.fit_loop.epoch_loop._results  # also where a validation begins
         for fx, name, dtype, options in calls:
-            if dtype is None:
-                value = attrgetter(options["metric_attribute"])(module)
-            else:
-                value = torch.tensor(next(left), dtype=dtype, device=self._device)
+            metric = attrgetter(options["metric_attribute"])(module) if dtype is None else None
+            value = metric if dtype is None else next(left).to(dtype, copy=True)
             results.log(fx, name, value, sync_dist_fn=trainer.strategy.reduce, **options)
             trainer._logger_connector._current_fx = fx
 
@@ -125,7 +132,7 @@ class StageLogs:
         options["batch_size"] = options["batch_size"] or results.batch_size
         dtype = value.dtype if isinstance(value, Tensor) else None
         if dtype is not None:
-            self._values.append(value.detach().to(torch.float64))
+            self._values.append(value.detach().to(self._device, torch.float64, non_blocking=True))
         self._calls.append((fx, name, dtype, options))
 
     def _news(self, name: str, metric: Metric) -> dict[str, Any] | None:
@@ -406,7 +413,7 @@ class Stages:
             check_buffers_of_stages(record, self._env.groups, self._env.device)
             check_parameters_of_stages(record, self._env.groups, self._env.device)
         if self._logs is not None:
-            self._logs.share(self._env.trainer, self._env.module, ends_window=True)
+            self._logs.share(self._env.trainer, self._env.module, ends_window=True, checks=self._schedule.is_due("training"))
 
     def _run_window(self, window: InterleavedWindow, stage: Stage, *, reduces: bool) -> None:
         found = window.micro_batches
@@ -499,7 +506,7 @@ class Stages:
             if self._logs is None or "loss" not in out:
                 return out
             # On all stages, of which the last one alone computes it.
-            return {**out, "loss": torch.full_like(out["loss"], self._logs.window_loss, dtype=torch.float64)}
+            return {**out, "loss": self._logs.window_loss.expand_as(out["loss"]).clone()}
 
         changes: list[tuple[Any, str, Callable[..., Any]]] = [
             (loop, "_broadcast_sigterm_tensor", asked),

@@ -137,11 +137,13 @@ class Steps:
 
     def run_step(self, loop: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a step of the user's that is the current one, checked, and look at what it returns."""
-        record, schedule = self._record, self.schedule
+        record, schedule, stage = self._record, self.schedule, self.stages.stage
         assert record is not None
+        if stage is not None:
+            stage.compares = schedule.walks_graphs
         expects = schedule.expects_draws(loop)
         # On a stage the backwards of earlier micro-batches are to come, which may run parts of them again.
-        record.reset_calls(draws=expects, forget=self.stages.stage is None or loop != "training")
+        record.reset_calls(draws=expects, forget=stage is None or loop != "training")
         before = torch_states() if loop == "training" else None
         watched: AbstractContextManager[None] = nullcontext()
         if self._weights is not None and loop == "training" and schedule.is_due(loop):

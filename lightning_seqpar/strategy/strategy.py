@@ -193,7 +193,7 @@ class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
         """Make the launcher, after all that can be checked before processes are started."""
         assert self.cluster_environment is not None
         ProcessTopology.from_config(self.config, self.num_nodes * self.num_processes)
-        guards.check_backend(self.config.process_group_backend, self.root_device.type)
+        guards.check_backend(self.config, self.root_device.type)
         if not self.cluster_environment.creates_processes_externally:
             if IS_INTERACTIVE or not is_script():
                 guards.refuse_notebook(self.num_nodes * self.num_processes)

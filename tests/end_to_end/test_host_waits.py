@@ -31,6 +31,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 PLACES = [
     (2, 2, {}, tuple(CASES)),
     (4, 2, {"data_parallel": "fsdp"}, ("clipped by norm", "two optimizers by hand")),
+    (2, 1, {"pp": 2}, ("clipped by norm",)),
+    (4, 2, {"pp": 2}, ("clipped by norm",)),
     rest(4, 2, {}, ("two optimizers by hand",)),
     rest(4, 4, {}, ("shared kv heads",)),
 ]
@@ -62,6 +64,14 @@ def waits(tp: int, fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, 
     "ModelLayout.first_held",
     "if key not in self._first_held:",
     "if True:",
+)
+@sees("pp: masks compared in every step", "Steps.run_step", "stage.compares = schedule.walks_graphs", "stage.compares = True")
+@sees("pp: the loss of a window is read", "StageLogs.share", "if ends_window and checks and", "if ends_window and")
+@sees(
+    "pp: a stage waits for what others have of other stages' parameters",
+    "GradSync.__init__",
+    " and layout[name].is_on(stage)]",
+    "]",
 )
 @sees("the host waits for the losses", "LossWatch.take", "LateNumbers(summed)", "LateNumbers(torch.tensor(summed.tolist()))")
 @pytest.mark.parametrize(("world", "tp", "fields", "names"), PLACES)

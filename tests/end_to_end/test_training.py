@@ -148,8 +148,8 @@ def test_a_thaw_between_accumulated_batches(tp):
 @sees(
     "order of the summed gradients from a set",
     "GradSync.__init__",
-    "for name in layout if layout[name].is_partial]\n",
-    "for name in set(layout) if layout[name].is_partial]\n",
+    "for name in layout if layout[name].is_partial and",
+    "for name in set(layout) if layout[name].is_partial and",
 )
 def test_a_norm_behind_the_row_linear_is_right_with_sp_and_refused_without():
     check("AttentionNorm", {"behind": True}, steps=4)

@@ -17,9 +17,10 @@ import lightning_seqpar
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
 TORCH = Path(torch.__file__).parent
-MAY_WAIT = ("distributed/host.py", "distributed/rng.py", "verify/parity.py")
-"""Modules whose calls do not wait: the one that tells a device from the host, states of generators, which lie on the host; and the
-recorder of tests, which no training has."""
+ON_HOST = ("distributed/host.py", "distributed/rng.py")
+"""Modules whose calls do not wait: the one that tells a device from the host, and states of generators, which lie on the host."""
+RECORDER = "verify/parity.py"
+"""Of tests, which no training has."""
 SCALERS = (TORCH / "amp", TORCH / "distributed" / "fsdp" / "sharded_grad_scaler.py")
 
 _READ = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive",
@@ -36,6 +37,8 @@ class Waits:
         by_scaler: how often torch's scaler of gradients did.
     """
 
+    may: tuple[str, ...] = (RECORDER,)  # modules whose calls are no matter
+
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
@@ -47,7 +50,7 @@ class Waits:
         path = Path("" if frame is None else frame.f_code.co_filename)
         if any(scaler in (path, *path.parents) for scaler in SCALERS):
             self.by_scaler += 1
-        elif frame is not None and PACKAGE in path.parents and path.relative_to(PACKAGE).as_posix() not in MAY_WAIT:
+        elif frame is not None and PACKAGE in path.parents and path.relative_to(PACKAGE).as_posix() not in self.may:
             self.found.append(f"{what}, {path.relative_to(PACKAGE).as_posix()}:{frame.f_lineno}")
 
 
@@ -76,6 +79,8 @@ class HostWaits(Waits, TorchDispatchMode):
 
     Operations are seen in the backward too, and so are methods of tensors, by the interpreter's profile hook.
     """
+
+    may = (RECORDER, *ON_HOST)
 
     def __enter__(self) -> HostWaits:
         sys.setprofile(self._profile)

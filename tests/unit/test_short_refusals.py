@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_seqpar import SeqParallelStrategy, ShardingPlan
+from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.inference.infer import infer_blocks
 from lightning_seqpar.layout.param_layout import Shard
 from lightning_seqpar.strategy.ending import Wait, is_lost_peer, is_refusal, shortens_refusals, tell_shortly, tell_waits
 from lightning_seqpar.strategy.launcher import flush_stdout
 from lightning_seqpar.user_input import name_error
+from lightning_seqpar.verify.guards.before_training import check_backend
 from tests.mutants import sees
 
 THIS = Path(__file__).name
@@ -194,3 +195,17 @@ def test_standard_output_that_is_closed_stops_nothing(closed, monkeypatch):
     gone.close()
     monkeypatch.setattr(sys, "stdout", gone if closed else None)
     flush_stdout()
+
+
+@sees(
+    "compiled blocks over gloo on GPUs",
+    "check_backend",
+    'if config.compile and device_type == "cuda"',
+    'if device_type == "mps"',
+)
+def test_compiled_blocks_on_gpus_are_not_sent_over_gloo():
+    for backend in ("gloo", "cpu:gloo,cuda:gloo"):
+        with pytest.raises(ValueError, match="compile=True on GPUs: collectives of a compiled block over gloo ended the ranks"):
+            check_backend(ParallelConfig(tp=2, compile=True, process_group_backend=backend), "cuda")
+    check_backend(ParallelConfig(tp=2, compile=True, process_group_backend="gloo"), "cpu")
+    check_backend(ParallelConfig(tp=2, process_group_backend="gloo"), "cuda")

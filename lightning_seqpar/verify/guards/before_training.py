@@ -72,8 +72,9 @@ def refuse_sweep(processes: int) -> None:
         )
 
 
-def check_backend(backend: str | None, device_type: str) -> None:
+def check_backend(config: ParallelConfig, device_type: str) -> None:
     """Refuse a backend that torch does not know, that its build lacks, or that does not work on the device."""
+    backend = config.process_group_backend
     if backend == "nccl" and device_type == "cpu":
         raise ValueError("process_group_backend='nccl' with accelerator='cpu': nccl speaks between GPUs; use 'gloo'")
     known = [name for name in dist.Backend.backend_list if name != "undefined"]
@@ -84,6 +85,11 @@ def check_backend(backend: str | None, device_type: str) -> None:
             )
         if not dist.is_backend_available(name):
             raise ValueError(f"process_group_backend={backend!r}: this build of torch has no {name}; use 'gloo'")
+    if config.compile and device_type == "cuda" and {"gloo", "cuda:gloo"} & set((backend or "").split(",")):
+        raise ValueError(
+            f"process_group_backend={backend!r} with compile=True on GPUs: collectives of a compiled block over gloo ended the ranks "
+            "without a word (torch 2.11); leave process_group_backend out, which takes nccl, or use compile=False"
+        )
 
 
 def syncs_batch_norms(plugin: pl.plugins.layer_sync.LayerSync | None) -> bool:
