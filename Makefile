@@ -11,7 +11,7 @@ ARGS ?=
 IGNORE ?=
 FAULTS ?= 20
 
-.PHONY: faults help install demo unit test more test-all parity matrix versions wheel crash check audit lint format types mutants fuzz convergence bench gpu scale startup zoo clean
+.PHONY: faults help install demo unit test more test-all parity matrix versions wheel crash check audit lint format types mutants fuzz convergence bench gpu gpu-bench scale startup zoo clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -95,6 +95,9 @@ bench: $(STAMP)  ## time, memory and traffic beside DTensor, DDP and one process
 
 gpu: $(STAMP)  ## on one GPU or more: parity with one process, where the host waits, and late collectives
 	$(BIN)/python tests/gpu.py $(ARGS)
+
+gpu-bench: $(STAMP)  ## a step of one rank of tp 8 on one GPU, beside DTensor's (an hour or two; on a CPU small, counts alone)
+	$(BIN)/python benchmarks/gpu_bench.py $(ARGS)
 
 scale: $(STAMP)  ## what one rank of 512 does before it trains Llama-3-8B and -70B
 	$(BIN)/python benchmarks/scale.py $(ARGS)

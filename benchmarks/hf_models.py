@@ -65,27 +65,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Of each model: its class in transformers, and the fields of its configuration that are not the default."""
 
 
-def build(name: str) -> nn.Module:
+def build(name: str, **others: Any) -> nn.Module:
     """A causal language model of transformers, on the default device.
 
     Args:
         name: a key of :data:`MODELS`.
+        others: fields of its configuration that are to be others.
     """
     import transformers
 
     kind, fields = MODELS[name]
     architecture = getattr(transformers, kind)
-    made: nn.Module = architecture(architecture.config_class(**fields))
+    made: nn.Module = architecture(architecture.config_class(**{**fields, **others}))
     return made
 
 
 class CausalModule(L.LightningModule):
     """Trains such a model on the loss that it computes itself."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **others: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model = build(name)
+        self.model = build(name, **others)
         self.vocab = int(self.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
     def forward(self, tokens: Tensor) -> Tensor:

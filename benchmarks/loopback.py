@@ -299,6 +299,8 @@ class LoopbackGroup(dist.ProcessGroup):
     """One rank's end of a group whose other ranks have its numbers; how they travel is the class's ``wire``."""
 
     wire: Wire = Wire()
+    supports_splitting = False
+    _device_types = [torch.device("cpu"), torch.device("cuda")]  # noqa: RUF012
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)

@@ -273,6 +273,26 @@ def _length(found: dict[str, Any], out: Path) -> list[str]:
     return [*lines, "", "![length](length.png)"]
 
 
+def step_picture(spans: list[tuple[str, str, float, float]], file: Path) -> None:
+    """Draw what ran in a step: each span's row, kind, begin and length in ms (``gpu_bench.py``)."""
+    colors = {"other": COLORS["plain"], "product": COLORS["ours"], "attention": COLORS["dtensor"]}
+    colors |= {"collective": "#b5179e", "launch": "#555555"}
+    rows = [row for row in ("host", "communication", "compute") if any(span[0] == row for span in spans)]
+    figure, panel = plt.subplots(figsize=(11, 0.6 * len(rows) + 1.4))
+    for kind, color in colors.items():  # what runs within another operation is drawn over it
+        for level, row in enumerate(rows):
+            bars = [(begin, length) for at, what, begin, length in spans if (at, what) == (row, kind)]
+            high = 0.3 if row == "host" else 0.76
+            if bars:
+                panel.broken_barh(bars, (level - high / 2, high), facecolors=color, label=kind)
+    panel.set(yticks=range(len(rows)), yticklabels=rows, xlabel="ms", ylim=(-0.5, len(rows) - 0.5))
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=len(colors))
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
 def _context(found: dict[str, Any], out: Path) -> list[str]:
     lines = [
         "## Context parallelism",

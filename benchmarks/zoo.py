@@ -263,7 +263,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 def _share_of(summary: str) -> str:
     """How many tensors a summary says are sharded, of how many that could be, and their share of the parameters."""
     found = re.search(r"(\d+) of (\d+) tensors that could be are sharded \((\d+) %", summary)
-    return f"{found[1]} of {found[2]} ({found[3]} %)" if found else "?"
+    return f"{found[1]}/{found[2]} ({found[3]}%)" if found else "?"
 
 
 def _sp_of(summary: str) -> str:

@@ -49,6 +49,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "keys gathered": ("GPT", {}, {"tp": 2, "cp": 2, "cp_method": "all_gather"}),
 }
 """Of each form of the data path: the model, its arguments, and the strategy's fields."""
+OF_ONE = ("gathered again", "loss in chunks", "norms and MLPs again", "ring")
+"""Cases with a batch of one sequence, of which collectives make no copy; others have two, and a length that is padded."""
 
 
 class _Bits(Callback):
@@ -77,7 +79,7 @@ class _Bits(Callback):
 
 def play(case: str, wire: loopback.Wire, accelerator: str = "cpu") -> list[tuple[str, Tensor]]:
     """Train as the first rank, whose collectives travel by ``wire``: what it computed, in order, with what each is."""
-    model, arguments, fields = CASES[case]
+    (model, arguments, fields), batch = CASES[case], 1 if case in OF_ONE else 2
     world = math.prod(fields.get(axis, 1) for axis in ("tp", "cp", "dp"))
     torch.manual_seed(0)
     module = class_named(model)(**arguments)
@@ -97,7 +99,7 @@ def play(case: str, wire: loopback.Wire, accelerator: str = "cpu") -> list[tuple
             strategy=SeqParallelStrategy(self_check=False, **fields), callbacks=[bits], use_distributed_sampler=False,
         )  # fmt: skip
         # Nobody else has a word: all are of the first rank's part of the vocabulary.
-        trainer.fit(module, models.loader(2, length=12, count=2 * STEPS, vocab=7))
+        trainer.fit(module, models.loader(batch, length=13 if batch == 1 else 12, count=batch * STEPS, vocab=7))
     dist.destroy_process_group()
     return bits.seen
 

@@ -87,8 +87,8 @@ def check_backend(config: ParallelConfig, device_type: str) -> None:
             raise ValueError(f"process_group_backend={backend!r}: this build of torch has no {name}; use 'gloo'")
     if config.compile and device_type == "cuda" and {"gloo", "cuda:gloo"} & set((backend or "").split(",")):
         raise ValueError(
-            f"process_group_backend={backend!r} with compile=True on GPUs: collectives of a compiled block over gloo ended the ranks "
-            "without a word (torch 2.11); leave process_group_backend out, which takes nccl, or use compile=False"
+            f"process_group_backend={backend!r} with compile=True on GPUs: collectives of a compiled block over gloo ended the "
+            "ranks without a word (torch 2.11); leave process_group_backend out, which takes nccl, or use compile=False"
         )
 
 
