@@ -295,25 +295,24 @@ class _StreamWork(_Work):
         return bool(self._done.query())
 
 
-class LoopbackGroup(dist.ProcessGroup):
-    """One rank's end of a group whose other ranks have its numbers; how they travel is the class's ``wire``."""
+class OwnGroup(dist.ProcessGroup):
+    """What torch asks of a group that is written in Python, for tensors of the CPU and of CUDA devices."""
 
-    wire: Wire = Wire()
+    NAME = ""
     supports_splitting = False
     _device_types = [torch.device("cpu"), torch.device("cuda")]  # noqa: RUF012
 
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self._mail: dict[int, deque[Tensor]] = {}
-
     def name(self) -> str:
-        return NAME
+        return self.NAME
 
     def getBackendName(self) -> str:  # noqa: N802
-        return NAME
+        return self.NAME
 
-    def _get_backend(self, device: torch.device) -> LoopbackGroup:
+    def _get_backend(self, device: torch.device) -> OwnGroup:
         return self
+
+    def _set_sequence_number_for_group(self) -> None:
+        """None is kept."""
 
     @property
     def pg_name(self) -> str:
@@ -325,7 +324,24 @@ class LoopbackGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        return NAME
+        return self.NAME
+
+    @classmethod
+    def register(cls, create: Callable[[Any, int, int, Any], dist.ProcessGroup]) -> None:
+        """Make the backend known to torch, once in a process."""
+        if not hasattr(dist.Backend, cls.NAME.upper()):
+            dist.Backend.register_backend(cls.NAME, create, devices=["cpu", "cuda"])
+
+
+class LoopbackGroup(OwnGroup):
+    """One rank's end of a group whose other ranks have its numbers; how they travel is the class's ``wire``."""
+
+    NAME = NAME
+    wire: Wire = Wire()
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._mail: dict[int, deque[Tensor]] = {}
 
     def _carry(self, tensors: Sequence[Tensor], run: Callable[[], None], out: Sequence[Tensor], factor: float = 1.0) -> Work:
         others = (self.size() - 1) / self.size()
@@ -434,7 +450,6 @@ def _create(store: Any, rank: int, size: int, timeout: Any) -> LoopbackGroup:
 
 def play(rank: int, size: int, wire: Wire) -> None:
     """Let this process be one rank of a world of so many, whose collectives travel by ``wire``."""
-    if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
+    LoopbackGroup.register(_create)
     LoopbackGroup.wire = wire
     dist.init_process_group(NAME, rank=rank, world_size=size, store=dist.HashStore())

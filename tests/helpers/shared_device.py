@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from loopback import OwnGroup
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
@@ -51,11 +52,10 @@ class _Staged(Work):
         return done
 
 
-class SharedDeviceGroup(dist.ProcessGroup):
+class SharedDeviceGroup(OwnGroup):
     """A gloo group for tensors of any device."""
 
-    supports_splitting = False
-    _device_types = [torch.device("cpu"), torch.device("cuda")]  # noqa: RUF012
+    NAME = NAME
 
     def __init__(self, gloo: dist.ProcessGroup, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -63,30 +63,6 @@ class SharedDeviceGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Work:
         return self._gloo.barrier()
-
-    def name(self) -> str:
-        return NAME
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return NAME
-
-    def _get_backend(self, device: torch.device) -> SharedDeviceGroup:
-        return self
-
-    def _set_sequence_number_for_group(self) -> None:
-        """gloo needs none."""
-
-    @property
-    def pg_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]
-
-    @property
-    def group_name(self) -> str:
-        return self.pg_name
-
-    @property
-    def group_desc(self) -> str:
-        return NAME
 
 
 def _staged(name: str) -> Any:
@@ -115,5 +91,4 @@ def _create(store: Any, rank: int, size: int, timeout: Any) -> SharedDeviceGroup
 
 def register() -> None:
     """Make the backend known to torch, once in a process."""
-    if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
+    SharedDeviceGroup.register(_create)
