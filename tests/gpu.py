@@ -84,7 +84,7 @@ HALF, TRUE_HALF, FP16 = ({"precision": name} for name in ("bf16-mixed", "bf16-tr
 LOSSES = {"precision": "32-true"}  # as a default Trainer trains; of float32 the losses alone are compared
 CASES = [
     Case("tp 2, gathered kept", 2, {"tp": 2, "regather": False}),
-    Case("tp 2", 2, {"tp": 2}, more={"clip": 0.1}),
+    Case("tp 2, clipped", 2, {"tp": 2}, more={"clip": 0.1}),
     Case("tp 2, without sp", 2, {"tp": 2, "sp": False}),
     Case("tp 2, vocabulary whole", 2, {"tp": 2, "vocab": False}),
     Case("tp 2, loss in chunks", 2, {"tp": 2, "loss_chunk": 16}, arguments=UNTIED),
