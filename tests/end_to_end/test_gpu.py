@@ -11,12 +11,14 @@ from tests import gpu
 from tests.helpers.fit import fit
 
 REAL = ("GPT-2", "llama 0.55 B")
+SLICE = "clipped;in chunks;recompute activations;fused heads;dp 2, fsdp;cp 2, Ulysses;16-mixed;pp 2 x tp 2"
 SMALL = ";".join(case.name for case in gpu.CASES if not case.name.startswith(REAL))
 
 
 @pytest.mark.parametrize("only", [
     pytest.param("tp 2, by hand;cp 2, ring;pp 2, interleaved;late collectives: Ulysses", id="core"),
-    pytest.param(SMALL, id="all", marks=[pytest.mark.more, pytest.mark.timeout(1200)]),
+    pytest.param(SLICE, id="slice", marks=[pytest.mark.more, pytest.mark.timeout(600)]),
+    pytest.param(SMALL, id="all", marks=[pytest.mark.matrix, pytest.mark.timeout(1200)]),
     pytest.param(";".join(REAL), id="real size", marks=[pytest.mark.matrix, pytest.mark.timeout(3600)]),
 ])  # fmt: skip
 def test_all_of_it_is_right_on_cpus(only, tmp_path, capsys):
