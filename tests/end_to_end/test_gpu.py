@@ -11,7 +11,7 @@ from tests import gpu
 from tests.helpers.fit import fit
 
 REAL = ("GPT-2", "llama 0.55 B")
-SLICE = "clipped;in chunks;recompute activations;fused heads;dp 2, fsdp;cp 2, Ulysses;16-mixed;pp 2 x tp 2"
+SLICE = "loss in chunks;fused heads;16-mixed;pp 2 x tp 2"
 SMALL = ";".join(case.name for case in gpu.CASES if not case.name.startswith(REAL))
 
 
