@@ -298,11 +298,7 @@ def fit(job: Job, module: Any, strategy: Any, words: int, steps: int, callbacks:
 
 def join(job: Job) -> None:
     """Be the first rank of a world that nobody else is in, for torch and for the Trainer."""
-    placed = {
-        "RANK": 0, "WORLD_SIZE": TP, "LOCAL_RANK": 0, "GROUP_RANK": 0, "NODE_RANK": 0, "LOCAL_WORLD_SIZE": 1,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "played",
-    }  # fmt: skip
-    os.environ.update({name: str(value) for name, value in placed.items()})
+    os.environ.update(loopback.placed(TP))
     if job.network == "fake":
         dist.init_process_group("fake", rank=0, world_size=TP, store=FakeStore())
     else:
@@ -335,9 +331,8 @@ def step(job: Job) -> dict[str, Any]:
     nodes = 1 if job.network is None else TP
     flops = model_flops(module.model.config, job.tokens, nodes)
     meter, kept = Meter(profiles=CUDA or job.part == "picture"), StepMeter(batch=COUNTED)
-    # Each rank's loss has a place of its own in a sum: whoever plays alone finds nobody's but its own there. Nobody else has a
-    # word, either: all are of the first rank's part of the vocabulary.
-    with patch.object(LossWatch, "settle", _nothing) if nodes > 1 else nullcontext():
+    # Nobody else has a word: all are of the first rank's part of the vocabulary.
+    with patch.object(LossWatch, "settle", loopback.asks_nobody) if nodes > 1 else nullcontext():
         fit(job, module, strategy, config["vocab_size"] // tp, COUNTED + 2, [meter, *[kept] * (not CUDA)], nodes)
     found, spans = {**meter.measured(), "flops": flops}, spans_of(meter.events(), CUDA)
     if CUDA:
@@ -346,10 +341,6 @@ def step(job: Job) -> dict[str, Any]:
     else:
         found["kept"] = kept.saved_bytes
     return found | ({"spans": spans} if job.part == "picture" else {})
-
-
-def _nothing(self: LossWatch, *, everything: bool = False) -> None:
-    """What a rank does that asks nobody for their losses."""
 
 
 def start(job: Job) -> dict[str, Any]:

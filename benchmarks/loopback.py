@@ -448,6 +448,19 @@ def _create(store: Any, rank: int, size: int, timeout: Any) -> LoopbackGroup:
     return LoopbackGroup(rank, size)
 
 
+def placed(size: int) -> dict[str, str]:
+    """What a launcher sets for the first rank of a world of so many nodes, for the Trainer."""
+    found = {
+        "RANK": 0, "WORLD_SIZE": size, "LOCAL_RANK": 0, "GROUP_RANK": 0, "NODE_RANK": 0, "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "played",
+    }  # fmt: skip
+    return {name: str(value) for name, value in found.items()}
+
+
+def asks_nobody(self: Any, *, everything: bool = False) -> None:
+    """In the place of ``LossWatch.settle``: each rank's loss has a place of its own in a sum, and nobody else's comes there."""
+
+
 def play(rank: int, size: int, wire: Wire) -> None:
     """Let this process be one rank of a world of so many, whose collectives travel by ``wire``."""
     LoopbackGroup.register(_create)

@@ -123,8 +123,10 @@ class Steps:
         self.settle_rows()  # whoever changed a parameter since the last step has changed its rows
         schedule = self.schedule
         schedule.begin_step(loop)
-        if self._record.graphs is not None and (self.stages.window is None or loop != "training" or self._env.begins_window):
-            self._record.graphs.begin_step()
+        # A loop of the user's may call the model again before it calls a backward, and pp does until a window ends.
+        graphs, stage = self._record.graphs, self.stages.stage
+        if graphs is not None and self._env.has_trainer and (stage is None or loop != "training" or self._env.begins_window):
+            graphs.begin_step()
         if schedule.is_due(loop):
             share_metrics(self._env)
         if schedule.walks_graphs and (batch := args[0] if args else kwargs) is not None:

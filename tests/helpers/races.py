@@ -84,16 +84,8 @@ def play(case: str, wire: loopback.Wire, accelerator: str = "cpu") -> list[tuple
     torch.manual_seed(0)
     module = class_named(model)(**arguments)
     loopback.play(0, world, wire)  # objects come from the first rank
-    placed = {
-        "RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0, "GROUP_RANK": 0, "NODE_RANK": 0, "LOCAL_WORLD_SIZE": 1,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "played",
-    }  # fmt: skip
     bits = _Bits()
-    # Each rank's loss has a place of its own in a sum: whoever plays alone finds nobody's but its own there.
-    with (
-        patch.dict("os.environ", {name: str(value) for name, value in placed.items()}),
-        patch.object(LossWatch, "settle", _nothing),
-    ):
+    with patch.dict("os.environ", loopback.placed(world)), patch.object(LossWatch, "settle", loopback.asks_nobody):
         trainer = quiet_trainer(
             accelerator=accelerator, devices=1, num_nodes=world, max_steps=STEPS, gradient_clip_val=1.0 if model == "GPT" else None,
             strategy=SeqParallelStrategy(self_check=False, **fields), callbacks=[bits], use_distributed_sampler=False,
@@ -102,10 +94,6 @@ def play(case: str, wire: loopback.Wire, accelerator: str = "cpu") -> list[tuple
         trainer.fit(module, models.loader(batch, length=13 if batch == 1 else 12, count=batch * STEPS, vocab=7))
     dist.destroy_process_group()
     return bits.seen
-
-
-def _nothing(self: LossWatch, *, everything: bool = False) -> None:
-    """What a rank does that asks nobody for their losses."""
 
 
 def differences(case: str, late: Callable[[], loopback.Wire], accelerator: str = "cpu") -> tuple[int, list[str]]:
