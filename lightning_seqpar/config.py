@@ -235,6 +235,9 @@ class ParallelConfig(FrozenModel):
     elementwise_optimizers: list[str] = Field(default_factory=list)
     """Classes of optimizers of yours that update each element by itself, as import paths (in Python also the classes); each is
     tried on small tensors, whole and in halves, before training."""
+    whole_matrix_optimizers: list[str] = Field(default_factory=list)
+    """Classes of optimizers of yours that update each parameter by itself and need the whole of it (Muon, LAMB), as
+    import paths (in Python also the classes); each is tried on small tensors, together and alone, before training."""
     broadcast_batch: bool = False
     """One rank of each replica reads the batches and sends them to the others: for iterable data sets that give each
     process other samples, dealt out by ``strategy.dp_rank`` and ``dp_size``. Off, every rank reads for itself and
@@ -323,14 +326,14 @@ class ParallelConfig(FrozenModel):
         except ValidationError as error:
             raise broken("; ".join(item["msg"] for item in error.errors())) from None
 
-    @field_validator("elementwise_optimizers", mode="before")
+    @field_validator("elementwise_optimizers", "whole_matrix_optimizers", mode="before")
     @classmethod
-    def optimizers_are_classes_or_their_paths(cls, value: Any) -> Any:
+    def optimizers_are_classes_or_their_paths(cls, value: Any, info: ValidationInfo) -> Any:
         given = value if isinstance(value, list | tuple) else [value]
         named = [f"{one.__module__}.{one.__qualname__}" if isinstance(one, type) else one for one in given]
         if not all(isinstance(one, str) and "." in one for one in named):
             raise broken(
-                f"elementwise_optimizers={shown(value)}: write a list of import paths, such as ['lion_pytorch.Lion'] (in Python "
+                f"{info.field_name}={shown(value)}: write a list of import paths, such as ['lion_pytorch.Lion'] (in Python "
                 "the classes themselves, too)"
             )
         return named

@@ -21,8 +21,7 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device: torch.device) -> Tensor:
     """Gathers a tensor on the rank that writes; elsewhere a meta tensor. Collective over tp, and over dp if replicas split it."""
-    local = gather_rows(local, groups[groups.mean_axes]).detach() if is_split(local) else local.detach()
-    local = from_holder(local, layout, groups)
+    local = from_holder(gather_rows(local).detach(), layout, groups)
     writes = groups.rank(groups.mean_axes) == 0 and ("pp" not in groups.topology.axes or groups.rank("pp") == 0)
     is_first = groups.rank("tp") == 0
     if layout.shard is None:

@@ -381,11 +381,10 @@ class FullySharded:
     def undo(self) -> None:
         """Give the model its own parameter objects back, each with all rows of its part over tp. Collective over dp."""
         self.reset()
-        group = self._record.groups[self._record.groups.mean_axes]
         sharded = {name: self._model.get_parameter(name) for name in self._own}
         with torch.no_grad():
             for name, parameter in self._own.items():
-                trains, whole = sharded[name].requires_grad, gather_rows(sharded[name], group).clone()
+                trains, whole = sharded[name].requires_grad, gather_rows(sharded[name]).clone()
                 if parameter.is_meta:
                     torch.utils.swap_tensors(parameter, nn.Parameter(whole))
                 else:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_seqpar.distributed.autograd import leaf_of, reach
 from lightning_seqpar.distributed.host import any_rank_has, host_device, read_on_host, send_numbers
 from lightning_seqpar.layout.module_names import Argument, inside
-from lightning_seqpar.layout.param_layout import ParamLayout, gather_rows, is_split, local_rows
+from lightning_seqpar.layout.param_layout import ParamLayout, gather_rows, local_rows
 from lightning_seqpar.region.hooks import find_argument
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
@@ -338,15 +338,14 @@ class HeldParameters:
         """The stages that hold a parameter."""
         return self._cut.shared(name)
 
-    def begin_evaluation(self, replicas: dist.ProcessGroup) -> None:
+    def begin_evaluation(self) -> None:
         """Get the parameters that the last stage reads behind the blocks. Collective over the pipeline."""
         blocks = [block for chunk in self._cut.chunks(self.count - 1) for block in self._cut.blocks[chunk]]
         for name, parameter in self._model.named_parameters():
             if name not in self._cut.held[-1] or any(inside(name, block) for block in blocks):
                 continue
             if self.is_last:
-                whole = gather_rows(parameter, replicas) if is_split(parameter) else parameter
-                whole = whole.detach().contiguous()
+                whole = gather_rows(parameter).detach().contiguous()
             else:
                 whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             dist.broadcast(whole, group=self._group, group_src=self.count - 1)

@@ -23,6 +23,7 @@ from lightning_seqpar.parallel.fully_sharded import READ_ROWS, FullySharded, ref
 from lightning_seqpar.parallel.grad_checks import Comparison, StageScales, check_reduced, check_replicated
 from lightning_seqpar.parallel.grad_sync import GradSync, check_loss, global_grad_norm
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
+from lightning_seqpar.parallel.whole_matrices import WholeMatrices, behind_closure
 from lightning_seqpar.region.observers import WatchSchedule
 from lightning_seqpar.releases import ForwardRedirection, WrappedOptimizer, is_overridden, pl, prepare_for_backward
 from lightning_seqpar.strategy.callbacks import share_metrics
@@ -81,7 +82,10 @@ class Steps:
         self._watching = ExitStack()
         # Optimizers with a hook on steps that bypass the strategy.
         self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._optimizer_guard = OptimizerGuard(environment.config.elementwise_optimizers)
+        self._optimizer_guard = OptimizerGuard(
+            environment.config.elementwise_optimizers, environment.config.whole_matrix_optimizers
+        )
+        self._whole = WholeMatrices()  # for optimizers that need them
         self._scales: StageScales | None = None
         self._weights: WeightWatch | None = None
         self._record: ShardedModel | None = None  # of the model of this run
@@ -92,6 +96,7 @@ class Steps:
         self.stages.stage = None if record is None else record.stage
         if self._env.fits and record is not None:
             self._sync = GradSync(record.layout, self._env.groups)
+            self._whole.begin(record.layout, self._env.groups)
             if record.stage is not None:
                 self.stages.begin(record.stage)
 
@@ -346,6 +351,7 @@ class Steps:
             return self._unwatched(step, optimizer, synced, *args, **kwargs)
         finally:
             self._optimizing = None
+            self._whole.put_back()
 
     def make_optimizers(self, make: Callable[[], None]) -> None:
         """Let Lightning call ``configure_optimizers``, which sees the classes and shapes of the model as it was written."""
@@ -367,6 +373,8 @@ class Steps:
             if optimizer not in self._guarded and hasattr(optimizer, "_optimizer_step_pre_hooks"):
                 optimizer.register_step_pre_hook(self._before_raw_step)
             self._guarded.add(optimizer)
+            if self.shards > 1 and self._optimizer_guard.needs_whole(optimizer):
+                self._whole.around(optimizer)
 
     @property
     def shards(self) -> int:
@@ -393,24 +401,18 @@ class Steps:
         if self.split is not None:
             self.split.refuse_originals(optimizer)
         if any(layout.is_sharded for p in parameters_of(optimizer) if (layout := record.layout.of(p)) is not None):
-            self._optimizer_guard.refuse_mixing([optimizer], self.shards)
+            self._optimizer_guard.refuse_mixing([optimizer], self.shards, alone=True)
 
     def _before_raw_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Sync and check gradients in a step that does not come through the strategy. A hook before each step."""
         if self._optimizing is not None:
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
 
-        def synced() -> Any:
-            with torch.enable_grad():
-                out = None if closure is None else closure()
+        def sync() -> None:
             self.sync_gradients(optimizer)
             self.check_step(optimizer)
-            return out
 
-        if closure is None:
-            return synced()
-        return ((args[0], synced, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": synced})
+        return behind_closure(sync, args, kwargs)
 
     def sync_gradients(self, optimizer: Optimizer | None) -> None:
         """Sum the partial gradients of an optimizer's parameters (None for all) over tp, unless that is done. Collective."""

@@ -43,7 +43,7 @@ from lightning_seqpar.verify.guards import before_training as guards
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_NONE_FOR_EMPTY = ("ddp", "fsdp", "checkpoint", "compile_options", "elementwise_optimizers")
+_NONE_FOR_EMPTY = ("ddp", "fsdp", "checkpoint", "compile_options", "elementwise_optimizers", "whole_matrix_optimizers")
 """Fields whose keyword has None as its default, in place of an empty list or mapping."""
 
 
@@ -118,6 +118,7 @@ class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
         self_check: bool = True,
         check_every: int = 0,
         elementwise_optimizers: list[Any] | None = None,
+        whole_matrix_optimizers: list[Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = 1800,

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.checkpoint.convert import open_source, write_checkpoint
+from lightning_seqpar.releases import MUON
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import FLOAT64_TOLERANCE, ParityRecorder, Trace
 from tests.helpers import models
@@ -84,12 +85,12 @@ class Several(models.GPT):
         return loss.detach()
 
     def configure_optimizers(self) -> Any:
-        blocks = list(self.model.blocks.parameters())
+        blocks = [p for p in self.model.blocks.parameters() if p.ndim == 2]
         inside = {id(p) for p in blocks}
         rest = [p for p in self.parameters() if id(p) not in inside]
         wide, narrow = ([p for p in rest if (p.ndim > 1) is wide] for wide in (True, False))
         both = [
-            torch.optim.AdamW(blocks, lr=0.02, weight_decay=0.1),
+            MUON[0](blocks, lr=0.02) if MUON else torch.optim.AdamW(blocks, lr=0.02, weight_decay=0.1),
             torch.optim.SGD([{"params": wide, "momentum": 0.9}, {"params": narrow, "lr": 0.02}], lr=0.05),
         ]
         return both, [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in both]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy
+from lightning_seqpar.releases import MUON
 from lightning_seqpar.verify.guards.optimizer import OptimizerGuard
-from tests.helpers.optimizers import Lion
+from tests.helpers.optimizers import Factored, Lion, Trusting, Whitening
 from tests.mutants import sees
 
 
@@ -56,6 +58,17 @@ class Around(Optimizer):
         return self.base.step(closure)
 
 
+class Growing(Plain):
+    """A rate for all parameters, by how far gradients lead the same way."""
+
+    rate = 1.0
+
+    def change(self, grads: list[Tensor]) -> list[Tensor]:
+        self.way = [way + grad for way, grad in zip(self.way, grads, strict=True)] if hasattr(self, "way") else grads
+        self.rate = max(self.rate, float(sum((way * grad).sum() for way, grad in zip(self.way, grads, strict=True))) / 100)
+        return [self.rate * grad.tanh() for grad in grads]
+
+
 class Renamed(optim.AdamW):
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.01)
@@ -65,6 +78,20 @@ class Renamed(optim.AdamW):
 class OwnStep(optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
+
+
+class Trusted(optim.AdamW):
+    """Steps as long as the parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.sub_(p.grad * (0.1 * p.norm() / p.grad.norm()))
+
+
+class Int8(Plain):
+    __module__ = "torchao.optim.adam"
+    __qualname__ = "AdamW8bit"
 
 
 def params() -> list[nn.Parameter]:
@@ -90,13 +117,14 @@ def in_training() -> Optimizer:
 RIGHT = {
     "a subclass": (lambda: Renamed(params()), ""),
     "an attribute of the class": (lambda: Lion(params()), ""),
-    "a path": (lambda: OwnStep(params()), f"{__name__}.OwnStep"),
+    "a subclass with a step of its own": (lambda: OwnStep(params()), ""),
+    "a path": (lambda: Plain(params()), f"{__name__}.Plain"),
     "another path to it": (lambda: optim.SparseAdam(params()), "torch.optim.SparseAdam"),
     "a rate of zero": (warmed_up, ""),
     "state": (in_training, ""),
     "around another": (lambda: Around(optim.SGD(params(), 0.1, momentum=0.9)), f"{__name__}.Around"),
 }
-MIXES = {"by row": lambda: ByRow(params()), "by the norm of all": lambda: ByNormOfAll(params())}
+MIXES = {"by row": ByRow, "by the norm of all": ByNormOfAll, "a rate of all": Growing}
 
 
 @pytest.mark.parametrize("case", RIGHT)
@@ -118,15 +146,15 @@ def test_what_updates_each_element_by_itself_passes_and_is_left_as_it_was(case):
 @sees(
     "an optimizer that is vouched for is not tried",
     "OptimizerGuard._passes",
-    "            _check_elementwise(optimizer)\n",
+    "            _try(optimizer, how)\n",
     "",
     case="by row",
 )
 @pytest.mark.parametrize("case", MIXES)
 def test_what_mixes_elements_is_refused_though_somebody_vouches_for_it(case):
-    optimizer = MIXES[case]()
-    kind = type(optimizer)
-    with pytest.raises(ValueError, match=rf"{kind.__name__} is not elementwise, though it is vouched for"):
+    kind = MIXES[case]
+    optimizer = kind(params())
+    with pytest.raises(ValueError, match=rf"{kind.__name__} is not elementwise, as which it is taken"):
         OptimizerGuard([f"{kind.__module__}.{kind.__name__}"]).refuse_mixing([optimizer], 2)
     optimizer.elementwise = True
     with pytest.raises(ValueError, match="not elementwise"):
@@ -138,14 +166,67 @@ def test_what_mixes_elements_is_refused_though_somebody_vouches_for_it(case):
     "_leaves_alone",
     "inspect.unwrap(one) is inspect.unwrap(other)",
     "True",
-    case="OwnStep",
 )
-@pytest.mark.parametrize("kind", [OwnStep, Plain], ids=lambda kind: kind.__name__)
-def test_what_nobody_vouches_for_is_refused_with_how_to(kind):
-    optimizer = kind(params(), lr=0.1)
+def test_a_subclass_with_a_step_of_its_own_is_tried():
+    with pytest.raises(ValueError, match="Trusted is not elementwise"):
+        OptimizerGuard().refuse_mixing([Trusted(params())], 2)
+
+
+def test_what_nobody_vouches_for_is_refused_with_how_to():
+    optimizer = Plain(params(), lr=0.1)
     OptimizerGuard().refuse_mixing([optimizer], 1)
-    with pytest.raises(ValueError, match=rf"with tp=2.*elementwise_optimizers=\['{__name__}.{kind.__name__}'\]"):
+    told = rf"over 2 ranks.*elementwise_optimizers=\['{__name__}.Plain'\].*whole_matrix_optimizers=\['{__name__}.Plain'\]"
+    with pytest.raises(ValueError, match=told):
         OptimizerGuard(["some.Other"]).refuse_mixing([optimizer], 2)
+
+
+def test_what_updates_each_matrix_by_itself_gets_it_whole():
+    for optimizer in (Whitening(params(), lr=0.1), Trusting(params(), lr=0.1), *(one(params()[:1], lr=0.1) for one in MUON)):
+        guard = OptimizerGuard([], ["tests.helpers.optimizers.Trusting"])
+        guard.refuse_mixing([optimizer], 2)
+        guard.refuse_in_stages([optimizer], 2)
+        assert guard.needs_whole(optimizer)
+        with pytest.raises(ValueError, match="needs whole matrices, and is stepped apart from the strategy"):
+            guard.refuse_mixing([optimizer], 2, alone=True)
+    assert not OptimizerGuard().needs_whole(OwnStep(params()))
+
+
+@sees(
+    "whole matrices: what steps by all parameters is taken for one that steps by each",
+    "_is_alike",
+    "tensors[half::2] if dim is None",
+    "tensors if dim is None",
+    case="ByNormOfAll",
+)
+@sees(
+    "whole matrices: sums of rows are taken for what ranks can keep",
+    "_is_alike",
+    "            _refuse_state(trials[0][2])\n",
+    "            pass\n",
+    case="Factored",
+)
+@pytest.mark.parametrize("kind", [ByNormOfAll, Growing, Factored, optim.Adafactor], ids=lambda kind: kind.__name__)
+def test_what_needs_more_than_a_matrix_is_refused(kind):
+    told = (
+        r"it keeps row.*, \[8.*\], of a parameter \[8"
+        if kind in (Factored, optim.Adafactor)
+        else "together and on each alone differ"
+    )
+    with pytest.raises(ValueError, match=told):
+        OptimizerGuard([], [f"{kind.__module__}.{kind.__name__}"]).refuse_mixing([kind(params())], 2)
+
+
+@sees("moments of 8 bits are taken for those of 32", "_is_quantised", "bits != 32 or", "bits == 0 and", case="8bit")
+@pytest.mark.parametrize("args", ["8bit", "32bit"])
+def test_moments_of_few_bits_are_refused_where_shards_would_cut_their_blocks(args):
+    optimizer = Int8(params())
+    guard = OptimizerGuard(["torchao.optim.adam.AdamW8bit"])
+    if args == "32bit":  # bitsandbytes has one class for all
+        Int8.__qualname__, optimizer.args = "AdamW", SimpleNamespace(optim_bits=8)
+    with pytest.raises(ValueError, match="it keeps moments in blocks of 8 or 4 bits"):
+        guard.refuse_mixing([optimizer], 2)
+    guard.refuse_mixing([optimizer], 1)
+    guard.refuse_in_stages([optimizer], 2)
 
 
 def test_what_cannot_be_tried_says_why():
