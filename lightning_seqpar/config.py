@@ -200,14 +200,16 @@ class ParallelConfig(FrozenModel):
     """The axes, outermost first; ranks along the last one are adjacent."""
     plan: str | PlanSpec = "auto"
     """``auto``, a family's name, the path of a YAML file, or ``{base: ..., rules: [...]}``."""
-    data_parallel: Literal["ddp", "fsdp"] = "ddp"
-    """What synchronises the data-parallel replicas: ``ddp``, or ``fsdp`` (torch's ``fully_shard`` for each block), where each
-    replica holds its rows of parameters, gradients and moments alone."""
+    data_parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """What synchronises the data-parallel replicas: ``ddp``; ``fsdp`` (torch's ``fully_shard`` for each block), where each
+    replica holds its rows of parameters, gradients and moments alone; or ``hsdp``, where every ``shard_size`` neighbours share
+    them out, and gradients are summed over such groups."""
     ddp: dict[str, Any] = Field(default_factory=dict)
     """Options passed on to ``DistributedDataParallel``."""
     fsdp: dict[str, Any] = Field(default_factory=dict)
-    """Options of ``fsdp``: ``reshard_after_forward``, ``mp_policy`` and ``offload_policy`` of ``fully_shard``, and ``units``,
-    patterns of the modules that are gathered each on its own, in place of the blocks."""
+    """Options of ``fsdp`` and ``hsdp``: ``reshard_after_forward``, ``mp_policy`` and ``offload_policy`` of ``fully_shard``,
+    ``units``, patterns of the modules that are gathered each on its own, in place of the blocks, and of ``hsdp`` the
+    ``shard_size``."""
     recompute: Literal["none", "activations", "selective", "full"] = "none"
     """What runs again in the backward instead of being kept: ``full``, each block, of which only the input is kept;
     ``activations``, norms and what lies between the columns and the row of an MLP; ``selective``, these and the attention in each
@@ -372,6 +374,22 @@ class ParallelConfig(FrozenModel):
                 f"write {chunks} number{'s' * (chunks > 1)}, or leave it out"
             )
         return self
+
+    @model_validator(mode="after")
+    def a_shard_size_belongs_to_hsdp(self) -> ParallelConfig:
+        size = self.fsdp.get("shard_size")
+        if (self.data_parallel == "hsdp") != (size is not None):
+            raise broken(
+                f"fsdp={shown(self.fsdp)} with data_parallel={self.data_parallel!r}: hsdp, and it alone, needs the number of "
+                "replicas that share out parameters, such as data_parallel: hsdp with fsdp: {shard_size: 8}"
+            )
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 < size <= LARGEST_NUMBER):
+            raise broken(f"fsdp={{shard_size: {shown(size)}}}: it counts replicas; write a whole number, 2 or more")
+        return self
+
+    def shares(self, replicas: int) -> int:
+        """How many of the replicas (dp × cp) share out each parameter; 1 where each holds all of it."""
+        return {"ddp": 1, "fsdp": replicas}.get(self.data_parallel) or int(self.fsdp["shard_size"])
 
     @model_validator(mode="after")
     def options_of_a_compiler_need_one(self) -> ParallelConfig:

@@ -21,7 +21,7 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device: torch.device) -> Tensor:
     """Gathers a tensor on the rank that writes; elsewhere a meta tensor. Collective over tp, and over dp if replicas split it."""
-    local = from_holder(gather_rows(local).detach(), layout, groups)
+    local = from_holder((gather_rows(local, groups["fsdp_shard"]) if is_split(local) else local).detach(), layout, groups)
     writes = groups.rank(groups.mean_axes) == 0 and ("pp" not in groups.topology.axes or groups.rank("pp") == 0)
     is_first = groups.rank("tp") == 0
     if layout.shard is None:
@@ -131,10 +131,12 @@ class _WriterChoice:
         dp, tp, loads = self._groups.rank(self._groups.mean_axes), self._groups.rank("tp"), self._loads
         here = "pp" not in self._groups.topology.axes or self._groups.rank("pp") == next(iter(stages), 0)
         sharded = layout is not None and layout.shard is not None
-        if is_split(value):  # every replica writes its rows: of what the ranks of tp hold alike, one of them
-            column = int(loads.sum(0).argmin())
-            loads[:, slice(None) if sharded else column] += value.nbytes / len(loads)
-            writes = sharded or column == tp
+        if is_split(value):  # each of those that share it out writes its rows: of what the ranks of tp hold alike, one of them
+            shares = loads.view(-1, self._groups.size("fsdp_shard"), loads.shape[1])
+            at = int(shares.sum((1, 2)).argmin())
+            column = int(shares[at].sum(0).argmin())
+            shares[at, :, slice(None) if sharded else column] += value.nbytes / shares.shape[1]
+            writes = at == dp // shares.shape[1] and (sharded or column == tp)
         elif layout is None or layout.shard is None:  # all ranks of a replica hold the whole tensor
             writer = divmod(int(loads.argmin()), loads.shape[1]) if alike else (0, 0)
             loads[writer] += value.nbytes

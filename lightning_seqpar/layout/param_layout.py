@@ -158,8 +158,10 @@ def rows_held(tensor: Tensor) -> tuple[int, int] | None:
     """The first of this rank's rows and the one behind the last; None for a tensor that every replica holds whole."""
     if not is_split(tensor):
         return None
-    group = rows_group(tensor)
-    return rows_of(tensor.shape[0], group.size(), group.rank())
+    mesh = tensor.device_mesh  # of all replicas that hold rows; in front of them those that hold the same
+    place = mesh.get_coordinate()
+    assert place is not None
+    return rows_of(tensor.shape[0], mesh.size(mesh.ndim - 1), place[-1])
 
 
 def rows_of(length: int, size: int, rank: int) -> tuple[int, int]:
@@ -167,11 +169,6 @@ def rows_of(length: int, size: int, rank: int) -> tuple[int, int]:
     part = -(-length // size)  # as torch.chunk cuts: the last ranks may hold fewer rows, or none
     start = min(rank * part, length)
     return start, min(start + part, length)
-
-
-def rows_group(tensor: DTensor) -> ProcessGroup:
-    """The ranks that hold the rows of a split tensor, which are those of its mesh's last axis."""
-    return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
 
 
 def take_rows(part: Tensor, like: Tensor) -> Tensor:
@@ -202,11 +199,10 @@ def empty_on_cpu(like: Tensor) -> Tensor:
     return with_rows(torch.empty_like(local_rows(like), device="cpu"), like)
 
 
-def gather_rows(tensor: Tensor) -> Tensor:
-    """Gathers the rows of all replicas that hold some, if the tensor is split. Collective over those."""
+def gather_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Gathers the rows of the replicas that share a tensor out, if it is split. Collective over their group, ``fsdp_shard``."""
     if not is_split(tensor):
         return tensor
-    group = rows_group(tensor)
     rows = local_rows(tensor).detach()
     device = rows.device
     if device.type == "cpu" and dist.get_backend(group) == "nccl":

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.context.attention import ContextAxis, Method
 from lightning_seqpar.distributed.async_ops import all_gather
 from lightning_seqpar.layout.module_names import inside, outwards
-from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason, gather_rows
+from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason, gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.parallel.beside_tp import (
     MLPTiles,
@@ -307,7 +307,7 @@ def whole_tensor(local: Tensor, layout: ParamLayout, groups: ParallelGroups) -> 
 
     Collective over tp, over dp if the replicas split it, and over pp if other stages hold it.
     """
-    local = from_holder(gather_rows(local), layout, groups)
+    local = from_holder(gather_rows(local, groups["fsdp_shard"]) if is_split(local) else local, layout, groups)
     if layout.shard is None:
         return local.detach().clone()
     group, sent = groups["tp"], local.detach().unsqueeze(0)

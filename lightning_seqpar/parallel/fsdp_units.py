@@ -16,8 +16,8 @@ from lightning_seqpar.user_input import nearest
 
 _TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 _MP_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-OPTIONS = ("reshard_after_forward", "mp_policy", "offload_policy", "units")
-"""What the field ``fsdp`` may hold: by the names of ``fully_shard``, and ``units``."""
+OPTIONS = ("reshard_after_forward", "mp_policy", "offload_policy", "units", "shard_size")
+"""What the field ``fsdp`` may hold: by the names of ``fully_shard``, and what is ours."""
 
 
 def fully_shard_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,14 +132,17 @@ class ReplicaSplit:
     """How ``fully_shard`` shares out a model over replicas, in numbers: those of the first rank, which holds most rows."""
 
     replicas: int = 1  # that share a parameter
+    copies: int = 1  # replicas that hold the same rows
     units: Sequence[str] = ()  # modules that are gathered and reduced each on its own; the rest is one more
     options: Mapping[str, Any] = field(default_factory=dict)  # keywords of ``fully_shard``
 
     @classmethod
-    def of(cls, model: nn.Module, given: Mapping[str, Any], blocks: Iterable[str], replicas: int) -> ReplicaSplit:
+    def of(
+        cls, model: nn.Module, given: Mapping[str, Any], blocks: Iterable[str], replicas: int, copies: int = 1
+    ) -> ReplicaSplit:
         """The split of a model."""
         units = units_of(model, units_among(given, model, [*blocks, *listed_blocks(model)]))
-        return cls(replicas, units, fully_shard_options(given))
+        return cls(replicas, copies, units, fully_shard_options(given))
 
     def numel(self, parameter: Tensor) -> int:
         """How many numbers of a parameter a rank holds; all of one without dims."""
@@ -177,8 +180,11 @@ class ReplicaSplit:
             sent["all_gather"] += times * sum(self.numel(p) * self._size(p) for p in unit)
             if trained := [p for p in unit if p.requires_grad]:
                 calls["reduce_scatter"] += 1
-                sizes = (self.numel(p) * self._size(p, "reduce_dtype") for p in trained)
-                sent["reduce_scatter"] += self.replicas * sum(sizes)
+                rows = sum(self.numel(p) * self._size(p, "reduce_dtype") for p in trained)
+                sent["reduce_scatter"] += self.replicas * rows
+                if self.copies > 1:
+                    calls["all_reduce"] += 1
+                    sent["all_reduce"] += rows
         return calls, sent
 
     def _size(self, parameter: Tensor, field: str = "param_dtype") -> int:

@@ -28,6 +28,7 @@ from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
 from lightning_seqpar.parallel.fsdp_units import units_of
 from lightning_seqpar.parallel.sharded_model import ModuleSnapshot, ShardedModel, changes_since
+from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -94,6 +95,15 @@ def _with_places(tree: Any, places: Sequence[_Place]) -> Any:
     return tree_unflatten(leaves, spec)
 
 
+def _mesh(groups: ParallelGroups, device: str) -> DeviceMesh:
+    """The replicas that hold rows of each parameter; beside them, if they are not all, those that hold the same rows."""
+    if groups.size("fsdp_replicate") == 1:
+        return DeviceMesh.from_group(groups["fsdp_shard"], device, mesh_dim_names=("shard",))
+    ranks = torch.tensor(groups.ranks(groups.mean_axes)).view(-1, groups.size("fsdp_shard"))
+    both = [groups["fsdp_replicate"], groups["fsdp_shard"]]
+    return DeviceMesh.from_group(both, device, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
 class FullySharded:
     """A model of which each data-parallel rank holds some rows of every parameter.
 
@@ -114,7 +124,7 @@ class FullySharded:
         self._own_names = {
             name: self._model.get_parameter(name) for name, _ in self._model.named_parameters(remove_duplicate=False)
         }
-        mesh = DeviceMesh.from_group(record.groups[record.groups.mean_axes], device.type, mesh_dim_names=("dp",))
+        mesh = _mesh(record.groups, device.type)
         modules = list(self._model.modules())
         snapshots = [ModuleSnapshot(module) for module in modules]
         self._hooks = [(module, {key: dict(getattr(module, key)) for key in _HOOKS}) for module in modules]
@@ -381,10 +391,11 @@ class FullySharded:
     def undo(self) -> None:
         """Give the model its own parameter objects back, each with all rows of its part over tp. Collective over dp."""
         self.reset()
+        group = self._record.groups["fsdp_shard"]
         sharded = {name: self._model.get_parameter(name) for name in self._own}
         with torch.no_grad():
             for name, parameter in self._own.items():
-                trains, whole = sharded[name].requires_grad, gather_rows(sharded[name]).clone()
+                trains, whole = sharded[name].requires_grad, gather_rows(sharded[name], group).clone()
                 if parameter.is_meta:
                     torch.utils.swap_tensors(parameter, nn.Parameter(whole))
                 else:

@@ -480,7 +480,7 @@ def global_grad_norm(
     whole, over_tp, over_dp, over_both = (each.to(wide) for each in powers)
     if any(is_split(parameter) for parameter in parameters):  # each axis once: first dp, alone or with tp
         both = torch.stack([over_dp, over_both])
-        dist.all_reduce(both, op=op, group=groups[groups.mean_axes])
+        dist.all_reduce(both, op=op, group=groups["fsdp_shard"])
         over_dp, over_both = both.unbind()
     part = join(torch.stack([over_tp, over_both]))
     dist.all_reduce(part, op=op, group=groups["tp"])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, is_split, local_rows, rows_group, rows_of, with_rows
+from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, is_split, local_rows, rows_of, with_rows
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _ALIGNED = 16  # bytes: every tensor that is sent begins at a multiple of it, as a view in its own type must
@@ -183,10 +183,9 @@ class _Step:
             and (found := layout.of(parameter)) is not None
             and (found.is_sharded or is_split(parameter))
         ]
-        rows = next((rows_group(parameter) for parameter, _ in due if is_split(parameter)), None)
         self._axes: list[_Axis] = [_TensorParallel(groups["tp"])]
-        if rows is not None:
-            self._axes.insert(0, _Rows(rows))
+        if any(is_split(parameter) for parameter, _ in due):
+            self._axes.insert(0, _Rows(groups["fsdp_shard"]))
         self._device = next((local_rows(parameter).device for parameter, _ in due), torch.device("cpu"))
         self._rank = {axis.name: axis.group.rank() for axis in self._axes}
         self._due = dict(enumerate(_dealt_out(due, {axis.name: axis.group.size() for axis in self._axes})))

@@ -338,14 +338,14 @@ class HeldParameters:
         """The stages that hold a parameter."""
         return self._cut.shared(name)
 
-    def begin_evaluation(self) -> None:
+    def begin_evaluation(self, shares: dist.ProcessGroup) -> None:
         """Get the parameters that the last stage reads behind the blocks. Collective over the pipeline."""
         blocks = [block for chunk in self._cut.chunks(self.count - 1) for block in self._cut.blocks[chunk]]
         for name, parameter in self._model.named_parameters():
             if name not in self._cut.held[-1] or any(inside(name, block) for block in blocks):
                 continue
             if self.is_last:
-                whole = gather_rows(parameter).detach().contiguous()
+                whole = gather_rows(parameter, shares).detach().contiguous()
             else:
                 whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             dist.broadcast(whole, group=self._group, group_src=self.count - 1)

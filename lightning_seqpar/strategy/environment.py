@@ -155,6 +155,7 @@ class Environment:
                     dist.get_rank(),
                     timeout=self.config.timeout,
                     split_rank=self.config.pp_split_rank,
+                    shard_size=self.config.fsdp.get("shard_size"),
                     gloo_twins=self.config.gloo_twins,
                     pp_channels=count_channels(self.config.pp, self.config.virtual_pp or 1),
                 )

@@ -200,7 +200,7 @@ class Loops:
         self._steps.outputs = OutputWatch()  # an earlier loop may have ended in the middle
         groups = self._env.groups
         if (stage := self._steps.stages.stage) is not None:
-            stage.begin_evaluation()
+            stage.begin_evaluation(groups["fsdp_shard"])
         check_agreement({f"{loop} batches": list(counts)}, groups[groups.replica_axes], self._env.device)
         callbacks = self._env.callbacks
         if loop == "predict" and groups.rank(groups.replica_axes) > 0:

@@ -350,7 +350,7 @@ class ModelSetup:
     @property
     def splits(self) -> bool:
         """Whether the replicas share out what one of them would hold."""
-        return self._env.config.data_parallel == "fsdp" and self._env.mean_size > 1
+        return self._env.config.data_parallel != "ddp" and self._env.mean_size > 1
 
     def split_over_replicas(self, module: pl.LightningModule, record: ShardedModel | None) -> FullySharded | None:
         """Let each replica hold some rows of every parameter, where that is asked for; an earlier run may have done so."""

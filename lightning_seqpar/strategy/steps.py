@@ -379,7 +379,7 @@ class Steps:
     @property
     def shards(self) -> int:
         """Over how many ranks parameters are divided."""
-        return self._env.config.tp * (self._env.mean_size if self.split is not None else 1)
+        return self._env.config.tp * (self._env.groups.size("fsdp_shard") if self.split is not None else 1)
 
     @contextmanager
     def without_reduction(self, without_ddp: AbstractContextManager[None]) -> Generator[None, None, None]:

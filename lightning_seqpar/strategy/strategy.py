@@ -105,7 +105,7 @@ class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
         pp_split_rank: int | None = None,
         order: str = "pp-dp-cp-tp",
         plan: str | PlanSpec | dict[str, Any] | list[dict[str, Any]] = "auto",
-        data_parallel: Literal["ddp", "fsdp"] = "ddp",
+        data_parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp",
         ddp: dict[str, Any] | None = None,
         fsdp: dict[str, Any] | None = None,
         recompute: Literal["none", "activations", "selective", "full"] = "none",
@@ -456,10 +456,9 @@ def checked_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> P
     merged = _merge_config(config, given)
     guards.refuse_unsupported(merged)
     guards.check_ddp_options(merged.ddp)
-    if merged.fsdp and merged.data_parallel != "fsdp":
+    if merged.fsdp and merged.data_parallel == "ddp":
         raise ValueError(
-            f"fsdp={merged.fsdp!r} beside data_parallel={merged.data_parallel!r}: nothing reads it; set data_parallel='fsdp', "
-            "or leave it out"
+            f"fsdp={merged.fsdp!r} beside data_parallel='ddp': nothing reads it; set data_parallel='fsdp', or leave it out"
         )
     fully_shard_options(merged.fsdp)
     guards.check_compile_options(merged.compile_options)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.user_input import nearest
+from lightning_seqpar.user_input import nearest, sizes_that_divide
 
 PIPELINE = "pp"  # the axis of pipeline stages; a topology without it is a pipeline of one stage
 
@@ -110,6 +110,11 @@ class ProcessTopology:
             raise ValueError(
                 f"dp={config.dp}: dp {config.dp} × {product} = {config.dp * model} ranks, but the world has "
                 f"{world_size}; use dp={derived} (or 'auto'), or start {config.dp * model} processes"
+            )
+        if (replicas := derived * config.cp) % (shares := config.shares(replicas)):
+            raise ValueError(
+                f"fsdp={{shard_size: {shares}}}: {replicas} replicas (dp {derived} × cp {config.cp}) do not divide by it; "
+                f"{sizes_that_divide('shard_size', replicas)}"
             )
         sizes = {"tp": config.tp, "cp": config.cp, "pp": config.pp, "dp": derived}
         names = config.order.split("-")

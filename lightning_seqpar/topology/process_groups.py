@@ -20,8 +20,9 @@ from lightning_seqpar.user_input import nearest
 
 Axes = str | tuple[str, ...]  # one axis, several axes, or one of :data:`NAMED`
 
-NAMED = ("embedding", "position_embedding", "fp8_amax")
-"""Groups that have a name of their own: those of embeddings, which span no set of axes, and ``fp8_amax``, which is tp × dp."""
+NAMED = ("embedding", "position_embedding", "fp8_amax", "fsdp_shard", "fsdp_replicate")
+"""Groups that have a name of their own: those of embeddings, and of replicas that share out parameters or hold the same part of
+them, span no set of axes; ``fp8_amax`` is tp × dp."""
 
 
 def _silent_group(rank: int, size: int) -> ProcessGroup:
@@ -48,6 +49,7 @@ class ParallelGroups:
         backend: backend of the groups; none takes the default group's.
         timeout: how long a collective waits (a sub-group does not inherit the default group's timeout).
         split_rank: first pipeline stage of the decoder, in an encoder-decoder model; it holds embeddings too.
+        shard_size: how many neighbours among the replicas (dp × cp) share out parameters; none for all.
         gloo_twins: make a gloo group beside each group of axes (:meth:`gloo`), for objects on the CPU and for threads.
         pp_channels: make so many more groups of the ranks of ``pp``, each for one kind of messages between neighbours.
 
@@ -67,10 +69,11 @@ class ParallelGroups:
         backend: str | None = None,
         timeout: timedelta | None = None,
         split_rank: int | None = None,
+        shard_size: int | None = None,
         gloo_twins: bool = False,
         pp_channels: int = 0,
     ) -> None:
-        self._place(topology, rank, rank_mapping, split_rank)
+        self._place(topology, rank, rank_mapping, split_rank, shard_size)
         if not dist.is_initialized():
             raise RuntimeError(
                 "ParallelGroups needs torch.distributed; call init_process_group first, "
@@ -95,9 +98,17 @@ class ParallelGroups:
         # NCCL orders all that two ranks of a group send each other: kinds that overtake each other need groups of their own.
         self.pp_channels = tuple(self._new(stages, options) for _ in range(pp_channels))
 
-    def _place(self, topology: ProcessTopology, rank: int, rank_mapping: Any = None, split_rank: int | None = None) -> None:
+    def _place(
+        self,
+        topology: ProcessTopology,
+        rank: int,
+        rank_mapping: Any = None,
+        split_rank: int | None = None,
+        shard_size: int | None = None,
+    ) -> None:
         """Find this rank's place in the grid, and check that the mapping and the split fit. Makes no groups."""
         self.topology, self._world_rank, self._split_rank, self._fake = topology, rank, split_rank, False
+        self._shard_size = shard_size
         self._groups: dict[frozenset[str], ProcessGroup] = {}
         self._twins: dict[frozenset[str], ProcessGroup] = {}
         self._made: list[ProcessGroup] = []
@@ -147,9 +158,10 @@ class ParallelGroups:
                 into[frozenset(axes)] = made[first]
 
     def _make_named_groups(self, options: Mapping[str, Any]) -> None:
-        """Make the groups of embeddings; one that has the ranks of a group of axes, or of the other, shares that group."""
+        """Make the groups that span no axes; one that has the ranks of a group of axes, or of another, shares that group."""
         known = {axes: self.topology.get_comm_list(0, *axes) for axes in self._axis_sets()}
-        for name in ("embedding", "position_embedding"):
+        shares = ("fsdp_shard",) if self.mean_axes else ()
+        for name in ("embedding", "position_embedding", *shares, *(("fsdp_replicate",) if self._shard_size else ())):
             # The ranks of grid rank 0's own group decide whether it is shared, so that all ranks decide alike.
             first = self._grid_ranks(frozenset((name,)), 0)
             shared = next((axes for axes, ranks in known.items() if ranks == first), None)
@@ -188,7 +200,7 @@ class ParallelGroups:
         """The gloo group beside the group along ``axes``, if they were made with ``gloo_twins=True``; not of embeddings."""
         if not self._fake and not self._twins and self._groups:
             raise RuntimeError("no gloo twins were made; pass gloo_twins=True")
-        if self._key(axes) & {"embedding", "position_embedding"}:
+        if self._key(axes) & {*NAMED}:
             raise ValueError(f"groups.gloo({axes!r}): groups of axes have twins, named ones have none; use gloo('pp')")
         return self._find(self._twins, axes)
 
@@ -228,6 +240,11 @@ class ParallelGroups:
             return self.topology.embedding_ranks(rank, self._split_rank)
         if key == {"position_embedding"}:
             return self.topology.position_embedding_ranks(rank, self._split_rank)
+        if key <= {"fsdp_shard", "fsdp_replicate"}:
+            replicas = self.topology.get_comm_list(rank, *self.mean_axes)
+            size, place = self._shard_size or len(replicas), replicas.index(rank)
+            first = place - place % size
+            return replicas[first : first + size] if key == {"fsdp_shard"} else replicas[place % size :: size]
         return self.topology.get_comm_list(rank, *sorted(key))
 
     def ranks(self, axes: Axes) -> list[int]:
@@ -292,7 +309,8 @@ class ParallelGroups:
 
     def over_gloo(self, timeout: timedelta | None = None) -> ParallelGroups:
         """The same groups once more, on the CPU; collective over the topology's ranks."""
-        options: dict[str, Any] = {"split_rank": self._split_rank, "pp_channels": len(self.pp_channels)}
+        options: dict[str, Any] = {"split_rank": self._split_rank, "shard_size": self._shard_size}
+        options["pp_channels"] = len(self.pp_channels)
         place = (self.topology, self._world_rank, tuple(self._mapping))
         return ParallelGroups(*place, backend="gloo", timeout=timeout, **options)
 

@@ -208,9 +208,10 @@ class _Describer:
         if config.tp > 1:
             plans, whole = self._plans(planned)
             record = self._shard(planned, plans)
-        if config.data_parallel == "fsdp" and (replicas := self.topology.get_dim("dp") * config.cp) > 1:
+        replicas = self.topology.get_dim("dp") * config.cp
+        if (shares := config.shares(replicas)) > 1:
             blocks = [name for region in record.regions for name in region.blocks] if record is not None else []
-            self.split = ReplicaSplit.of(planned, config.fsdp, blocks, replicas)
+            self.split = ReplicaSplit.of(planned, config.fsdp, blocks, shares, replicas // shares)
         held = dict(planned.named_parameters())
         numel = sum(p.numel() for p in held.values()) if record is None else record.layout.global_numel()
         out = Description(

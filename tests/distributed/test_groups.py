@@ -106,6 +106,23 @@ def test_an_all_reduce_of_ranks_over_every_group_of_eight():
     assert first[6][3] == {"embedding": [0, 6], "position_embedding": [0], "fp8_amax": [6, 7]}
 
 
+def worker_shares():
+    topology = ProcessTopology(["dp", "cp", "tp"], [2, 2, 2])
+    groups = ParallelGroups(topology, dist.get_rank(), shard_size=2)
+    whole = ParallelGroups(topology, dist.get_rank())
+    told = [groups.ranks(name) for name in ("fsdp_shard", "fsdp_replicate")]
+    assert [total(groups[name]) for name in ("fsdp_shard", "fsdp_replicate")] == [sum(ranks) for ranks in told]
+    assert whole["fsdp_shard"] is whole["dp", "cp"]
+    assert whole.ranks("fsdp_replicate") == [dist.get_rank()]
+    return told
+
+
+def test_replicas_that_share_out_parameters_are_neighbours():
+    found = run_distributed(worker_shares, 8)
+    assert found[0] == [[0, 2], [0, 4]]
+    assert found[7] == [[5, 7], [3, 7]]
+
+
 def worker_parts():
     rank = dist.get_rank()
     # Two grids over parts of the world; the second is turned round, so that its order is its own.

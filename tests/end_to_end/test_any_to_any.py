@@ -39,10 +39,10 @@ class Place:
     pp: int = 1
 
     def __str__(self) -> str:
-        if self.kind not in ("ours", "fsdp"):
+        if self.kind in ("plain", "ddp"):
             return self.kind
         more = f"-cp{self.cp}" * (self.cp > 1) + f"-pp{self.pp}" * (self.pp > 1)
-        return f"tp{self.tp}{more}-{'fsdp' if self.kind == 'fsdp' else 'dp'}{self.replicas}-{self.form}"
+        return f"tp{self.tp}{more}-{'dp' if self.kind == 'ours' else self.kind}{self.replicas}-{self.form}"
 
     @property
     def replicas(self) -> int:
@@ -63,6 +63,7 @@ PLACES = {
         *(Place(4, tp, form, "fsdp") for tp in (1, 2) for form in ("single", "sharded", "async")),
         *(Place(4, tp, form, kind, 2) for tp, form, kind in CONTEXT),
         *(Place(4, tp, form, kind, pp=2) for tp, form, kind in STAGES),
+        *(Place(4, 1, form, "hsdp") for form in ("single", "sharded")),
     )
 }
 
@@ -127,7 +128,8 @@ def run(job: Job) -> tuple[Trace, Any]:
         pp=place.pp,
         checkpoint=FORMS[place.form],
         self_check=False,
-        data_parallel="fsdp" if place.kind == "fsdp" else "ddp",
+        data_parallel=place.kind if place.kind in ("fsdp", "hsdp") else "ddp",
+        fsdp={"shard_size": 2} if place.kind == "hsdp" else None,
     )
     recorder, counting = ParityRecorder(), Counting()
     callbacks: list[Callback] = [recorder, counting, SaveAtStart(job.again)]
@@ -140,7 +142,7 @@ def run(job: Job) -> tuple[Trace, Any]:
         max_steps=BATCHES * each * job.epochs,
         callbacks=callbacks,
         enable_checkpointing=job.save is not None,
-        use_distributed_sampler=place.kind in ("ours", "fsdp"),
+        use_distributed_sampler=place.kind not in ("plain", "ddp"),
     )
     module = (Several() if job.optimizer == "several" else Two(optimizer=job.optimizer)).double()
     if place.kind == "ddp" and job.optimizer != "several":
@@ -234,6 +236,10 @@ SLICE = (
     ("tp2-pp2-dp1-sharded", "plain", "adamw"),
     ("tp2-dp2-sharded", "tp1-pp2-fsdp2-sharded", "adamw"),
     ("tp1-pp2-fsdp2-single", "tp2-pp2-dp1-single", "sgd"),
+    ("tp1-hsdp4-sharded", "tp2-dp2-sharded", "several"),
+    ("tp2-fsdp2-sharded", "tp1-hsdp4-single", "adamw"),
+    ("tp1-hsdp4-single", "plain", "sgd"),
+    ("plain", "tp1-hsdp4-sharded", "several"),
 )
 
 
@@ -304,7 +310,8 @@ def runs(place: str, optimizer: str) -> bool:
     return PLACES[place].pp == 1 or optimizer != "several"
 
 
-ALL = [(name, kind) for name in PLACES for kind in OPTIMIZERS if runs(name, kind)]
+FULL = [name for name, place in PLACES.items() if place.kind != "hsdp"]  # whose rows are those of fsdp
+ALL = [(name, kind) for name in FULL for kind in OPTIMIZERS if runs(name, kind)]
 
 
 @pytest.mark.matrix
@@ -312,7 +319,7 @@ ALL = [(name, kind) for name in PLACES for kind in OPTIMIZERS if runs(name, kind
     ("source", "target", "optimizer"),
     [
         pytest.param(source, target, optimizer, marks=[pytest.mark.xdist_group(target), pytest.mark.timeout(1800)])
-        for target in PLACES
+        for target in FULL
         for source, optimizer in ALL
         if runs(target, optimizer)
     ],

@@ -156,15 +156,15 @@ def fit_cases(names: list[str], world: int, tp: int) -> list[Trace]:
 
 @sees(
     "fsdp: split over the world",
-    "FullySharded.__init__",
-    "DeviceMesh.from_group(record.groups[record.groups.mean_axes]",
-    "DeviceMesh.from_group(record.groups[record.groups.holder_axes]",
+    "_mesh",
+    'DeviceMesh.from_group(groups["fsdp_shard"], device',
+    "DeviceMesh.from_group(groups[groups.holder_axes], device",
     case="4-2",
 )
 @sees(
     "fsdp: norm from this rank's rows",
     "global_grad_norm",
-    "        dist.all_reduce(both, op=op, group=groups[groups.mean_axes])\n",
+    '        dist.all_reduce(both, op=op, group=groups["fsdp_shard"])\n',
     "",
     case="4-2",
 )
@@ -277,6 +277,41 @@ def test_parity_with_one_process(world, tp, names):
         for found in everywhere:
             report = compare(expected, found[at])
             assert report.ok, f"{name}\n{report}"
+
+
+HYBRID: dict[str, list[Any]] = {
+    "4-hsdp": [("GPT", {"tied": True}, {}, {}), ("GPT", {"tied": False}, {"accumulate": 2, "clip": 0.05}, {"cp": 2}),
+               ("Routed", {}, {}, {}), ("GPT", {"tied": True}, {}, {"cp": 2, "recompute": "full"})],
+    "8-hsdp": [("GPT", {"tied": True}, {"clip": 0.05}, {"tp": 2}), ("Zoo", {"kind": "gqa"}, {}, {"tp": 2, "sp": False}),
+               ("GPT", {"tied": True}, {"accumulate": 2}, {"pp": 2}), ("GPT", {"tied": False}, {}, {"tp": 2, "cp": 2})],
+}  # fmt: skip
+
+
+def fit_hybrid(world: int, cases: list[Any]) -> list[Trace]:
+    hsdp = {"data_parallel": "hsdp", "fsdp": {"shard_size": 2}}
+    return [fit(model, args, world=world, strategy={**hsdp, **more}, **{"steps": 3, **how}) for model, args, how, more in cases]
+
+
+@sees(
+    "hsdp: the norm counts rows of all replicas",
+    "global_grad_norm",
+    'group=groups["fsdp_shard"])',
+    "group=groups[groups.mean_axes])",
+    case="4-hsdp",
+)
+@sees(
+    "hsdp: gradients are those of the ranks that share out a parameter",
+    "_mesh",
+    'if groups.size("fsdp_replicate") == 1:',
+    'if groups.size("fsdp_shard") > 1:',
+    case="4-hsdp",
+)
+@pytest.mark.parametrize("name", ["4-hsdp", pytest.param("8-hsdp", marks=pytest.mark.more)])
+def test_hybrid_sharding_trains_as_one_process(name):
+    cases, world = HYBRID[name], int(name[0])
+    for everywhere in run_distributed(fit_hybrid, world, world, cases, timeout=400.0):
+        for (model, args, how, _), found in zip(cases, everywhere, strict=True):
+            compare(fit(model, args, **{"steps": 3, **how}), found).raise_if_failed()
 
 
 # ---- a life ------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import models
 from tests.helpers.fit import fit
 from tests.helpers.optimizers import Damped, Trusting, Whitening
+from tests.helpers.slices import rest
 from tests.mutants import sees
 
 TORCHS = ("fused AdamW", "foreach AdamW", "fused SGD", "foreach SGD")
@@ -62,6 +63,7 @@ models.Chosen = Chosen
 VOUCHED = {
     "elementwise_optimizers": ["tests.helpers.optimizers.Damped"],
     "whole_matrix_optimizers": ["tests.helpers.optimizers.Trusting"],
+    "self_check": False,
 }
 
 
@@ -77,7 +79,7 @@ def fit_kinds(world: int, kinds: list[str], topology: dict[str, Any]) -> dict[st
 
 @pytest.mark.parametrize(("world", "how"), [(2, "ddp"), (4, "fsdp")])
 def test_optimizers_train_as_on_one_process(world, how):
-    kinds = [*TORCHS, *ELEMENTWISE]
+    kinds = [*TORCHS, *(ELEMENTWISE if how == "ddp" else ("Lion", "ScheduleFree AdamW"))]
     for found in run_distributed(fit_kinds, world, world, kinds, {"tp": 2, "data_parallel": how}):
         for kind, trace in found.items():
             if (how, kind) == ("fsdp", "fused SGD"):
@@ -86,7 +88,8 @@ def test_optimizers_train_as_on_one_process(world, how):
                 compare(fit("Chosen", {"kind": kind}, steps=3), trace).raise_if_failed()
 
 
-FSDP = {"data_parallel": "fsdp"}
+FSDP: dict[str, Any] = {"data_parallel": "fsdp"}
+HSDP: dict[str, Any] = {"data_parallel": "hsdp", "fsdp": {"shard_size": 2}}
 
 
 @sees(
@@ -126,9 +129,10 @@ FSDP = {"data_parallel": "fsdp"}
 )
 @pytest.mark.parametrize(
     ("world", "topology"),
-    [(2, {"tp": 2}), (4, {"tp": 4}), (4, {"tp": 2}), (4, {"tp": 2, **FSDP}), (2, FSDP), (4, {"tp": 2, "cp": 2}),
-     (4, {"tp": 2, "pp": 2}), (4, {"pp": 2, **FSDP}), (4, {"tp": 2, "cp": 2, **FSDP})],
-    ids=lambda value: value if isinstance(value, int) else "-".join(f"{key}{x}" for key, x in value.items()),
+    [(2, {"tp": 2}), (4, {"tp": 2, **FSDP}), (4, {"tp": 2, "pp": 2}),
+     *(pytest.param(4, one, marks=pytest.mark.more) for one in ({"tp": 4}, HSDP, {"tp": 2, "cp": 2})),
+     *(rest(world, one) for world, one in ((2, FSDP), (4, {"tp": 2}), (4, {"pp": 2, **FSDP}), (4, {"tp": 2, "cp": 2, **FSDP})))],
+    ids=lambda value: value if isinstance(value, int) else "-".join(f"{key}{x}" for key, x in value.items() if key != "fsdp"),
 )  # fmt: skip
 def test_matrices_are_updated_whole(world, topology):
     for found in run_distributed(fit_kinds, world, world, [*WHOLE], topology):

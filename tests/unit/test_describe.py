@@ -216,6 +216,16 @@ def test_what_replicas_share_out_is_counted():
         assert f"all_reduce ({axes})" not in said.sent_bytes
         assert f"a rank holds the rows of one of {parts} replicas" in render(said, 400)
     fsdp = {"data_parallel": "fsdp", "world_size": 2}
+    hybrid = {"data_parallel": "hsdp", "fsdp": {"shard_size": 2}, "world_size": 4}
+    both, two = describe(build("llama"), **hybrid), describe(build("llama"), **fsdp)
+    assert both.parameter_bytes == two.parameter_bytes
+    assert (
+        both.sent_bytes["all_reduce (dp)"]
+        == both.sent_bytes["reduce_scatter (dp)"] // 2
+        == two.sent_bytes["reduce_scatter (dp)"] // 2
+    )
+    with pytest.raises(ValueError, match=r"fsdp=\{shard_size: 2\}: 3 replicas \(dp 3 × cp 1\) do not divide by it"):
+        describe(build("llama"), **{**hybrid, "world_size": 3})
     stay = describe(build("llama"), fsdp={"reshard_after_forward": False}, **fsdp)
     assert stay.sent_calls["all_gather (dp)"] == 3
     assert stay.gathered_bytes == stay.global_parameters * 4

@@ -194,8 +194,8 @@ def test_what_updates_each_matrix_by_itself_gets_it_whole():
 @sees(
     "whole matrices: what steps by all parameters is taken for one that steps by each",
     "_is_alike",
-    "tensors[half::2] if dim is None",
-    "tensors if dim is None",
+    "if float((one.detach() - other)",
+    "if dim is not None and float((one.detach() - other)",
     case="ByNormOfAll",
 )
 @sees(

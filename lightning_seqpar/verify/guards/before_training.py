@@ -28,9 +28,10 @@ def refuse_unsupported(config: ParallelConfig) -> None:
     """Refuse a field that the configuration knows and the strategy does not run, and fields that do not go together."""
     if config.fp8_groups:
         raise ValueError("fp8_groups=True does not run yet; use fp8_groups=False (fp8 training)")
-    if config.data_parallel == "fsdp" and not HAS_FSDP:
+    if config.data_parallel != "ddp" and not HAS_FSDP:
         raise ValueError(
-            f"data_parallel='fsdp' needs torch 2.13, and {torch.__version__} is installed; use data_parallel='ddp'"
+            f"data_parallel={config.data_parallel!r} needs torch 2.13, and {torch.__version__} is installed; use "
+            "data_parallel='ddp'"
         )
     if not config.compile:
         return
