@@ -5,4 +5,4 @@ May import: ``user_input`` to ``layout``.
 """
 
 # These say what torch's functions do with parts of sequences, from their import on.
-from lightning_seqpar.context import attention, loss  # noqa: F401
+from lightning_seqpar.context import attention, flash, loss  # noqa: F401

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lightning_seqpar.context.chunks import Chunks, gather_for_parts, gather_positions, share
@@ -223,6 +224,9 @@ class SeqPart(Tensor):
             args = (named.pop("input"),)
         if named.get("out") is None:
             handling = HANDLERS.get(func)
+            if handling is None and isinstance(func, OpOverload | OpOverloadPacket):
+                packet = func.overloadpacket if isinstance(func, OpOverload) else func
+                handling = OPERATORS.get(packet._qualified_op_name)
             if handling is not None and handling.fits(args, named):
                 out = handling.run(func, *((args, named) if handling.composed else _shared(args, named)))
                 if out is not NotImplemented:
@@ -244,8 +248,7 @@ class SeqPart(Tensor):
     ) -> Any:
         """Refuse what reads the tensor below autograd, where its gradient would be lost; not a checkpoint's ``detach``."""
         if func is torch.ops.aten.detach.default:
-            x = args[0]
-            return SeqPart.wrap(x._local.detach(), x._place)
+            return _detached(func, args, {})
         raise RuntimeError(
             f"{func} got a sequence of which each rank of {_chunks_of(args).shown} holds a part, past torch's functions (from an "
             "autograd.Function, a compiled extension or a reentrant activation checkpoint), where it can't be made whole; give "
@@ -364,8 +367,14 @@ class Handling(NamedTuple):
         return not self.only or not any(isinstance(value, SeqPart) for value in (*args[1:], *kwargs.values()))
 
 
+def _detached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeqPart:
+    return SeqPart.wrap(args[0]._local.detach(), args[0]._place)
+
+
 HANDLERS: dict[Any, Handling] = {}
 """By function. Filled by the modules of this package."""
+OPERATORS: dict[str, Handling] = {"aten::detach": Handling(_detached)}  # by which autograd saves a tensor under a mode
+"""By qualified name: operators that are met below autograd, in functions of extensions, which may never be imported."""
 
 
 def functions(names: str, *homes: Any) -> list[Any]:

@@ -16,8 +16,9 @@ from torch import nn
 
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.block_kinds import owner_of
-from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError, UserDecidesError
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, NothingToSplitError, UserDecidesError
 from lightning_seqpar.inference.examples import Example
+from lightning_seqpar.inference.feature_dependence import Block
 from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, without_checkpoints
 from lightning_seqpar.inference.reduction import Reduction, is_large
 from lightning_seqpar.inference.stack_planner import (
@@ -105,10 +106,14 @@ def infer_blocks(
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda copied: None,
 ) -> ShardingPlan:
-    """The repeated blocks of ``model``, found as :func:`infer_plan` finds them, as rules that say nothing else."""
+    """The repeated blocks of ``model``, found as :func:`infer_plan` finds them, and along which dim each mixes positions."""
+    rules: list[dict[str, Any]] = []
     with example_copy(model, example, dtype, prepare) as (copied, on_cpu):
-        stacks = find_stacks(_record(model, copied, on_cpu))
-        rules = [{"pattern": pattern_of_all(copied, calls), "style": "blocks"} for calls in stacks]
+        trace = _record(model, copied, on_cpu)
+        for calls in find_stacks(trace):
+            rules.append({"pattern": pattern_of_all(copied, calls), "style": "blocks"})
+            if (arg := trace.activation(calls[0])) is not None and Block(BlockFlow(trace, calls[0], arg)).sequence_dim() == 0:
+                rules[-1]["dim"] = 0
     if not rules:
         raise CantInferError(_no_blocks(model))
     return ShardingPlan.from_rules(rules, source="inferred")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.inference.block_kinds import share_equal_blocks
@@ -23,15 +24,58 @@ from lightning_seqpar.inference.lazy_copy import deep_copy
 from lightning_seqpar.inference.reduction import WHOLE, Reduction, cut_vocabularies, tell_vocabularies
 
 
+def _in_16_bits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on bfloat16 in the place of float64; what it makes, and what it was given to write to, is float64 again.
+
+    One that can sum in the same order each time is told to, by its argument ``deterministic``.
+    """
+    names = [one.name for one in func._schema.arguments]
+    if "deterministic" in names:
+        at = names.index("deterministic")
+        args, kwargs = (*args[:at], True, *args[at + 1 :]) if at < len(args) else args, kwargs
+        kwargs = kwargs if at < len(args) else {**kwargs, "deterministic": True}
+
+    def narrow(x: Any) -> Any:
+        return x.bfloat16() if isinstance(x, Tensor) and x.dtype is torch.float64 else x
+
+    given, named = list(map(narrow, args)), {key: narrow(value) for key, value in kwargs.items()}
+    made = func(*given, **named)
+    with torch.no_grad():
+        for at, one in enumerate(func._schema.arguments):
+            if one.alias_info is not None and one.alias_info.is_write:
+                own, other = (given, args) if at < len(args) else (named, kwargs)
+                place = at if at < len(args) else one.name
+                if own[place] is not other[place]:  # type: ignore[index]
+                    other[place].copy_(own[place])  # type: ignore[index]
+    return tree_map_only(Tensor, lambda x: x.double() if x.dtype is torch.bfloat16 else x, made)
+
+
 class Quiet(TorchDispatchMode):
     """A mode in which random draws give constants, so that two runs of a model are alike; dropout drops nothing.
 
-    With ``draws`` those that make no dropout mask stay random, for a step that needs them (to choose masked tokens).
+    With ``draws`` those that make no dropout mask stay random, for a step that needs them (to choose masked tokens). Operators of
+    extensions that take no float64 (flash-attn's) run in 16 bits, and the rest in float64; ``kernels`` has their names.
     """
 
     def __init__(self, *, draws: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
+        self.kernels: set[str] = set()
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.namespace in _OF_TORCH:
+            return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
+            if not any(isinstance(x, Tensor) and x.dtype is torch.float64 for x in (*args, *kwargs.values())):
+                raise
+            try:
+                made = _in_16_bits(func, args, kwargs)
+            except Exception:
+                raise error from None
+        self.kernels.add(func.name())
+        return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = func.name().split("::")[-1].split(".")[0]
@@ -40,7 +84,7 @@ class Quiet(TorchDispatchMode):
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if name == "bernoulli_":
             return args[0].fill_(1)
-        out = func(*args, **(kwargs or {}))
+        out = self._run(func, args, kwargs or {})
         if name == "bernoulli":
             return out.fill_(1)
         if self._draws:
@@ -53,6 +97,10 @@ class Quiet(TorchDispatchMode):
         if name == "randperm":
             return out.copy_(torch.arange(out.numel(), device=out.device))
         return out
+
+
+_OF_TORCH = frozenset(["aten", "prim", "prims", "c10d", "_c10d_functional", "higher_order"])
+"""Namespaces of operators that take float64."""
 
 
 def detached_copy(

@@ -29,7 +29,7 @@ class WholeMatrices:
     def __init__(self) -> None:
         self._begun: tuple[ModelLayout, ParallelGroups] | None = None
         self._around: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._step: _Step | None = None
+        self.step: _Step | None = None  # under way
 
     def begin(self, layout: ModelLayout, groups: ParallelGroups) -> None:
         """Begin a run of a model that is laid out so."""
@@ -44,21 +44,21 @@ class WholeMatrices:
 
     def put_back(self) -> None:
         """Give an optimizer whose step has raised its own parameters back."""
-        if self._step is not None:
-            self._step.put_back()
-            self._step = None
+        if self.step is not None:
+            self.step.put_back()
+            self.step = None
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         def begin() -> None:
             self.put_back()
             if self._begun is not None:
-                self._step = _Step(optimizer, *self._begun)
+                self.step = _Step(optimizer, *self._begun)
 
         return behind_closure(begin, args, kwargs)
 
     def _behind(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._step is not None:
-            self._step.finish()
+        if self.step is not None:
+            self.step.finish()
         self.put_back()
 
 

@@ -351,7 +351,8 @@ class Steps:
             return self._unwatched(step, optimizer, synced, *args, **kwargs)
         finally:
             self._optimizing = None
-            self._whole.put_back()
+            if self._whole.step is not None:
+                self._whole.put_back()
 
     def make_optimizers(self, make: Callable[[], None]) -> None:
         """Let Lightning call ``configure_optimizers``, which sees the classes and shapes of the model as it was written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards.while_training import check_readers
 from lightning_seqpar.verify.parity import (
     COPIES,
+    Limits,
     WrongTensor,
     compare_losses,
     compare_tensors,
@@ -91,6 +92,9 @@ class _Observer(Quiet):
             yield
 
 
+_MOST_OF_KERNELS = 1e-2  # of the gradients' norm: what kernels of 16 bits may add to an error, at most
+
+
 @dataclass
 class ObservedRun:
     """What one forward and backward of a copy did, on this rank."""
@@ -104,6 +108,19 @@ class ObservedRun:
     ran: set[str]  # names of the modules that were called
     drawn: list[RandomDraw]  # the random draws of the forward, in order
     keeps: bool  # whether a module keeps a tensor of this run, which the next one may read
+    kernels: set[str] = field(default_factory=set)  # operators that computed in 16 bits, since they take no float64
+    own_error: float = 0.0  # by how much another run of the same copy differs, of the gradients' norm: kernels sum in any order
+
+    @property
+    def limits(self) -> Limits:
+        """What another run of the model may differ by."""
+        limits, own = COPIES[self.narrow], min(8 * self.own_error, _MOST_OF_KERNELS)
+        return replace(limits, tensors=max(limits.tensors, own), noise=max(limits.noise, own)) if own else limits
+
+    def with_own_error(self, other: ObservedRun) -> ObservedRun:
+        """The same, with the error that another run of the same copy shows."""
+        row, _ = compare_tensors("gradients", self.grads, other.grads.items(), self.limits, norm_of(self.grads))
+        return replace(self, own_error=row.error)
 
 
 def observe_run(
@@ -163,7 +180,7 @@ def observe_run(
     grads = {name: parameter.grad for name, parameter in model.named_parameters()} if record is None else {}
     keeps = not kept_tensors(model).keys() <= held.keys()
     made = float(loss.detach()), grads, observer.outputs, observer.narrow
-    return ObservedRun(*made, buffers, changed, observer.ran, drawn, keeps)
+    return ObservedRun(*made, buffers, changed, observer.ran, drawn, keeps, observer.kernels)
 
 
 def _dense_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -234,7 +251,7 @@ def compare_runs(
     draws: bool = True,
 ) -> Verdict:
     """Compare the runs of the whole and the sharded copy, their ``draws`` if both draw equally often; collective over tp."""
-    limits, rank, verdict = COPIES[dense.narrow], groups.rank("tp"), Verdict()
+    limits, rank, verdict = dense.limits, groups.rank("tp"), Verdict()
     ran = {name for name, _ in dense.outputs}
     verdict.idle = [name for name in names if name not in ran and not any(inside(one, name) for one in ran)]
     loss = compare_losses("the loss", [dense.loss], [sharded.loss], limits)
@@ -273,7 +290,7 @@ def wrong_gradients(
     dense: ObservedRun, got: Iterable[tuple[str, Tensor | None]], part: Callable[[str, Tensor], Tensor] | None = None
 ) -> list[WrongTensor]:
     """The gradients of a copy that are not those of the whole one, the worst first; ``part`` is :func:`compare_tensors`'s."""
-    limits = COPIES[dense.narrow]
+    limits = dense.limits
     _, wrong = compare_tensors("gradients", dense.grads, got, limits, norm_of(dense.grads), part)
     return sorted(wrong, key=lambda one: -one.error)
 

@@ -284,7 +284,7 @@ CASES = {
         r"norm1.weight: AbsBackward0 reads it outside the sequence region",
     ),
     "an unknown optimizer steps": ("HiddenOptimizer", {}, r"norm1.weight: it was updated before its gradient was summed"),
-    "an unknown optimizer that mixes elements steps": ("HiddenMuon", {}, r"torch.optim.\w*.?Muon with tp=2: it is not known"),
+    "an unknown optimizer that mixes elements steps": ("HiddenMuon", {}, r"Muon needs whole matrices, and is stepped apart"),
     "a copy in configure_optimizers": ("CopiesForItsOptimizer", {}, r"configure_optimizers runs or copies a \w+ whose weights"),
     "a parameter of no module": (
         "LooseParameter",
