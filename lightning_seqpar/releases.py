@@ -100,6 +100,7 @@ def check_package(model: object) -> None:
 
 load_file = fabric.utilities.cloud_io._load
 DummyExperiment = fabric.loggers.logger._DummyExperiment
+get_available_flops = fabric.utilities.throughput.get_available_flops
 find_free_network_port = fabric.plugins.environments.lightning.find_free_network_port
 basic_subprocess_cmd = fabric.strategies.launchers.subprocess_script._basic_subprocess_cmd
 hydra_subprocess_cmd = fabric.strategies.launchers.subprocess_script._hydra_subprocess_cmd

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from lightning_seqpar.distributed.autograd import saved_tensor_hooks, selective_checkpoint_caches, storage_id
 from lightning_seqpar.releases import pl
@@ -145,6 +146,29 @@ class Traffic(TorchDispatchMode):
 
 _GIVES_NOTHING = ("barrier", "monitored_barrier", "recv", "recv_any_source", "check_for_nan")
 """Operations of process groups whose tensors are not sent."""
+
+
+class ModelFlops(TorchDispatchMode):
+    """Counts the floating-point operations of products and attentions in forwards, by torch's formulas, on this rank.
+
+    What runs again in a backward is not counted, nor what extensions and compiled kernels compute.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether compiled code may run under this mode as it is."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None and torch._C._current_graph_task_id() == -1:
+            self.total += int(formula(*args, **(kwargs or {}), out_val=out))
+        return out
 
 
 def _nbytes(value: Any) -> int:

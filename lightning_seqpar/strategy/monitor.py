@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_seqpar.data.batch import tensors_in
-from lightning_seqpar.distributed.counters import Traffic
+from lightning_seqpar.distributed.counters import ModelFlops, Traffic
 from lightning_seqpar.distributed.host import LateNumbers, host_device, send_numbers
 from lightning_seqpar.distributed.rendezvous import check_agreement
-from lightning_seqpar.releases import pl
+from lightning_seqpar.layout.param_layout import local_rows
+from lightning_seqpar.releases import get_available_flops, pl
 from lightning_seqpar.strategy.steps import parameters_of, plain_optimizer
 from lightning_seqpar.strategy.strategy import SeqParallelStrategy
 
@@ -34,31 +35,50 @@ class SeqParallelMonitor(pl.callbacks.Callback):
     - ``seqpar/bytes_sent_per_step``: of the tensors that rank 0 gave to collectives (:class:`~lightning_seqpar.measure.Traffic`).
     - ``seqpar/memory_gib_max``, ``seqpar/memory_gib_min``: over the ranks. On CUDA the most that tensors took; elsewhere
       the resident memory of the process.
+    - ``seqpar/parameters_gib``, ``seqpar/gradients_gib``, ``seqpar/optimizer_gib``: what these take, on the rank that has most.
+    - ``seqpar/model_flops_utilization``: the floating-point operations of a step, which are three times those of its forward (what
+      ``recompute`` runs again does not count), over what the devices could do in its time. Not with ``compile``.
     - ``seqpar/grad_norm``: of the whole model's gradient before it is clipped, of the parameters of the optimizer that made the
       last step. Only under this package's strategy, DDP and on one process: elsewhere gradients may be in parts.
 
-    No step waits for the device: what a step leaves is read a step later. In steps that are logged the ranks exchange three numbers
-    each, and those of the norm; in others nothing.
+    No step waits for the device: what a step leaves is read a step later. In steps that are logged the ranks exchange a row of
+    numbers each, and those of the norm; in others nothing.
 
     Args:
         every_n_steps: after how many optimizer steps to log; none for the Trainer's ``log_every_n_steps``.
+        peak_flops: floating-point operations per second of a device; none for what Lightning knows of it, by its name and the
+            precision of the Trainer.
+        snapshot_step: of which optimizer step (0-based) torch records what is allocated where, on CUDA. Each rank writes
+            ``memory-step{step}-rank{rank}.pickle`` into ``snapshot_folder``, for https://docs.pytorch.org/memory_viz.
 
     Raises:
-        ValueError: if ``every_n_steps`` is less than 1, and before a training if the Trainer has no logger.
+        ValueError: if ``every_n_steps`` is less than 1, ``peak_flops`` not above 0, ``snapshot_step`` negative; before a training
+            if the Trainer has no logger, or a snapshot is asked for on another device.
     """
 
     only_reads_gradients = True
     """So that the strategy does not compare gradients over the ranks in every step, as it does where a callback may change them."""
 
-    def __init__(self, every_n_steps: int | None = None) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"SeqParallelMonitor(every_n_steps={every_n_steps}): give 1 or more, or None")
-        self.every_n_steps = every_n_steps
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        *,
+        peak_flops: float | None = None,
+        snapshot_step: int | None = None,
+        snapshot_folder: str | Path = ".",
+    ) -> None:
+        for name, value, least in (("every_n_steps", every_n_steps, 1), ("snapshot_step", snapshot_step, 0)):
+            if value is not None and value < least:
+                raise ValueError(f"SeqParallelMonitor({name}={value}): give {least} or more, or None")
+        if peak_flops is not None and not peak_flops > 0:
+            raise ValueError(f"SeqParallelMonitor(peak_flops={peak_flops}): give a device's flops per second, such as 989e12")
+        self.every_n_steps, self.peak_flops = every_n_steps, peak_flops
+        self.snapshot_step, self.snapshot_folder = snapshot_step, Path(snapshot_folder)
         self._run: _Run | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied or pickled: nothing of a run under way."""
-        return {"every_n_steps": self.every_n_steps, "_run": None}
+        return {**vars(self), "_run": None}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse a training that has no logger."""
@@ -67,10 +87,16 @@ class SeqParallelMonitor(pl.callbacks.Callback):
                 "SeqParallelMonitor with Trainer(logger=False): there is nothing to log to; give the Trainer a logger, or leave "
                 "the callback out"
             )
+        if stage == "fit" and self.snapshot_step is not None and trainer.strategy.root_device.type != "cuda":
+            raise ValueError(
+                f"SeqParallelMonitor(snapshot_step={self.snapshot_step}): torch records memory on CUDA, and this run is on "
+                f"{trainer.strategy.root_device.type}; leave it out"
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to measure, once all ranks have said that they will log the same steps. Collective."""
-        self._run = _Run(trainer, trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps)  # type: ignore[attr-defined]
+        every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps  # type: ignore[attr-defined]
+        self._run = _Run(trainer, every, self.peak_flops)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Count what is in the batch, and begin to count what is sent if its step is logged."""
@@ -79,6 +105,11 @@ class SeqParallelMonitor(pl.callbacks.Callback):
             if run.is_logged:
                 run.traffic = run.traffic or Traffic()
                 run.counting.enter_context(run.traffic)
+                if run.peak is not None:
+                    run.flops = run.flops or ModelFlops()
+                    run.counting.enter_context(run.flops)
+            if run.step == self.snapshot_step and run.begins_window:
+                torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Note the norm of the gradients, which are whole here, if the step is logged. Collective in such steps."""
@@ -86,14 +117,20 @@ class SeqParallelMonitor(pl.callbacks.Callback):
             before = 0 if run.traffic is None else run.traffic.total_bytes
             norm = _norm_before_step(trainer, optimizer)
             run.norm = None if norm is None else LateNumbers(norm.view(1))
+            run.gradients = _nbytes(p.grad for group in trainer.optimizers for p in parameters_of(group))
             run.own_bytes += 0 if run.traffic is None else run.traffic.total_bytes - before
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log what an earlier step has left, and take what this one leaves. Collective in steps that are logged."""
-        if self._run is not None:
-            self._run.end_batch()
+        if (run := self._run) is not None:
+            if run.step == self.snapshot_step and run.ends_window:
+                self.snapshot_folder.mkdir(parents=True, exist_ok=True)
+                file = self.snapshot_folder / f"memory-step{run.step}-rank{trainer.global_rank}.pickle"
+                torch.cuda.memory._dump_snapshot(str(file))
+                torch.cuda.memory._record_memory_history(enabled=None)
+            run.end_batch()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock."""
@@ -126,10 +163,13 @@ class SeqParallelMonitor(pl.callbacks.Callback):
         return run
 
 
+_MOST_EVENTS = 200_000  # allocations of a step that are kept
+
+
 class _Run:
     """One training that is measured, each ``every`` steps (0 for never). Making it is collective: ranks compare ``every``."""
 
-    def __init__(self, trainer: pl.Trainer, every: int) -> None:
+    def __init__(self, trainer: pl.Trainer, every: int, peak_flops: float | None) -> None:
         self._trainer, self._every = trainer, every
         self._device = trainer.strategy.root_device
         # All ranks that train together; None if there is one, or they are not processes of torch.distributed.
@@ -142,6 +182,10 @@ class _Run:
         self._tokens = self._samples = self._steps = 0  # since what was logged last
         self.of_batch = (0, 0)  # tokens and samples of the batch that is under way
         self.traffic: Traffic | None = None  # of a step that is logged
+        compiles = is_ours and strategy.config.compile  # type: ignore[attr-defined]
+        self.peak = None if compiles else peak_flops or _peak_flops(self._device, trainer.precision)  # of a device
+        self.flops: ModelFlops | None = None  # of a step that is logged
+        self.gradients = 0  # bytes of them on this rank
         self.counting = ExitStack()  # while it counts
         self.own_bytes = 0  # what of it the norm took
         self.norm: LateNumbers | None = None
@@ -161,6 +205,22 @@ class _Run:
     def is_logged(self) -> bool:
         return self._every > 0 and (self.step + 1) % self._every == 0
 
+    @property
+    def begins_window(self) -> bool:
+        """Whether the batch that is under way is the first of its step."""
+        return self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
+
+    @property
+    def ends_window(self) -> bool:
+        """Whether the batch that is under way is the last of its step."""
+        return not self._trainer.fit_loop._should_accumulate()
+
+    def _kinds(self) -> list[int]:
+        """Bytes of parameters, gradients and moments on this rank."""
+        states = (value for one in self._trainer.optimizers for state in one.state.values() for value in state.values())
+        moments = _nbytes(value for value in states if isinstance(value, Tensor))
+        return [_nbytes(self._trainer.lightning_module.parameters()), self.gradients, moments]
+
     def end_batch(self) -> None:
         """A batch has ended, and with it a step unless more batches are accumulated. Collective in steps that are logged."""
         self.counting.close()
@@ -168,17 +228,18 @@ class _Run:
         self._tokens += self.of_batch[0]
         self._samples += self.of_batch[1]
         self.of_batch = (0, 0)
-        if self._trainer.fit_loop._should_accumulate():
+        if not self.ends_window:
             return
         self._steps += 1
         if self.is_logged:
             sent = 0 if self.traffic is None else self.traffic.total_bytes - self.own_bytes
-            counted = self._gather([self._tokens, self._samples, _memory(self._device)])
+            flops = 0 if self.flops is None else self.flops.total
+            counted = self._gather([self._tokens, self._samples, _memory(self._device), flops, *self._kinds()])
             now = time.perf_counter()
             self._left = self.step, self._steps, now - self.began, counted, sent, self.norm
             self.began = now
             self._tokens = self._samples = self._steps = self.own_bytes = 0
-            self.traffic = self.norm = None
+            self.traffic = self.norm = self.flops = None
 
     def _gather(self, own: list[int]) -> Callable[[], list[list[float]]]:
         if self._group is None:
@@ -192,19 +253,37 @@ class _Run:
         if self._left is None:
             return
         (step, steps, seconds, counted, sent, norm), self._left = self._left, None
-        rows = counted()  # by each rank tokens, samples and bytes of memory
-        tokens, samples, _ = (sum(column) * self._replicas / len(rows) for column in zip(*rows, strict=True))
+        rows = counted()
+        *of_data, memory, flops, parameters, gradients, moments = zip(*rows, strict=True)
+        tokens, samples = (sum(column) * self._replicas / len(rows) for column in of_data)
+        kinds = {"parameters": parameters, "gradients": gradients, "optimizer": moments}
+        possible = (self.peak or 0.0) * len(rows) * seconds / steps
         metrics = {
             **({"seqpar/tokens_per_second": tokens / seconds} if tokens else {}),
             **({"seqpar/samples_per_second": samples / seconds} if samples else {}),
             "seqpar/step_seconds": seconds / steps,
             "seqpar/bytes_sent_per_step": float(sent),
-            "seqpar/memory_gib_max": max(memory for *_, memory in rows) / 2**30,
-            "seqpar/memory_gib_min": min(memory for *_, memory in rows) / 2**30,
+            "seqpar/memory_gib_max": max(memory) / 2**30,
+            "seqpar/memory_gib_min": min(memory) / 2**30,
+            **{f"seqpar/{kind}_gib": max(column) / 2**30 for kind, column in kinds.items()},
+            **({"seqpar/model_flops_utilization": 3 * sum(flops) / possible} if possible else {}),
             **({} if norm is None else {"seqpar/grad_norm": norm.read()[0]}),
         }
         for logger in self._trainer.loggers:
             logger.log_metrics(metrics, step=step)
+
+
+def _nbytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of what this rank holds of tensors; what another stage of a pipeline holds is expanded here from nothing."""
+    held = (local_rows(x) for x in tensors if x is not None)
+    return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in held)
+
+
+def _peak_flops(device: torch.device, precision: str) -> float | None:
+    """What a device can do in a second at a precision of the Trainer's, if Lightning knows it."""
+    narrow = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+    dtype = next((dtype for name, dtype in narrow.items() if str(precision).startswith(name)), torch.float32)
+    return None if device.type == "cpu" else get_available_flops(device, dtype)
 
 
 def _count(batch: Any) -> tuple[int, int]:

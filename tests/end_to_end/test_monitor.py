@@ -6,6 +6,7 @@ import contextlib
 import csv
 import pickle
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -31,8 +32,9 @@ from tests.mutants import sees
 
 NAMES = {f"seqpar/{name}" for name in (
     "tokens_per_second", "samples_per_second", "step_seconds", "bytes_sent_per_step", "memory_gib_max", "memory_gib_min",
-    "grad_norm",
+    "grad_norm", "parameters_gib", "gradients_gib", "optimizer_gib",
 )}  # fmt: skip
+PEAK = 1e9
 LENGTH = 10
 
 
@@ -65,7 +67,14 @@ class Begins(Callback):
 
 
 def logged(
-    strategy: Any, model: str = "GPT", given: dict[str, Any] | None = None, *, every: int = 2, batch: int = 8, **options: Any
+    strategy: Any,
+    model: str = "GPT",
+    given: dict[str, Any] | None = None,
+    *,
+    every: int = 2,
+    batch: int = 8,
+    peak: float | None = None,
+    **options: Any,
 ) -> Rows:
     """Train with a monitor; what it logged."""
     rows = Rows()
@@ -73,7 +82,7 @@ def logged(
     trainer = quiet_trainer(
         devices=dist.get_world_size() if dist.is_initialized() else 1,
         strategy=SeqParallelStrategy(self_check=False, **strategy) if ours else strategy,
-        callbacks=[SeqParallelMonitor(every), Begins()],
+        callbacks=[SeqParallelMonitor(every, peak_flops=peak), Begins()],
         **{"max_steps": 4, "gradient_clip_val": 0.1, "logger": rows, **options},
     )
     trainer.fit(class_named(model)(**(given or {})), models.loader(batch, length=LENGTH, count=192))
@@ -103,22 +112,37 @@ FOUR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def logged_in_turn(cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Rows]:
-    return {name: logged(strategy, given={"layers": 4}, **more) for name, (strategy, more) in cases.items()}
+    return {name: logged(strategy, given={"layers": 4}, peak=PEAK, **more) for name, (strategy, more) in cases.items()}
+
+
+def flops(rows: Rows, ranks: int) -> list[float]:
+    """Of each logged step."""
+    all_rows = rows.rows.values()
+    return [row["seqpar/model_flops_utilization"] * row["seqpar/step_seconds"] * PEAK * ranks for row in all_rows]
 
 
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)])
 def test_numbers_are_those_of_one_process(world, cases):
-    expected = norms(logged("auto", given={"layers": 4}))
+    alone = logged("auto", given={"layers": 4}, peak=PEAK)
+    expected, numel = norms(alone), sum(p.numel() for p in models.GPT(layers=4).parameters())
+    assert [row["seqpar/parameters_gib"] * 2**30 for row in alone.rows.values()] == [8 * numel] * 2
+    assert [row["seqpar/gradients_gib"] * 2**30 for row in alone.rows.values()] == [8 * numel] * 2
+    assert alone.rows[3]["seqpar/optimizer_gib"] * 2**30 == pytest.approx(16 * numel, rel=1e-2)  # and numbers of steps
     assert len(expected) == 2
     assert min(expected) > 0.2, "before it is clipped to 0.1"
     first, *others = run_distributed(logged_in_turn, world, cases)
     for name, rows in first.items():
         assert list(rows.rows) == [1, 3], name  # as Lightning numbers steps
         assert norms(rows) == pytest.approx(expected, rel=1e-9), name
+        # Of the last blocks; attention over cp has other formulas.
+        # A vocabulary over tp has a row of padding; attention over cp runs other operators, of which torch knows no formula.
+        error = 1e-12 if name in ("dp", "pp", "virtual pp") else 1e-2 if name == "cp" else 2e-3
+        assert flops(rows, world) == pytest.approx(flops(alone, 1), rel=error), name
         assert counted(rows, "samples") == pytest.approx([8, 8], rel=1e-12), name
         assert counted(rows, "tokens") == pytest.approx([8 * LENGTH] * 2, rel=1e-12), name
         for row in rows.rows.values():
-            assert row.keys() == NAMES, name
+            assert row.keys() == NAMES | {"seqpar/model_flops_utilization"}, name
+            assert row["seqpar/parameters_gib"] < alone.rows[3]["seqpar/parameters_gib"] or name in ("cp", "dp"), name
             assert 0 < row["seqpar/memory_gib_min"] <= row["seqpar/memory_gib_max"] < 64, name
             assert row["seqpar/bytes_sent_per_step"] > 0, name
     for other in others:
@@ -350,3 +374,22 @@ def test_refusals():
         logged("auto", logger=False)
     with pytest.raises(RankFailedError, match="every_n_steps of SeqParallelMonitor is 1 on rank 0 and 2 on rank 1"):
         run_distributed(disagree, 2)
+
+
+def test_a_snapshot_of_one_step(monkeypatch, tmp_path):
+    """torch records on CUDA alone: what it is asked for, and when."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled="all", **more: asked.append(enabled))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: asked.append(Path(file).relative_to(tmp_path)))
+    monitor = SeqParallelMonitor(1, snapshot_step=1, snapshot_folder=tmp_path / "memory")
+    monitor.setup = lambda *args, **kwargs: None  # which refuses this on a CPU
+    trainer = quiet_trainer(
+        devices=1, max_epochs=1, logger=Rows(), callbacks=[monitor, Begins()], accumulate_grad_batches=2, limit_train_batches=6
+    )
+    trainer.fit(Small(), DataLoader([IDS] * 6, batch_size=None))
+    assert asked == ["all", Path("memory/memory-step1-rank0.pickle"), None]
+    with pytest.raises(ValueError, match=r"snapshot_step=1\): torch records memory on CUDA, and this run is on cpu"):
+        fit_small(Small(), [IDS], SeqParallelMonitor(1, snapshot_step=1))
+    for wrong in ({"snapshot_step": -1}, {"peak_flops": 0.0}):
+        with pytest.raises(ValueError, match="SeqParallelMonitor"):
+            SeqParallelMonitor(**wrong)
