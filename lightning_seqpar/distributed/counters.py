@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_seqpar.distributed.autograd import saved_tensor_hooks, selective_checkpoint_caches, storage_id
+from lightning_seqpar.distributed.autograd import in_backward, saved_tensor_hooks, selective_checkpoint_caches, storage_id
 from lightning_seqpar.releases import pl
 
 
@@ -166,7 +166,7 @@ class ModelFlops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func.overloadpacket)
-        if formula is not None and torch._C._current_graph_task_id() == -1:
+        if formula is not None and not in_backward():
             self.total += int(formula(*args, **(kwargs or {}), out_val=out))
         return out
 
