@@ -66,7 +66,8 @@ COUNTED = WARM + TIMED + APART
 MIB, GIB = 2**20, 2**30
 OURS, ALONE = "ours", "a rank's part alone"
 DTENSOR, DTENSOR_COMPILED = "DTensor with loss parallel", "DTensor, blocks compiled"
-WAYS = (OURS, f"{OURS}, compiled", DTENSOR, DTENSOR_COMPILED, ALONE, f"{ALONE}, compiled")
+OFFLOADED = f"{OURS}, activations on the CPU"
+WAYS = (OURS, f"{OURS}, compiled", OFFLOADED, DTENSOR, DTENSOR_COMPILED, ALONE, f"{ALONE}, compiled")
 NETWORKS = ("fake", *loopback.NETWORKS) if CUDA else ("fake", "thread")
 RATES = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 """Operations a second that devices are sold for, of dense products in bfloat16."""
@@ -314,7 +315,9 @@ def step(job: Job) -> dict[str, Any]:
         join(job)
     if job.way.startswith(OURS):
         backend = {None: None, "fake": "fake"}.get(job.network, loopback.NAME)
-        strategy = SeqParallelStrategy(tp=tp, self_check=False, process_group_backend=backend, compile=compiled)
+        offload = "activations" if job.way == OFFLOADED else "none"
+        options: Any = {"self_check": False, "process_group_backend": backend, "compile": compiled, "offload": offload}
+        strategy = SeqParallelStrategy(tp=tp, **options)
         module = make(Adapted if job.part == "lora" else hf_models.CausalModule, job)
     elif job.part == "lora":
         module = make(Adapted, job)

@@ -214,6 +214,9 @@ class ParallelConfig(FrozenModel):
     """What runs again in the backward instead of being kept: ``full``, each block, of which only the input is kept;
     ``activations``, norms and what lies between the columns and the row of an MLP; ``selective``, these and the attention in each
     block; ``none``. Gradients are the same to the last bit."""
+    offload: Literal["none", "activations"] = "none"
+    """Where what the blocks keep for the backward lies meanwhile: ``activations``, on the CPU, from which it comes back a block
+    ahead; beside ``recompute: full`` the inputs of the blocks. What ``recompute: activations`` would make again is kept then."""
     regather: bool = True
     """Keep the shard of what is gathered for column linears, and gather it again in the backward; false keeps it whole, which
     spares a slow network two of six all-gathers."""
@@ -390,6 +393,14 @@ class ParallelConfig(FrozenModel):
     def shares(self, replicas: int) -> int:
         """How many of the replicas (dp × cp) share out each parameter; 1 where each holds all of it."""
         return {"ddp": 1, "fsdp": replicas}.get(self.data_parallel) or int(self.fsdp["shard_size"])
+
+    @model_validator(mode="after")
+    def compiled_blocks_are_not_offloaded(self) -> ParallelConfig:
+        if self.offload != "none" and self.compile:
+            raise broken(
+                f"offload={self.offload!r} with compile=True: a compiled block decides by itself what it keeps; use one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def options_of_a_compiler_need_one(self) -> ParallelConfig:

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.distributed.rendezvous import check_agreement, describe_model
+from lightning_seqpar.inference.pipeline_cut import stacks_of
 from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
 from lightning_seqpar.parallel.apply import parallelize, unshard
@@ -32,6 +34,7 @@ from lightning_seqpar.parallel.sharded_model import ModuleChange, ShardedModel, 
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.region.offload import ActivationOffload
 from lightning_seqpar.releases import VERSION, pl
 from lightning_seqpar.strategy.callbacks import averages_of, save_whole, shard_average
 from lightning_seqpar.strategy.ending import is_verbose
@@ -98,6 +101,8 @@ def _memory(config: ParallelConfig, tp: int) -> list[str]:
             "full": "each block runs again in the backward, and only its input is kept",
         }
         told.append(f"recompute {config.recompute}: {what[config.recompute]}")
+    if config.offload != "none":
+        told.append("offload activations: what the blocks keep for the backward lies on the CPU")
     if config.tile_mlp is not None:
         told.append(f"tile_mlp: MLPs compute {config.tile_mlp} tokens at once")
     if config.loss_chunk is not None:
@@ -178,6 +183,7 @@ class ModelSetup:
         self._summarized = False
         self._recorder: DeferredInit | None = None
         self._unsharded_changes: list[ModuleChange] = []  # of a model that is not sharded
+        self._unsharded_hooks: list[RemovableHandle] = []
 
     @contextmanager
     def recording(self, *, empty: bool) -> Generator[None, None, None]:
@@ -190,7 +196,9 @@ class ModelSetup:
         """Take back the changes of a model that is not sharded."""
         for change in reversed(self._unsharded_changes):
             change.undo()
-        self._unsharded_changes = []
+        for handle in self._unsharded_hooks:
+            handle.remove()
+        self._unsharded_changes, self._unsharded_hooks = [], []
 
     def share_out_averages(
         self, record: ShardedModel | None, to_whole: Callable[[ShardedModel, Mapping[str, Any]], dict[str, Any]]
@@ -235,8 +243,10 @@ class ModelSetup:
         cut = prover.find_cut(plans) if config.pp > 1 else None
         if cut is not None:
             proved.lines += prover.check_stages(plans, cut)
+        offloaded = self._offloaded(module, plans)
         with self._env.phases.phase("cutting the model"):
             record = self._cut(module, plans)
+            record.hooks += ActivationOffload(offloaded).attach()
         record.made_by = made_by
         self._keep_stage(record, cut)
         if tp > 1:
@@ -301,6 +311,7 @@ class ModelSetup:
             prover = self._prover(module)
             plans = prover.prove_unsharded().plans if self._needs_proof else prover.find_unsharded()
             changes = self._change_unsharded(module, plans)
+            self._unsharded_hooks += ActivationOffload(self._offloaded(module, plans)).attach()
         how = "sharded" if self.splits else "plain"
         lines = [f"none: tp is 1, so nothing is sharded over tp and sp is idle; this is {how} data parallelism"]
         if self._env.config.compile:
@@ -377,7 +388,13 @@ class ModelSetup:
     @property
     def _changes_unsharded(self) -> bool:
         """Whether a model of which tp shards nothing is changed nonetheless while it is fitted."""
-        return self._env.config.recompute != "none" or self._needs_proof
+        return self._env.config.recompute != "none" or self._env.config.offload != "none" or self._needs_proof
+
+    def _offloaded(self, module: nn.Module, plans: Sequence[ShardingPlan]) -> list[nn.Module]:
+        """The blocks of which what is kept for the backward goes to the CPU, in the order in which they stand."""
+        if self._env.config.offload == "none" or not self._env.fits:
+            return []
+        return [module.get_submodule(name) for stack in stacks_of(module, plans) for name in stack.blocks]
 
     def _change_unsharded(self, module: pl.LightningModule, plans: Sequence[ShardingPlan]) -> list[ModuleChange]:
         if not self._env.fits:

@@ -109,6 +109,7 @@ class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
         ddp: dict[str, Any] | None = None,
         fsdp: dict[str, Any] | None = None,
         recompute: Literal["none", "activations", "selective", "full"] = "none",
+        offload: Literal["none", "activations"] = "none",
         regather: bool = True,
         vocab: bool = True,
         loss_chunk: int | None = None,

@@ -129,7 +129,7 @@ class Prover:
                     plans = [infer()]  # a shipped plan knows one stack of a model that has several
                 return plans
             except ValueError as error:
-                fields = {"cp", "pp", "tile_mlp", "loss_chunk", "recompute"}
+                fields = {"cp", "pp", "tile_mlp", "loss_chunk", "recompute", "offload"}
                 given = self._config.model_dump(include=fields, exclude_defaults=True)
                 wanted = [f"{name}={value!r}" for name, value in given.items()]
                 instead = f"leave {'them' if len(given) > 1 else next(iter(given))} out"

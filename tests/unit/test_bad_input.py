@@ -32,6 +32,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"sp": "maybe"}, "sp='maybe': it is a switch; write true or false"),
     ({"cp_method": "ring"}, "cp_method='ring' with cp=1: it says how attention is computed across context-parallel ranks"),
     ({"data_parallel": "zero"}, "data_parallel='zero': it must be 'ddp', 'fsdp' or 'hsdp'"),
+    ({"offload": "activations", "compile": True}, "offload='activations' with compile=True: a compiled block decides by itself what it keeps; use one of them"),
     ({"data_parallel": "hsdp"}, "fsdp={} with data_parallel='hsdp': hsdp, and it alone, needs the number of replicas that share out parameters, such as data_parallel: hsdp with fsdp: {shard_size: 8}"),
     ({"data_parallel": "fsdp", "fsdp": {"shard_size": 2}}, "fsdp={'shard_size': 2} with data_parallel='fsdp': hsdp, and it alone, needs"),
     ({"data_parallel": "hsdp", "fsdp": {"shard_size": "two"}}, "fsdp={shard_size: 'two'}: it counts replicas; write a whole number, 2 or more"),
