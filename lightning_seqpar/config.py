@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -389,6 +390,13 @@ class ParallelConfig(FrozenModel):
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 < size <= LARGEST_NUMBER):
             raise broken(f"fsdp={{shard_size: {shown(size)}}}: it counts replicas; write a whole number, 2 or more")
         return self
+
+    @property
+    def smallest_world(self) -> int:
+        """The smallest number of ranks that the configuration fits."""
+        shares = self.shares(1)
+        replicas = self.dp if isinstance(self.dp, int) else shares // math.gcd(shares, self.cp)
+        return self.tp * self.cp * self.pp * replicas
 
     def shares(self, replicas: int) -> int:
         """How many of the replicas (dp × cp) share out each parameter; 1 where each holds all of it."""

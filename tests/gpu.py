@@ -38,9 +38,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_seqpar.region import offload
 from lightning_seqpar.releases import COMPILES_APART, HAS_FSDP
 from lightning_seqpar.verify.parity import Trace, compare
-from tests.helpers import races, shared_device
+from tests.helpers import flash, races, shared_device
 from tests.helpers.fit import fit
 from tests.helpers.host_waits import DeviceWaits, WaitsOfSteps
 from tests.helpers.processes import environment, free_port
@@ -70,7 +71,7 @@ class Case:
     @property
     def lacks(self) -> str:
         """What this release of torch lacks for it."""
-        fsdp, compiles = self.strategy.get("data_parallel") == "fsdp", self.strategy.get("compile", False)
+        fsdp, compiles = self.strategy.get("data_parallel", "ddp") != "ddp", self.strategy.get("compile", False)
         return "torch 2.13" if (fsdp and not HAS_FSDP) or (compiles and not COMPILES_APART) else ""
 
     @property
@@ -105,10 +106,18 @@ CASES = [
     Case("tp 2, bf16-true", 2, {"tp": 2}, more=TRUE_HALF, limit=1e-1),
     Case("tp 2, compiled", 2, {"tp": 2, "compile": True}),
     Case("tp 2, compiled, bf16-mixed", 2, {"tp": 2, "compile": True}, more=HALF, limit=5e-2),
+    Case("tp 2, activations on the CPU", 2, {"tp": 2, "offload": "activations"}),
+    Case("tp 2, activations on the CPU, recomputed", 2, {"tp": 2, "offload": "activations", "recompute": "full"}),
+    *(
+        Case(f"{axis} 2, flash-attn", 2, {axis: 2}, "helpers.packed:Packed", {"kind": kind}, HALF, 5e-2)
+        for axis, kind in (("tp", "documents"), ("cp", "one tensor"))
+        if flash.REAL
+    ),
     Case("tp 4", 4, {"tp": 4}),
     Case("tp 4, without sp", 4, {"tp": 4, "sp": False}),
     Case("dp 2 x tp 2", 4, {"tp": 2}),
     Case("dp 2 x tp 2, fsdp", 4, {"tp": 2, "data_parallel": "fsdp"}),
+    Case("dp 4, hsdp", 4, {"data_parallel": "hsdp", "fsdp": {"shard_size": 2}}),
     Case("tp 2 x cp 2", 4, {"tp": 2, "cp": 2}),
     Case("pp 2 x tp 2", 4, {"pp": 2, "tp": 2}),
     Case("GPT-2 124 M, tp 2", 2, {"tp": 2}, "gpu:RealSize", {"name": "GPT-2 124 M"}, LOSSES, 1e-5),
@@ -152,6 +161,7 @@ class Place:
 
 def train(cases: Sequence[Case], accelerator: str, out: Path, *, alone: bool, shared: bool) -> None:
     """Train one case after the other here; the first rank writes the trace of each, and where the host waited."""
+    offload.LEAST = 1  # these models are small
     for case in cases:
         waits = WaitsOfSteps(DeviceWaits() if accelerator == "cuda" else None)
         how: dict[str, Any] = {"world": 1}

@@ -31,6 +31,11 @@ class _Heads:
         self._own = slice(self.place.chunks.rank * (heads // size), (self.place.chunks.rank + 1) * (heads // size))
         self._heads = heads
 
+    @property
+    def are_dealt_out(self) -> bool:
+        """Whether each rank has heads of its own."""
+        return self._times > 0
+
     def all_positions(self, x: Any, *, is_key: bool = False) -> Tensor:
         """``[..., s/cp, n, d]`` → ``[..., s, n/cp, d]``."""
         if not self._times or not isinstance(x, SeqPart):
@@ -79,7 +84,8 @@ def _forward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given |= {"q": heads.all_positions(q), "k": heads.all_positions(k, is_key=True), "v": heads.all_positions(v, is_key=True)}
     if "alibi_slopes" in given:
         given["alibi_slopes"] = heads.slopes(given["alibi_slopes"])
-    with drawn_apart(q.place.chunks.rank) if given.get("dropout_p") else nullcontext():
+    # Ranks that compute all heads draw alike: each takes its positions' gradients from the rows of all.
+    with drawn_apart(q.place.chunks.rank) if given.get("dropout_p") and heads.are_dealt_out else nullcontext():
         out, *others = func(**given)
     return q.like(heads.own_positions(out).contiguous()), *others
 

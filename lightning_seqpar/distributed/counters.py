@@ -157,6 +157,7 @@ class ModelFlops(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
+        self.counts = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -166,7 +167,7 @@ class ModelFlops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func.overloadpacket)
-        if formula is not None and not in_backward():
+        if formula is not None and self.counts and not in_backward():
             self.total += int(formula(*args, **(kwargs or {}), out_val=out))
         return out
 

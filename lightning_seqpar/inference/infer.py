@@ -112,11 +112,20 @@ def infer_blocks(
         trace = _record(model, copied, on_cpu)
         for calls in find_stacks(trace):
             rules.append({"pattern": pattern_of_all(copied, calls), "style": "blocks"})
-            if (arg := trace.activation(calls[0])) is not None and Block(BlockFlow(trace, calls[0], arg)).sequence_dim() == 0:
+            if _sequence_dim(trace, calls[0]) == 0:
                 rules[-1]["dim"] = 0
     if not rules:
         raise CantInferError(_no_blocks(model))
     return ShardingPlan.from_rules(rules, source="inferred")
+
+
+def _sequence_dim(trace: ForwardTrace, call: Call) -> int | None:
+    """Along which dim a block mixes positions; None if that does not show, as where it keeps no graph."""
+    try:
+        arg = trace.activation(call)
+        return None if arg is None else Block(BlockFlow(trace, call, arg)).sequence_dim()
+    except Exception:  # of the block's own code
+        return None
 
 
 def _record(model: nn.Module, copied: nn.Module, example: Example) -> ForwardTrace:

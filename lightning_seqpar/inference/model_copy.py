@@ -24,16 +24,21 @@ from lightning_seqpar.inference.lazy_copy import deep_copy
 from lightning_seqpar.inference.reduction import WHOLE, Reduction, cut_vocabularies, tell_vocabularies
 
 
+def _with(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any) -> tuple[Any, Any]:
+    """The arguments of an operator with another value for one of them, if it has that."""
+    names = [one.name for one in func._schema.arguments]
+    if name not in names:
+        return args, kwargs
+    at = names.index(name)
+    return ((*args[:at], value, *args[at + 1 :]), kwargs) if at < len(args) else (args, {**kwargs, name: value})
+
+
 def _in_16_bits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on bfloat16 in the place of float64; what it makes, and what it was given to write to, is float64 again.
 
     One that can sum in the same order each time is told to, by its argument ``deterministic``.
     """
-    names = [one.name for one in func._schema.arguments]
-    if "deterministic" in names:
-        at = names.index("deterministic")
-        args, kwargs = (*args[:at], True, *args[at + 1 :]) if at < len(args) else args, kwargs
-        kwargs = kwargs if at < len(args) else {**kwargs, "deterministic": True}
+    args, kwargs = _with(func, args, kwargs, "deterministic", True)
 
     def narrow(x: Any) -> Any:
         return x.bfloat16() if isinstance(x, Tensor) and x.dtype is torch.float64 else x
@@ -65,6 +70,7 @@ class Quiet(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace in _OF_TORCH:
             return func(*args, **kwargs)
+        args, kwargs = _with(func, args, kwargs, "dropout_p", 0.0)
         try:
             return func(*args, **kwargs)
         except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, is_split, local_rows, rows_of, with_rows
+from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, is_split, local_rows, rows_of
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _ALIGNED = 16  # bytes: every tensor that is sent begins at a multiple of it, as a view in its own type must
@@ -40,7 +40,9 @@ class WholeMatrices:
         if optimizer not in self._around:
             self._around.add(optimizer)
             optimizer.register_step_pre_hook(self._before)
-            optimizer.register_step_post_hook(self._behind)
+            # In front of hooks of the user's, which read and change parameters.
+            behind, hooks = optimizer.register_step_post_hook(self._behind), vars(optimizer)["_optimizer_step_post_hooks"]
+            hooks.move_to_end(behind.id, last=False)
 
     def put_back(self) -> None:
         """Give an optimizer whose step has raised its own parameters back."""
@@ -283,11 +285,10 @@ class _Step:
         for key, form in forms.items():
             if form.dtype is None:
                 state[key] = form.value.to(parameter.device) if form.is_on_device else form.value
-            elif key in state:
-                local_rows(state[key]).copy_(next(kept))
             else:
-                part = next(kept).clone()
-                state[key] = with_rows(part, parameter) if is_split(parameter) else part
+                if key not in state:  # where the parameter is: rows may be offloaded
+                    state[key] = torch.zeros_like(parameter, dtype=form.dtype, requires_grad=False)
+                local_rows(state[key]).copy_(next(kept))
 
     # ---- what is sent ------------------------------------------------------------------------------------------
 

@@ -107,6 +107,7 @@ class SeqParallelMonitor(pl.callbacks.Callback):
                 run.counting.enter_context(run.traffic)
                 if run.peak is not None:
                     run.flops = run.flops or ModelFlops()
+                    run.flops.counts = True
                     run.counting.enter_context(run.flops)
             if run.step == self.snapshot_step and run.begins_window:
                 torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
@@ -114,6 +115,8 @@ class SeqParallelMonitor(pl.callbacks.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Note the norm of the gradients, which are whole here, if the step is logged. Collective in such steps."""
         if (run := self._run) is not None and run.is_logged:
+            if run.flops is not None:
+                run.flops.counts = False  # the products of an update (Muon's) are none of the model's
             before = 0 if run.traffic is None else run.traffic.total_bytes
             norm = _norm_before_step(trainer, optimizer)
             run.norm = None if norm is None else LateNumbers(norm.view(1))

@@ -114,7 +114,8 @@ class ProcessTopology:
         if (replicas := derived * config.cp) % (shares := config.shares(replicas)):
             raise ValueError(
                 f"fsdp={{shard_size: {shares}}}: {replicas} replicas (dp {derived} × cp {config.cp}) do not divide by it; "
-                f"{sizes_that_divide('shard_size', replicas)}"
+                f"{sizes_that_divide('shard_size', replicas) if replicas > 1 else 'leave hsdp out'}, or start "
+                f"{nearest_multiples(world_size, config.smallest_world)} processes"
             )
         sizes = {"tp": config.tp, "cp": config.cp, "pp": config.pp, "dp": derived}
         names = config.order.split("-")

@@ -172,7 +172,7 @@ def describe(
             raise ValueError(f"{name}={value} must be 1 or more")
     if record_of(model) is not None:
         raise ValueError("the model is parallelised already; call unshard(model) first, or describe another one")
-    topology = ProcessTopology.from_config(config, world_size or config.tp * config.pp * config.cp)
+    topology = ProcessTopology.from_config(config, world_size or config.smallest_world)
     try:
         with kept_streams():
             made = _configured(model)
@@ -238,6 +238,8 @@ class _Describer:
         if config.tp == 1 and (config.cp > 1 or config.recompute != "none" or config.tile_mlp or config.loss_chunk):
             notes, recomputed = self._change_unsharded(planned)
             out.notes += notes
+        if config.offload != "none":
+            out.notes.append("offload activations: of what a rank keeps for the backward, that of the blocks lies on the CPU")
         if recomputed:
             what = f"{', '.join(dict.fromkeys(map(starred, recomputed)))} ({len(recomputed)} modules)"
             out.notes.append(f"recompute {config.recompute}: {what} run again in the backward")

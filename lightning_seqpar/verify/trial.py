@@ -150,8 +150,7 @@ def verify_parity(
             raise TrialError(f"{name}={given!r} is neither a module nor a function that makes one; give one of them")
     strategy, parallel = _strategy(config)
     if world_size is None:
-        dp = parallel.dp if parallel is not None and isinstance(parallel.dp, int) else 1
-        world_size = 2 if parallel is None else parallel.tp * parallel.cp * parallel.pp * dp
+        world_size = 2 if parallel is None else parallel.smallest_world
     if world_size < 2:
         raise TrialError(f"world_size={world_size}: there is nothing to compare one process with; give 2 or more")
     replicas = 1

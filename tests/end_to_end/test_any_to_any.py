@@ -327,3 +327,20 @@ ALL = [(name, kind) for name in FULL for kind in OPTIMIZERS if runs(name, kind)]
 def test_from_every_place_to_every_other(source, target, optimizer):
     """All of it."""
     check(source, target, optimizer, tuple((name, kind) for name, kind in ALL if runs(target, kind)))
+
+
+HYBRID = [name for name in PLACES if name not in FULL]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        pytest.param(source, target, marks=[pytest.mark.xdist_group(target), pytest.mark.timeout(1800)])
+        for target in PLACES
+        for source in (PLACES if target in HYBRID else HYBRID)
+    ],
+)
+def test_hybrid_sharding_to_and_from_every_other_place(source, target):
+    sources = tuple(PLACES if target in HYBRID else HYBRID)
+    check(source, target, "adamw", tuple((name, "adamw") for name in sources))

@@ -393,3 +393,19 @@ def test_a_snapshot_of_one_step(monkeypatch, tmp_path):
     for wrong in ({"snapshot_step": -1}, {"peak_flops": 0.0}):
         with pytest.raises(ValueError, match="SeqParallelMonitor"):
             SeqParallelMonitor(**wrong)
+
+
+class Multiplies(Small):
+    """Its optimizer multiplies matrices."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *args: torch.ones(64, 64) @ torch.ones(64, 64))
+        return optimizer
+
+
+def test_the_products_of_an_update_are_none_of_the_models():
+    rows = Rows()
+    trainer = quiet_trainer(devices=1, max_epochs=1, logger=rows, callbacks=[SeqParallelMonitor(1, peak_flops=PEAK)])
+    trainer.fit(Multiplies(), DataLoader([IDS] * 3, batch_size=None))
+    assert flops(rows, 1) == pytest.approx([3 * 2 * 4] * 3, rel=1e-9)

@@ -40,6 +40,16 @@ WHOLE: dict[str, Any] = {
 }
 
 
+def clamped(params: list[Any]) -> torch.optim.Optimizer:
+    """A hook behind its steps changes what it has updated."""
+    optimizer = WHOLE["Muon"](params)
+    optimizer.register_step_post_hook(lambda *args: torch._foreach_clamp_min_([p.data for p in params], -0.1))
+    return optimizer
+
+
+WHOLE["clamped behind a step"] = clamped
+
+
 class Chosen(models.GPT):
     """Fused ``[q|k|v]``, and a table whose vocabulary does not divide."""
 
@@ -97,6 +107,13 @@ HSDP: dict[str, Any] = {"data_parallel": "hsdp", "fsdp": {"shard_size": 2}}
     "_TensorParallel.join",
     "return one.layout.shard.assemble(parts)",
     "return torch.cat([*parts], one.layout.shard.dim)",
+    case="2-tp2",
+)
+@sees(
+    "whole matrices: a hook behind a step comes before the parts do",
+    "WholeMatrices.around",
+    "            hooks.move_to_end(behind.id, last=False)\n",
+    "",
     case="2-tp2",
 )
 @sees(

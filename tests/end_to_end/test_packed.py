@@ -17,6 +17,9 @@ from tests.helpers.packed import VOCAB, Packed
 from tests.helpers.slices import rest
 from tests.mutants import sees
 
+pytestmark = pytest.mark.skipif(
+    flash.REAL, reason="flash-attn itself is installed, which runs on GPUs: make gpu has cases with it"
+)
 KINDS = ("documents", "one tensor", "mask", "batch")
 MODEL = "helpers.packed:Packed"
 FSDP = {"data_parallel": "fsdp"}
@@ -58,6 +61,34 @@ def test_packed_documents_train_as_on_one_process(world, strategy):
         for kind, trace in zip(KINDS, found, strict=True):
             report = compare(fit(MODEL, {"kind": kind}, steps=3), trace)
             assert report.ok, f"{kind}\n{report}"
+
+
+def fit_dropping(strategy: dict[str, Any], kind: str) -> Trace:
+    return fit(MODEL, {"kind": kind}, world=2, strategy=strategy, steps=2)
+
+
+@sees(
+    "flash: ranks that compute all heads drop out other weights each",
+    "flash:_forward",
+    " and heads.are_dealt_out else",
+    " else",
+)
+def test_ranks_that_compute_all_heads_drop_out_alike():
+    """Three heads do not divide by two ranks: both compute all, with the mask that one process has."""
+    for trace in run_distributed(fit_dropping, 2, {"cp": 2}, "dropped"):
+        compare(fit(MODEL, {"kind": "dropped"}, steps=2), trace).raise_if_failed()
+
+
+@sees(
+    "copies: dropout of extensions drops in one copy what it keeps in the other",
+    "Quiet._run",
+    '        args, kwargs = _with(func, args, kwargs, "dropout_p", 0.0)\n',
+    "",
+)
+def test_dropout_in_flash_attention_is_no_fault_of_the_plan():
+    for strategy in ({"tp": 2}, {"cp": 2}):
+        trace = run_distributed(fit_dropping, 2, strategy, "drops")[0]
+        assert len(trace.losses) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -261,7 +261,9 @@ class Failing(GPT):
 
 def test_a_refusal_is_one_sentence_and_a_failure_names_what_was_raised():
     refused = verify_parity(Factored, TOKENS, {"tp": 2})
-    assert refused.verdict.startswith("REFUSED: tp 2 on 2 ranks: torch.optim.Adafactor with tp=2: ")
+    assert refused.verdict.startswith(
+        "REFUSED: tp 2 on 2 ranks: torch.optim.Adafactor where parameters are divided over 2 ranks: "
+    )
     failed = verify_parity(Failing, TOKENS, "ddp")
     assert failed.verdict == "FAILED: ddp on 2 ranks: RuntimeError: out of luck"
     assert "training_step" in failed.trace

@@ -2,18 +2,22 @@
 
 As the real ones, they take heads at dim -2, a batch ``[b, s, n, d]`` or packed tokens ``[total, n, d]``, fewer heads of keys and
 values than of queries, and give autograd functions of their own, which call custom operators. While ``strict`` is set they take
-16-bit tensors alone. They drop nothing out.
+16-bit tensors alone.
 """
 
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+REAL = find_spec("flash_attn") is not None
+"""Whether flash-attn itself is here, whose operators can't be registered a second time: then these are its functions."""
 strict = False
+NAME = "flash_stand_in" if REAL else "flash_attn"
 noise = 0.0  # of gradients, relative to their largest: the order of a GPU's sums is another in each run
 
 
@@ -31,6 +35,12 @@ def _weights(q: Tensor, k: Tensor, scale: float, causal: bool, left: int, right:
     return scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
 
+def _kept(weights: Tensor, p: float, seed: int) -> Tensor:
+    """A mask of weights, which are larger where they stay."""
+    drawn = torch.rand(weights.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (drawn >= p).to(weights.dtype) / (1 - p)
+
+
 def _documents(ends_q: Tensor | None, ends_k: Tensor | None, *tensors: Tensor) -> list[list[Tensor]]:
     """Of packed tokens each document's ``[1, n, s, d]``; of a batch ``[b, n, s, d]``. The second and third are keys and values."""
     if ends_q is None or ends_k is None:
@@ -45,30 +55,32 @@ def _joined(parts: list[Tensor], packed: bool) -> Tensor:
     return torch.cat([x[0] for x in parts]) if packed else parts[0].contiguous()
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, *how: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, p: float, cu_q: Any, cu_k: Any, *how: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if strict and q.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-    made = []
-    for a, b, c in _documents(cu_q, cu_k, q, k, v):
+    made, seed = [], int(torch.randint(2**31, ())) if p else 0
+    for at, (a, b, c) in enumerate(_documents(cu_q, cu_k, q, k, v)):
         b, c = (x.repeat_interleave(a.shape[1] // x.shape[1], 1) for x in (b, c))
-        made.append(_weights(a, b, *how) @ c)
+        weights = _weights(a, b, *how)
+        made.append((weights * _kept(weights, p, seed + at) if p else weights) @ c)
     shape = (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    return (
-        _joined(made, cu_q is not None),
-        q.new_zeros(shape, dtype=torch.float32),
-        q.new_empty(0),
-        q.new_zeros(2, dtype=torch.int64),
-    )
+    return (_joined(made, cu_q is not None), q.new_zeros(shape, dtype=torch.float32), q.new_empty(0), torch.tensor([seed, 0]))
 
 
-def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, into: list[Tensor], cu_q: Any, cu_k: Any, *how: Any) -> Tensor:
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, into: list[Tensor], p: float, state: Tensor | None, cu_q: Any, cu_k: Any,
+    *how: Any,
+) -> Tensor:  # fmt: skip
     made: list[list[Tensor]] = []
     scale = how[0]
-    for a, b, c, d in _documents(cu_q, cu_k, q, k, v, grad):
+    for at, (a, b, c, d) in enumerate(_documents(cu_q, cu_k, q, k, v, grad)):
         share = a.shape[1] // b.shape[1]
         b, c = (x.repeat_interleave(share, 1) for x in (b, c))
         weights = _weights(a, b, *how)
-        dv, dw = weights.mT @ d, d @ c.mT
+        kept = _kept(weights, p, int(state[0]) + at) if p and state is not None else torch.ones_like(weights)
+        dv, dw = (weights * kept).mT @ d, (d @ c.mT) * kept
         ds = weights * (dw - (dw * weights).sum(-1, keepdim=True)) * scale
         dk, dv = (x.unflatten(1, (-1, share)).sum(2) for x in (ds.mT @ a, dv))
         made.append([ds @ b, dk, dv])
@@ -81,35 +93,35 @@ def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, into: list[Tensor]
     return q.new_zeros(1, dtype=torch.float32)
 
 
-@torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
+@torch.library.custom_op(f"{NAME}::_flash_attn_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
     window_size_right: int, softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _attend(q, k, v, None, None, softmax_scale, causal, window_size_left, window_size_right, alibi_slopes)
+    return _attend(q, k, v, dropout_p, None, None, softmax_scale, causal, window_size_left, window_size_right, alibi_slopes)
 
 
-@torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=())
+@torch.library.custom_op(f"{NAME}::_flash_attn_varlen_forward", mutates_args=())
 def _varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1,
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, return_softmax: bool = False, block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     how = softmax_scale, causal, window_size_left, window_size_right, alibi_slopes
-    return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *how)
+    return _attend(q, k, v, dropout_p, cu_seqlens_q, cu_seqlens_k, *how)
 
 
-@torch.library.custom_op("flash_attn::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
+@torch.library.custom_op(f"{NAME}::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None, dk: Tensor | None,
     dv: Tensor | None, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int,
     softcap: float, alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     how = softmax_scale, causal, window_size_left, window_size_right, alibi_slopes
-    return _gradients(dout, q, k, v, [dq, dk, dv], None, None, *how)
+    return _gradients(dout, q, k, v, [dq, dk, dv], dropout_p, rng_state, None, None, *how)
 
 
-@torch.library.custom_op("flash_attn::_flash_attn_varlen_backward", mutates_args=("dq", "dk", "dv"))
+@torch.library.custom_op(f"{NAME}::_flash_attn_varlen_backward", mutates_args=("dq", "dk", "dv"))
 def _varlen_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None, dk: Tensor | None,
     dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
@@ -117,7 +129,7 @@ def _varlen_backward(
     alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     how = softmax_scale, causal, window_size_left, window_size_right, alibi_slopes
-    return _gradients(dout, q, k, v, [dq, dk, dv], cu_seqlens_q, cu_seqlens_k, *how)
+    return _gradients(dout, q, k, v, [dq, dk, dv], dropout_p, rng_state, cu_seqlens_q, cu_seqlens_k, *how)
 
 
 @_forward.register_fake
@@ -138,27 +150,27 @@ def _(dout: Tensor, q: Tensor, *others: Any, **more: Any) -> Tensor:
     return q.new_empty(1, dtype=torch.float32)
 
 
-OPS = torch.ops.flash_attn
+OPS = getattr(torch.ops, NAME)
 
 
 def _run(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ends: tuple[Any, ...], scale: float | None, *how: Any) -> Tensor:
     """Call the forward operator; ``ends`` are cu_seqlens and max_seqlens of packed tokens, else nothing."""
-    causal, window, softcap, slopes, deterministic = how
+    dropout, causal, window, softcap, slopes, deterministic = how
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     op = OPS._flash_attn_varlen_forward if ends else OPS._flash_attn_forward
     out, lse, _, state = op(
-        q, k, v, *ends, 0.0, scale, causal=causal, window_size_left=window[0], window_size_right=window[1], softcap=softcap,
+        q, k, v, *ends, dropout, scale, causal=causal, window_size_left=window[0], window_size_right=window[1], softcap=softcap,
         alibi_slopes=slopes, return_softmax=False,
     )  # fmt: skip
     ctx.save_for_backward(q, k, v, out, lse, *ends[:2], state)
-    ctx.ends, ctx.how = ends[2:], (scale, causal, *window, softcap, slopes, deterministic)
+    ctx.ends, ctx.how = ends[2:], (dropout, scale, causal, *window, softcap, slopes, deterministic)
     return out
 
 
 def _run_back(ctx: Any, saved: Any, dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     q, k, v, out, lse, *ends, state = saved
     op = OPS._flash_attn_varlen_backward if ends else OPS._flash_attn_backward
-    op(dout, q, k, v, out, lse, dq, dk, dv, *ends, *ctx.ends, 0.0, *ctx.how, rng_state=state)
+    op(dout, q, k, v, out, lse, dq, dk, dv, *ends, *ctx.ends, *ctx.how, rng_state=state)
 
 
 class _Flash(torch.autograd.Function):
@@ -171,7 +183,7 @@ class _Flash(torch.autograd.Function):
         saved = ctx.saved_tensors
         grads = tuple(map(torch.empty_like, saved[:3]))
         _run_back(ctx, saved, dout, *grads)
-        return *(grad[..., : dout.shape[-1]] for grad in grads), *[None] * 7
+        return *(grad[..., : dout.shape[-1]] for grad in grads), *[None] * 8
 
 
 class _FlashPacked(torch.autograd.Function):
@@ -185,7 +197,7 @@ class _FlashPacked(torch.autograd.Function):
         q, *_ = saved = ctx.saved_tensors
         dqkv = torch.empty(*q.shape[:-2], 3, *q.shape[-2:], dtype=q.dtype, device=q.device)
         _run_back(ctx, saved, dout, *(dqkv[..., at, :, :] for at in range(3)))
-        return dqkv, *[None] * 7
+        return dqkv, *[None] * 8
 
 
 def flash_attn_func(
@@ -193,7 +205,7 @@ def flash_attn_func(
     window_size: Any = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor:  # fmt: skip
-    return _Flash.apply(q, k, v, (), softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _Flash.apply(q, k, v, (), softmax_scale, dropout_p, causal, window_size, softcap, alibi_slopes, deterministic)
 
 
 def flash_attn_varlen_func(
@@ -203,14 +215,14 @@ def flash_attn_varlen_func(
     block_table: Any = None,
 ) -> Tensor:  # fmt: skip
     ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return _Flash.apply(q, k, v, ends, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _Flash.apply(q, k, v, ends, softmax_scale, dropout_p, causal, window_size, softcap, alibi_slopes, deterministic)
 
 
 def flash_attn_qkvpacked_func(
     qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Any = (-1, -1),
     softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor:  # fmt: skip
-    return _FlashPacked.apply(qkv, (), softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _FlashPacked.apply(qkv, (), softmax_scale, dropout_p, causal, window_size, softcap, alibi_slopes, deterministic)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -219,7 +231,11 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor:  # fmt: skip
     ends = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return _FlashPacked.apply(qkv, ends, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _FlashPacked.apply(qkv, ends, softmax_scale, dropout_p, causal, window_size, softcap, alibi_slopes, deterministic)
+
+
+if REAL:
+    from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func  # noqa: F401
 
 
 def into_transformers() -> None:

@@ -858,12 +858,13 @@ optimizer_habit(
     "runs; it blows up the rounding of a key's bias, whose gradient is zero, as under DDP",
     left_out=("cp2",),
 )
-optimizer_habit(
-    "Muon",
-    "`torch.optim.Muon(...)`",
-    lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2]),
-    "it orthogonalises whole matrices; use AdamW",
-)
+
+
+@habit("Muon", "`torch.optim.Muon(...)`", remark="each rank updates some of the matrices, whole")
+def muon(place: Place) -> Yield:
+    return place.train(Optimized(lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2])))
+
+
 optimizer_habit(
     "L-BFGS",
     "`torch.optim.LBFGS(...)`",

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from tests.helpers import flash, models
 from tests.helpers.families import HuggingFace
 
-WIDTH, HEADS, VOCAB = 16, 4, 31
+WIDTH, VOCAB = 96, 31
+HEADS = 4  # but three of the kind `dropped`; flash-attn takes heads of multiples of 8
 
 
 class Documents:
@@ -21,8 +22,8 @@ class Documents:
     def __init__(self, lengths: Tensor) -> None:
         self.cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         self.max_seqlen = int(lengths.max())
-        self.position_ids = torch.cat([torch.arange(int(n)) for n in lengths])
-        self.ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        self.position_ids = torch.cat([torch.arange(int(n), device=lengths.device) for n in lengths])
+        self.ids = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
 class Attention(nn.Module):
@@ -30,12 +31,15 @@ class Attention(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.head_dim = kind, WIDTH // HEADS
+        self.kind, self.head_dim = kind, WIDTH // (3 if kind == "dropped" else HEADS)
         if kind == "one tensor":
             self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         else:
-            self.q, self.k, self.v = (nn.Linear(WIDTH, width, bias=False) for width in (WIDTH, WIDTH // 2, WIDTH // 2))
+            self.q, self.k, self.v = (nn.Linear(WIDTH, width, bias=False) for width in self.widths())
         self.out = nn.Linear(WIDTH, WIDTH)
+
+    def widths(self) -> tuple[int, int, int]:
+        return (WIDTH,) * 3 if self.kind == "dropped" else (WIDTH, WIDTH // 2, WIDTH // 2)
 
     def forward(self, x: Tensor, documents: Documents) -> Tensor:
         ends, longest = documents.cu_seqlens, documents.max_seqlen
@@ -45,13 +49,14 @@ class Attention(nn.Module):
         q, k, v = (one(x).unflatten(-1, (-1, self.head_dim)) for one in (self.q, self.k, self.v))
         if self.kind == "mask":
             ids = documents.ids
-            mask = (ids[:, None] == ids) & torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+            mask = (ids[:, None] == ids) & torch.ones(len(ids), len(ids), dtype=torch.bool, device=ids.device).tril()
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
             y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
         elif self.kind == "batch":
             y = flash.flash_attn_func(q, k, v, causal=True, window_size=(4, 0))
         else:
-            y = flash.flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, causal=True)
+            p = 0.3 if self.kind.startswith("drop") and self.training else 0.0
+            y = flash.flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, p, causal=True)
         return self.out(y.flatten(-2))
 
 
@@ -68,7 +73,7 @@ class Block(nn.Module):
 
 
 class Packed(L.LightningModule):
-    """Packed tokens ``[total, h]``; of the kind ``mask`` ``[1, total, h]``, of ``batch`` ``[b, s, h]``."""
+    """Packed tokens ``[total, h]`` (``drops``: with dropout); the kind ``mask`` is ``[1, total, h]``, ``batch`` ``[b, s, h]``."""
 
     def __init__(self, kind: str = "documents") -> None:
         super().__init__()
@@ -85,9 +90,9 @@ class Packed(L.LightningModule):
         lengths = 3 + given[:, 0] % (inputs.shape[1] - 3)  # no two replicas have equally many
         documents = Documents(lengths)
         if self.kind == "batch":
-            x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1]))
+            x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
         else:
-            real = torch.arange(inputs.shape[1]) < lengths[:, None]
+            real = torch.arange(inputs.shape[1], device=inputs.device) < lengths[:, None]
             inputs, targets = inputs[real], targets[real]
             x = self.tokens(inputs) + self.positions(documents.position_ids)
             x = x[None] if self.kind == "mask" else x

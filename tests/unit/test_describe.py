@@ -224,8 +224,14 @@ def test_what_replicas_share_out_is_counted():
         == both.sent_bytes["reduce_scatter (dp)"] // 2
         == two.sent_bytes["reduce_scatter (dp)"] // 2
     )
-    with pytest.raises(ValueError, match=r"fsdp=\{shard_size: 2\}: 3 replicas \(dp 3 × cp 1\) do not divide by it"):
+    told = (
+        r"fsdp=\{shard_size: 2\}: 3 replicas \(dp 3 × cp 1\) do not divide by it; use shard_size=3, or start 2 or 4 processes"
+    )
+    with pytest.raises(ValueError, match=told):
         describe(build("llama"), **{**hybrid, "world_size": 3})
+    with pytest.raises(ValueError, match=r"1 replicas .* do not divide by it; leave hsdp out, or start 2 processes"):
+        describe(build("llama"), **{**hybrid, "world_size": 1})
+    assert describe(build("llama"), **{**hybrid, "world_size": None}).world_size == 2
     stay = describe(build("llama"), fsdp={"reshard_after_forward": False}, **fsdp)
     assert stay.sent_calls["all_gather (dp)"] == 3
     assert stay.gathered_bytes == stay.global_parameters * 4

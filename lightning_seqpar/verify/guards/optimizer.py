@@ -52,7 +52,7 @@ class OptimizerGuard:
 
     def __init__(self, vouched: Sequence[str] = (), whole: Sequence[str] = ()) -> None:
         self._vouched = {"elementwise": (*KNOWN_ELEMENTWISE, *vouched), "whole_matrices": (*KNOWN_WHOLE, *whole)}
-        self._tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._agreed: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()  # those that were tried
 
     def refuse_mixing(self, optimizers: Sequence[Optimizer], shards: int, *, alone: bool = False) -> None:
         """Refuse what is not right where each rank holds one of ``shards`` parts; ``alone`` also what needs the whole."""
@@ -100,18 +100,27 @@ class OptimizerGuard:
         return _leaves_alone(optimizer, ELEMENTWISE_OPTIMIZERS) or self._passes(optimizer, "elementwise")
 
     def _passes(self, optimizer: Optimizer, how: str) -> bool:
-        """Whether somebody vouches for an optimizer; it is tried, if it was not yet."""
+        """Whether somebody vouches for an optimizer, or it derives from torch's; it is tried, if it was not yet."""
         if _is_quantised(optimizer):
             return False
-        named = any(_is_named(kind, path) for kind in type(optimizer).__mro__ for path in self._vouched[how])
-        if how == "elementwise" and isinstance(optimizer, ELEMENTWISE_OPTIMIZERS):
-            named = named or getattr(optimizer, "whole_matrices", False) is not True
-        if not named and getattr(optimizer, how, False) is not True:
+        vouched = self._is_vouched_for(optimizer, how)
+        derives = how == "elementwise" and isinstance(optimizer, ELEMENTWISE_OPTIMIZERS)
+        if not vouched and (not derives or self._is_vouched_for(optimizer, "whole_matrices")):
             return False
-        if optimizer not in self._tried:
-            _try(optimizer, how)
-            self._tried.add(optimizer)
-        return True
+        if optimizer not in self._agreed:
+            agreed = True
+            try:
+                _try(optimizer, how)
+            except ValueError:
+                if vouched:
+                    raise
+                agreed = False
+            self._agreed[optimizer] = agreed
+        return self._agreed[optimizer]
+
+    def _is_vouched_for(self, optimizer: Optimizer, how: str) -> bool:
+        named = any(_is_named(kind, path) for kind in type(optimizer).__mro__ for path in self._vouched[how])
+        return named or getattr(optimizer, how, False) is True
 
 
 def _path(kind: type) -> str:
@@ -146,6 +155,9 @@ _SHAPES = ((8,), (8, 6), (4, 6, 2), (4, 2, 6, 2))  # of the small tensors, by th
 _SCALES = (1.0, 1.0, 1.0, 100.0, 1e-3, 1.0, 10.0)  # of the gradients, step by step: a bound by a norm shows with large ones
 
 
+_SIZES = (1.0, 1e-2)  # of the parameters: a bound by their norm shows with small ones
+
+
 def _try(optimizer: Optimizer, how: str) -> None:
     """Step copies of an optimizer on small tensors, whole and in parts, by its own hyperparameters."""
     name, use = _path(type(optimizer)), f"use one of torch.optim's {_listed((*ELEMENTWISE_OPTIMIZERS, *MUON))}"
@@ -154,7 +166,8 @@ def _try(optimizer: Optimizer, how: str) -> None:
         what, needs = "one that updates each parameter by itself", "parameters, gradients, numbers and moments of their shapes"
     try:
         with torch.random.fork_rng(devices=[]):
-            alike = [_is_alike(optimizer, dim) for dim in ((0, 1) if how == "elementwise" else (None,))]
+            dims = (0, 1) if how == "elementwise" else (None,)
+            alike = [_is_alike(optimizer, dim, size) for dim in dims for size in _SIZES]
     except Exception as error:  # of the optimizer's own code
         raise ValueError(
             f"{name} is taken as {what}, and can't be tried on small tensors ({type(error).__name__}: {error}); one "
@@ -167,8 +180,11 @@ def _try(optimizer: Optimizer, how: str) -> None:
         )
 
 
-def _is_alike(optimizer: Optimizer, dim: int | None) -> bool:
-    """Whether steps on halves along ``dim`` (of tensors that have it; None: on every other tensor) give what those on all do."""
+def _is_alike(optimizer: Optimizer, dim: int | None, size: float) -> bool:
+    """Whether, of parameters of this size, steps on parts give what steps on all do.
+
+    Parts are halves along ``dim`` (of tensors that have it), or with None every other tensor.
+    """
     source = torch.Generator().manual_seed(3)
 
     def drawn(like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -184,7 +200,7 @@ def _is_alike(optimizer: Optimizer, dim: int | None) -> bool:
     for group in optimizer.param_groups:
         like = {min(max(p.ndim, 1), len(_SHAPES)): p for p in group["params"]}
         twice = [ndim for ndim in sorted(like) for _ in range(1 if dim is not None else 2)]
-        groups.append([drawn(like[ndim], _SHAPES[ndim - 1]) for ndim in twice])
+        groups.append([size * drawn(like[ndim], _SHAPES[ndim - 1]) for ndim in twice])
     starts = [start for group in groups for start in group]
     trials = []
     for half in (None, 0, 1):
