@@ -73,7 +73,6 @@ class Block:
             generator = torch.Generator().manual_seed(seed)
             holder[self.flow.arg] = x = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
         x.requires_grad_(grad)
-        holder[self.flow.arg] = x.clone() if grad else x  # which the block may change in place
         return x, run_quietly(self.module, args, kwargs)
 
     def sequence_dim(self) -> int | None:

@@ -120,7 +120,7 @@ def infer_blocks(
 
 
 def _sequence_dim(trace: ForwardTrace, call: Call) -> int | None:
-    """Along which dim a block mixes positions; None if that does not show, as where it keeps no graph."""
+    """Along which dim a block mixes positions; None if that does not show (it keeps no graph, or works in place)."""
     try:
         arg = trace.activation(call)
         return None if arg is None else Block(BlockFlow(trace, call, arg)).sequence_dim()

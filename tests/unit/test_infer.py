@@ -15,14 +15,14 @@ import numpy as np
 import peers
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_seqpar import ShardingPlan
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.examples import Example, NoExampleError, peek_batch, small
-from lightning_seqpar.inference.infer import infer_plan, with_tried_rules
+from lightning_seqpar.inference.infer import infer_blocks, infer_plan, with_tried_rules
 from lightning_seqpar.inference.model_copy import detached_copy
 from lightning_seqpar.inference.reduction import Reduction
 from lightning_seqpar.plan.sharding_plan import resolve_plans
@@ -346,3 +346,48 @@ def test_a_look_at_the_data_leaves_its_generators_and_counters():
     loader = DataLoader(Augmented(), batch_size=4)
     looks = [peek_batch(lambda: loader, "training").tolist() for _ in range(2)]
     assert looks[0] == looks[1] == next(iter(loader)).tolist()
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.down(self.up(x).relu())
+        return x
+
+
+class MixesTokens(InPlace):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x + x.cumsum(0)).relu())
+
+
+class KeepsNoGraph(InPlace):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+@sees(
+    "blocks that show no sequence end the run",
+    "infer:_sequence_dim",
+    "    except Exception:  # of the block's own code\n",
+    "    except ZeroDivisionError:\n",
+    case="InPlace",
+)
+@pytest.mark.parametrize(("kind", "dim"), [(MixesTokens, 0), (InPlace, 1), (KeepsNoGraph, 1)], ids=lambda value: str(value))
+def test_blocks_alone_are_named_with_the_dim_of_their_sequence_where_it_shows(kind, dim):
+    class Stacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.blocks = nn.Linear(8, 8), nn.ModuleList(kind() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.enter(x)
+
+    (rule,) = infer_blocks(Stacked(), torch.randn(5, 2, 8)).rules
+    assert (rule.pattern, rule.dim) == ("blocks.*", dim)
