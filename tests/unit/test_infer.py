@@ -374,9 +374,13 @@ class KeepsNoGraph(InPlace):
     "infer:_sequence_dim",
     "    except Exception:  # of the block's own code\n",
     "    except ZeroDivisionError:\n",
-    case="InPlace",
+    case="InPlace-1",
 )
-@pytest.mark.parametrize(("kind", "dim"), [(MixesTokens, 0), (InPlace, 1), (KeepsNoGraph, 1)], ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("kind", "dim"),
+    [(MixesTokens, 0), (InPlace, 1), (KeepsNoGraph, 1)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_blocks_alone_are_named_with_the_dim_of_their_sequence_where_it_shows(kind, dim):
     class Stacked(nn.Module):
         def __init__(self) -> None:
