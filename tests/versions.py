@@ -16,7 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "versions.md"
-TESTS = ("pytest>=8,<9.2", "pytest-timeout", "pytest-xdist", "hypothesis", "peft>=0.17", "einops", "tensorboard")
+TESTS = (
+    *("pytest>=8,<9.2", "pytest-timeout", "pytest-xdist", "hypothesis", "peft>=0.17", "einops", "tensorboard"),
+    *("lion-pytorch", "schedulefree", "pytorch-optimizer"),
+)
 SETS: dict[str, tuple[str, ...]] = {
     "oldest": ("torch==2.8.0", "lightning==2.4.0", "transformers==4.56.0", "pydantic==2.10.0", "omegaconf==2.3.0"),
     "torch-2.11": ("torch==2.11.0", "lightning==2.5.0.post0", "transformers==4.56.0"),

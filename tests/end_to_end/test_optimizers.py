@@ -48,6 +48,8 @@ def clamped(params: list[Any]) -> torch.optim.Optimizer:
 
 
 WHOLE["clamped behind a step"] = clamped
+if not MUON:  # torch 2.8 lacks it
+    del WHOLE["Muon"], WHOLE["clamped behind a step"]
 
 
 class Chosen(models.GPT):
