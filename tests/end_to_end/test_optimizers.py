@@ -154,6 +154,9 @@ HSDP: dict[str, Any] = {"data_parallel": "hsdp", "fsdp": {"shard_size": 2}}
     ids=lambda value: value if isinstance(value, int) else "-".join(f"{key}{x}" for key, x in value.items() if key != "fsdp"),
 )  # fmt: skip
 def test_matrices_are_updated_whole(world, topology):
-    for found in run_distributed(fit_kinds, world, world, [*WHOLE], topology):
+    kinds = [
+        kind for kind in WHOLE if "pp" not in topology or kind != "clamped behind a step"
+    ]  # what others hold can't be written
+    for found in run_distributed(fit_kinds, world, world, kinds, topology):
         for kind, trace in found.items():
             compare(fit("Chosen", {"kind": kind}, steps=3), trace).raise_if_failed()
