@@ -29,7 +29,6 @@ class _Heads:
         fits = (t for t in range(1, heads // groups + 1) if groups * t % size == 0 and heads % (groups * t) == 0)
         self._times = next(fits, 0) if heads % size == 0 else 0
         self._own = slice(self.place.chunks.rank * (heads // size), (self.place.chunks.rank + 1) * (heads // size))
-        self._heads = heads
 
     @property
     def are_dealt_out(self) -> bool:

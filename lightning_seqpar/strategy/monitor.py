@@ -36,7 +36,7 @@ class SeqParallelMonitor(pl.callbacks.Callback):
     - ``seqpar/memory_gib_max``, ``seqpar/memory_gib_min``: over the ranks. On CUDA the most that tensors took; elsewhere
       the resident memory of the process.
     - ``seqpar/parameters_gib``, ``seqpar/gradients_gib``, ``seqpar/optimizer_gib``: what these take, on the rank that has most.
-    - ``seqpar/model_flops_utilization``: the floating-point operations of a step, which are three times those of its forward (what
+    - ``seqpar/model_flops_utilization``: the floating-point operations of a step, which are three times those of its forwards (what
       ``recompute`` runs again does not count), over what the devices could do in its time. Not with ``compile``.
     - ``seqpar/grad_norm``: of the whole model's gradient before it is clipped, of the parameters of the optimizer that made the
       last step. Only under this package's strategy, DDP and on one process: elsewhere gradients may be in parts.

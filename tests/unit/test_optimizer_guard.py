@@ -222,9 +222,16 @@ def test_what_needs_more_than_a_matrix_is_refused(kind):
 
 
 @sees("moments of 8 bits are taken for those of 32", "_is_quantised", "bits != 32 or", "bits == 0 and", case="8bit")
-@pytest.mark.parametrize("args", ["8bit", "32bit"])
+@sees(
+    "a subclass of one with moments of 8 bits is taken for one with 32",
+    "_is_quantised",
+    "type(optimizer).__mro__)",
+    "[type(optimizer)])",
+    case="derived",
+)
+@pytest.mark.parametrize("args", ["8bit", "derived", "32bit"])
 def test_moments_of_few_bits_are_refused_where_shards_would_cut_their_blocks(args):
-    optimizer = Int8(params())
+    optimizer = (type("Mine", (Int8,), {}) if args == "derived" else Int8)(params())
     guard = OptimizerGuard(["torchao.optim.adam.AdamW8bit"])
     if args == "32bit":  # bitsandbytes has one class for all
         Int8.__qualname__, optimizer.args = "AdamW", SimpleNamespace(optim_bits=8)

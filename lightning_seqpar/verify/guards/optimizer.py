@@ -36,9 +36,9 @@ KNOWN_WHOLE = ("pytorch_optimizer.Muon", "pytorch_optimizer.Lamb", "timm.optim.M
 
 def _is_quantised(optimizer: Optimizer) -> bool:
     """Whether it keeps moments of few bits, with a scale for each block of numbers, but for small tensors."""
-    kind = _path(type(optimizer))
     bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
-    return kind.startswith(("bitsandbytes.", "torchao.")) and (bits != 32 or bool(re.search(r"(8bit|4bit|Fp8)", kind)))
+    kinds = [path for path in map(_path, type(optimizer).__mro__) if path.startswith(("bitsandbytes.", "torchao."))]
+    return any(bits != 32 or re.search(r"(8bit|4bit|Fp8)", path) for path in kinds)
 
 
 class OptimizerGuard:
