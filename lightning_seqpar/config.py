@@ -218,6 +218,9 @@ class ParallelConfig(FrozenModel):
     offload: Literal["none", "activations"] = "none"
     """Where what the blocks keep for the backward lies meanwhile: ``activations``, on the CPU, from which it comes back a block
     ahead; beside ``recompute: full`` the inputs of the blocks. What ``recompute: activations`` would make again is kept then."""
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Compute the products of the linears in the blocks in float8 by that recipe of torchao's, and gather what they read in 8
+    bits; heads, embeddings, norms and attention stay in the precision of the trainer."""
     regather: bool = True
     """Keep the shard of what is gathered for column linears, and gather it again in the backward; false keeps it whole, which
     spares a slow network two of six all-gathers."""
@@ -256,7 +259,7 @@ class ParallelConfig(FrozenModel):
     timeout: Seconds = timedelta(seconds=1800)
     """How long a collective may wait for its peers, in seconds or as a timedelta."""
     fp8_groups: bool = False
-    """Make the amax-reduction groups (tp × dp) of fp8 training. Not run yet."""
+    """With ``float8``, let scales be of all replicas' batches (amax over tp × dp × cp) instead of one replica's."""
     gloo_twins: bool = False
     """Make a gloo group beside each group of axes, for objects and for threads of their own."""
 
@@ -407,6 +410,16 @@ class ParallelConfig(FrozenModel):
         if self.offload != "none" and self.compile:
             raise broken(
                 f"offload={self.offload!r} with compile=True: a compiled block decides by itself what it keeps; use one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def float8_goes_alone(self) -> ParallelConfig:
+        if self.fp8_groups and self.float8 == "none":
+            raise broken("fp8_groups=True with float8='none': it says of what scales are; set float8, or leave fp8_groups out")
+        if self.float8 != "none" and self.compile:
+            raise broken(
+                f"float8={self.float8!r} with compile=True: what is gathered in 8 bits is no operation of a graph; use one of them"
             )
         return self
 

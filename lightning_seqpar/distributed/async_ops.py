@@ -253,6 +253,12 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     return PendingAllReduce(x.detach(), group, async_op=False).wait()
 
 
+def all_reduce_max(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The largest of each number of ``x`` over the group, in ``x``. Not differentiable."""
+    dist.all_reduce(x, dist.ReduceOp.MAX, group)
+    return x
+
+
 def all_gather(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
     """All shards along ``dim``, trimmed to ``length``, in a new tensor. Not differentiable.
 

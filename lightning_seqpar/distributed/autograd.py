@@ -217,6 +217,10 @@ def without_subclasses() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+as_plain_tensors: Any = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a subclass of tensors that is asked no sooner than below autograd."""
+
+
 def memory_of(x: Tensor) -> int | None:
     """What tells the memory of a tensor from that of others, also where it has no numbers; None for a sparse one."""
     return None if x.layout is not torch.strided else x.untyped_storage()._cdata

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_seqpar.distributed.autograd import without_subclasses
+from lightning_seqpar.distributed.autograd import as_plain_tensors, without_subclasses
 
 _PRODUCTS = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 """Functions whose first argument is an activation that is multiplied with a weight."""
@@ -68,13 +68,32 @@ class Later(Tensor):
     def _read(self) -> Tensor:
         if self.made is None:
             with torch.no_grad():
-                self.made = self.make().requires_grad_(self.requires_grad)
+                self.made = self._make()
         return self.made
+
+    def _make(self) -> Tensor:
+        return self.make().requires_grad_(self.requires_grad)
+
+
+class GatheredLater(Later):
+    """The same as an output of an autograd function: who reads it is behind that function in the graph."""
+
+    __torch_function__ = as_plain_tensors
+
+    def _make(self) -> Tensor:
+        return self.make()
 
 
 def later(like: Tensor, shape: Sequence[int], make: Callable[[], Tensor], *, requires_grad: bool) -> Later:
     """A tensor of a shape, and of the type of ``like``, that ``make`` makes when it is read."""
     out: Later = Tensor._make_wrapper_subclass(Later, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad)
+    out.make = make
+    return out
+
+
+def gathered_later(like: Tensor, shape: Sequence[int], make: Callable[[], Tensor]) -> Tensor:
+    """Likewise, for an autograd function to return."""
+    out: GatheredLater = Tensor._make_wrapper_subclass(GatheredLater, shape, dtype=like.dtype, device=like.device)
     out.make = make
     return out
 

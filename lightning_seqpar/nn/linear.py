@@ -6,6 +6,7 @@ that other references to them (lists, ties, hooks) stay good; only the data shri
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from lightning_seqpar.layout.linear_kind import LinearKind, LinearSettings, feat
 from lightning_seqpar.layout.param_layout import Shard
 from lightning_seqpar.layout.stand_in import resolve
 from lightning_seqpar.region.activations import hold
-from lightning_seqpar.region.products import ColumnGroup, Products, Row, autocast_dtype, take_made
+from lightning_seqpar.region.float8 import SharedFeatures
+from lightning_seqpar.region.products import ColumnGroup, Low, Products, Row, autocast_dtype, take_made
 from lightning_seqpar.region.sequence_region import SequenceRegion, as_part
 
 
@@ -42,6 +44,7 @@ class _ParallelLinear(nn.Linear):
     shard: Shard  # how its weight is split over the ranks
     full_name: str  # in the model
     transposed: bool = False  # whether its weight is [in, out], as Conv1D keeps it
+    float8: Low | None = None  # what multiplies by it; None for torch's own product
     settings: LinearSettings | None = None  # what the forward of the user's class reads, which must stay as it is
 
     @classmethod
@@ -78,6 +81,34 @@ class _ParallelLinear(nn.Linear):
         return f"{super().extra_repr()}, rank {self.region.rank} of tp={self.region.size}"
 
 
+class Float8Linear(nn.Linear):
+    """A linear of a model that tp does not shard, computed in float8; made in place from the user's."""
+
+    float8: Low
+    transposed: bool = False  # whether its weight is [in, out]
+    full_name: str
+    settings: LinearSettings | None
+
+    @classmethod
+    def adopt(cls, linear: nn.Module, name: str, kind: LinearKind | None, float8: Low | None) -> None:
+        """Turn ``linear``, which keeps its weight as ``kind`` says, into this class in place."""
+        assert kind is not None
+        assert float8 is not None
+        settings, (out_features, in_features) = settings_of(linear), features(linear, kind)
+        linear.__class__ = cls
+        layer: Any = linear
+        layer.float8, layer.transposed, layer.full_name, layer.settings = float8, kind == "in_out", name, settings
+        layer.out_features, layer.in_features = out_features, in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., h]`` → ``[..., f]``."""
+        if self.settings is not None:
+            self.settings.check(self, self.full_name)
+        place, x = (x.place, x.local) if isinstance(x, SeqPart) else (None, x)
+        out: Tensor = self.float8.columns((None, None, (self.transposed,), autocast_dtype(x)), x, self.weight, self.bias)
+        return out if place is None else SeqPart.wrap(out, place)
+
+
 class ColumnParallelLinear(_ParallelLinear):
     """A linear whose out-features are sharded over the tensor-parallel ranks.
 
@@ -95,6 +126,7 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     gathers_input: bool = False
+    shared: SharedFeatures | None = None  # those that other ranks have too, where float8 is taken of their gradient
 
     def _cut(self, rank: int) -> None:
         shrink(self.weight, self.shard, rank)
@@ -114,6 +146,7 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.gathers_input:
             out = self._gathered(x)
             if region.sp and place is None:
+                out = out if self.shared is None else self.shared.applied(out)
                 return as_part(out, region.dim, region.frames.current.chunks)
         else:
             if region.inner_streams.draws:
@@ -122,6 +155,7 @@ class ColumnParallelLinear(_ParallelLinear):
             if made is None:
                 region.observers.column_begins(x, self.full_name)
             out = self._multiplied(x) if made is None else made
+        out = out if self.shared is None else self.shared.applied(out)
         return out if place is None else SeqPart.wrap(out, place)
 
     def _gathered(self, x: Tensor) -> Tensor:
@@ -140,7 +174,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def _multiplied(self, x: Tensor) -> Tensor:
         how = None, None, (self.transposed,), autocast_dtype(x)
-        out: Tensor = Products.applied(how, x, self.weight, self.bias, traced=self.region.frames.traced)
+        apply = Products.applied if self.float8 is None else self.float8.columns
+        out: Tensor = apply(how, x, self.weight, self.bias, traced=self.region.frames.traced)
         return out
 
 
@@ -182,14 +217,15 @@ class RowParallelLinear(_ParallelLinear):
         try:
             if self.leaves_partial:
                 alone = None, None, (self.transposed,), autocast_dtype(x)
-                partial: Tensor = Products.applied(alone, x, self.weight, None, traced=region.frames.traced)
+                apply = Products.applied if self.float8 is None else functools.partial(self.float8.columns, cuts_in=True)
+                partial: Tensor = apply(alone, x, self.weight, None, traced=region.frames.traced)
             else:
                 tokens = region.path.row_tokens((*x.shape[:-1], self.out_features), self.full_name)
                 weight, frame, held = self._parameters.get("weight"), region.frames.current, None
                 if frame.span is not None:
                     x, held = hold(x, frame)
-                how = tokens, self.transposed, held
-                out: Tensor = Row.applied(how, x, self.weight if weight is None else weight, traced=tokens.traced)
+                how, sums = (tokens, self.transposed, held), Row.applied if self.float8 is None else self.float8.row
+                out: Tensor = sums(how, x, self.weight if weight is None else weight, traced=tokens.traced)
         except BaseException:  # also what stops an activation checkpoint's recomputation, once it has all tensors
             if not region.sp:
                 region.inner_streams.end()

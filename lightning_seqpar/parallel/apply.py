@@ -41,9 +41,11 @@ from lightning_seqpar.parallel.sharded_model import (
 )
 from lightning_seqpar.pipeline.cut import from_holder
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.region.float8 import Float8
 from lightning_seqpar.region.hooks import begin_on_shards, draw_alike, end_on_shards, return_whole
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.styles.blocks import close_stack, hook_stack
+from lightning_seqpar.styles.linear import linears_in_float8
 from lightning_seqpar.styles.style import Application, Stack
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
@@ -63,10 +65,14 @@ class _Swap:
         compiler: BlockGraphs | None,
         tiles: MLPTiles | None,
         cp_method: Method,
+        float8: Float8 | None,
     ) -> None:
         self.plan = ResolvedPlan(model, plans, groups.size("tp"), sp, loss_chunk)
         self._recompute, self._recomputed = recompute, recomputed(self.plan, recompute)
         self._model, self._groups, self._compiler = model, groups, compiler
+        self._float8 = float8
+        if float8 is not None:
+            linears_in_float8(self.plan, float8)
         self._context = ContextAxis(groups["cp"], cp_method) if has_context(groups) else None
         self._tiles, self._tiled = tiles, tiles.find(self.plan) if tiles is not None else []
         if compiler is not None:
@@ -83,6 +89,7 @@ class _Swap:
             regather=regather and (self._compiler is None or self._recompute != "full"),
             context=self._context,
             traced=self._compiler is not None,
+            float8=self._float8,
         )
         region.blocks, region.argument = tuple(stack.blocks), stack.arg
         return region
@@ -262,6 +269,7 @@ def parallelize(
     compiler: BlockGraphs | None = None,
     cp_method: Method = "auto",
     tiles: MLPTiles | None = None,
+    float8: Float8 | None = None,
 ) -> ShardedModel:
     """Shard ``model`` in place by ``plans`` over the axis ``tp``, and the sequence in its blocks over ``cp``.
 
@@ -273,7 +281,7 @@ def parallelize(
     """
     if record_of(model) is not None:
         raise ValueError("the model is parallelised already; call unshard(model) first")
-    swap = _Swap(model, plans, groups, sp, regather, loss_chunk, recompute, compiler, tiles, cp_method)
+    swap = _Swap(model, plans, groups, sp, regather, loss_chunk, recompute, compiler, tiles, cp_method, float8)
     refuse_compiled(model, [match.name for match in swap.plan.matches])
     return swap.apply()
 

@@ -21,6 +21,7 @@ from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.layout.module_names import inside, outwards
 from lightning_seqpar.layout.param_layout import Shard
 from lightning_seqpar.nn.batch_norm import make_synced
+from lightning_seqpar.nn.linear import Float8Linear
 from lightning_seqpar.nn.vocab import VocabParallelHead
 from lightning_seqpar.nn.vocab_loss import VocabPart
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, is_compiled
@@ -35,10 +36,11 @@ from lightning_seqpar.parallel.sharded_model import (
 from lightning_seqpar.plan.sharding_plan import ShardingPlan, read_plans
 from lightning_seqpar.plan.vocabulary import find_vocabulary
 from lightning_seqpar.region.activations import RecomputedNorm, RecomputedSpan, is_norm
+from lightning_seqpar.region.float8 import Float8
 from lightning_seqpar.region.hooks import find_argument, put_argument
 from lightning_seqpar.region.recompute import RecomputedForward, RecomputeNotes, TiledCall
 from lightning_seqpar.region.sequence_region import SequenceRegion
-from lightning_seqpar.styles.linear import ColumnRule
+from lightning_seqpar.styles.linear import ColumnRule, linears_in_float8
 from lightning_seqpar.styles.replace import unfit_for_vocab
 from lightning_seqpar.styles.style import Application, PlannedModel, Stack
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -205,6 +207,12 @@ _WHY = (
 )
 
 
+_WHY_FLOAT8 = (
+    "pickling (torch.save) of a model whose linears compute in float8 would write a process group; write its state_dict(), or "
+    "pickle it when training has ended"
+)
+
+
 def change_unsharded(
     model: nn.Module,
     plans: Sequence[ShardingPlan],
@@ -213,6 +221,7 @@ def change_unsharded(
     recompute: Recompute = "none",
     tiles: MLPTiles | None = None,
     loss_chunk: int | None = None,
+    float8: Float8 | None = None,
 ) -> tuple[list[str], list[ModuleChange]]:
     """Change a model of which tp shards nothing; raises ValueError before that if what is asked for is not found in it.
 
@@ -222,20 +231,25 @@ def change_unsharded(
     tiled: list[str] = []
     heads: list[nn.Linear] = []
     remade: list[nn.Module] = []  # without columns nothing lies between them and a row
-    if recompute != "none" or tiles is not None:
+    linears: list[str] = []
+    if recompute != "none" or tiles is not None or float8 is not None:
         plan = read_plans(model, plans)
+        linears = [] if float8 is None else linears_in_float8(plan, float8)
         names = recomputed(plan, recompute)
         tiled = [] if tiles is None else tiles.find(plan)
         remade = norms(plan) if recompute in ("activations", "selective") else []
     if loss_chunk is not None:
         heads = _heads(model, plans, loss_chunk)
-    modules = dict.fromkeys([*(model.get_submodule(name) for name in (*names, *tiled)), *heads, *remade])
+    modules = dict.fromkeys([*(model.get_submodule(name) for name in (*names, *tiled, *linears)), *heads, *remade])
     before = [ModuleSnapshot(module) for module in modules]
     if names:
         make_recomputed(plan, names, recompute, lambda name: None)
     remake_norms(remade)
     if tiles is not None:
         tiles.apply(plan, tiled, lambda name: None)
+    for name in linears:
+        Float8Linear.adopt(plan.modules[name], name, plan.kind_of(name), float8)
+        guard_pickling(plan.modules[name], _WHY_FLOAT8)
     for head in heads:
         part = VocabPart(Shard.by_vocabulary(head.out_features, 1), groups["tp"], 0, loss_chunk)
         VocabParallelHead.adopt(head, part, cut=False)

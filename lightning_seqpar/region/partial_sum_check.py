@@ -26,7 +26,7 @@ from lightning_seqpar.distributed.autograd import (
     reach,
 )
 from lightning_seqpar.layout.module_names import in_all_layers
-from lightning_seqpar.region import products
+from lightning_seqpar.region import float8, products
 
 
 class TermKind(Enum):
@@ -60,7 +60,7 @@ _ADDED_PRODUCTS = node_classes("Addmm", "Baddbmm", "Addbmm", "Addmv", "Addcmul")
 _DIVIDING = node_classes("Div")
 """Nodes that are linear in their first argument alone."""
 
-REDUCTIONS = backward_classes((*collectives.REDUCTIONS, *products.REDUCTIONS))
+REDUCTIONS = backward_classes((*collectives.REDUCTIONS, *products.REDUCTIONS, *float8.REDUCTIONS))
 """Nodes behind which every rank has the whole, or its shard, of a sum over ranks."""
 
 

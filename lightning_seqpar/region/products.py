@@ -49,6 +49,18 @@ class _Whole:
         return self._tensor
 
 
+class Low(Protocol):
+    """What computes the products of columns and rows in fewer bits, with the arguments of :class:`Products` and :class:`Row`."""
+
+    over_data: bool  # whether replicas agree on scales
+
+    def columns(self, how: Any, *tensors: Tensor | None, traced: bool = False, cuts_in: bool = False) -> Any:
+        """Columns; with ``cuts_in`` and no tokens a row whose partial sums are left."""
+
+    def row(self, how: Any, x: Tensor, weight: Tensor, *, traced: bool = False) -> Any:
+        """A row."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """How the positions of one activation lie on the tensor-parallel ranks, and how they come together.
@@ -188,7 +200,7 @@ def as_autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManage
     return torch.autocast(device, dtype, enabled=dtype is not None)
 
 
-def _owned(view: Tensor) -> Tensor:
+def owned(view: Tensor) -> Tensor:
     """A view as none: one that is made inside a function of autograd may not be changed in place by who gets it."""
     out: Tensor = torch.unsafe_chunk(view, 1)[0]
     return out
@@ -202,7 +214,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, d
     else:
         with torch.autocast(x.device.type, enabled=False):
             out = F.linear(x.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype))
-    return _owned(out) if out._is_view() else out
+    return owned(out) if out._is_view() else out
 
 
 @torch.compiler.substitute_in_graph(_product)
@@ -269,7 +281,7 @@ class Products(Function):
             if whole is x:
                 whole = x.view_as(x)
             elif not tokens.traced and whole._is_view():
-                whole = _owned(whole)
+                whole = owned(whole)
             if not ctx.needs_input_grad[1]:
                 ctx.mark_non_differentiable(whole)
         made: list[Tensor] = [] if tokens is None else [whole]
@@ -353,7 +365,7 @@ class Row(Function):
         ctx.save_for_backward(x if needs_weight and held is None else None, weight if needs_x or needs_weight else None)
         partial = _product(x, weight, None, transposed, autocast_dtype(x))
         out = tokens.start_sum(partial, async_op=False).wait()
-        return _owned(out) if not tokens.traced and out._is_view() else out
+        return owned(out) if not tokens.traced and out._is_view() else out
 
     @staticmethod
     @once_differentiable
@@ -424,12 +436,16 @@ class ColumnGroup:
                 parameters += weight, own["bias"]
         whole: Tensor
         kept = kept_of(x, traced=tokens.traced) if regather else None
-        whole, *made = Products.applied((tokens, kept, transposed, dtype), x, *parameters, traced=tokens.traced)
+        low = joined[0].float8 if joined and all(column.float8 is not None for column in joined) else None
+        apply = Products.applied if low is None else low.columns
+        whole, *made = apply((tokens, kept, transposed, dtype), x, *parameters, traced=tokens.traced)
         if joined:
             hand_out(joined, whole, made, hooks, dtype)
         if not tokens.traced:
             self._whole, self._joined = whole if joined else None, len(joined)
-            self._again = (tokens, kept) if joined and kept is not None else None
+            # Of a shard that is kept in fewer bits, and not what it was made of, nothing can be gathered again as it was.
+            is_kept = kept is not None and (low is None or kept[1] is not None)
+            self._again = (tokens, kept) if joined and kept is not None and is_kept else None
         return whole
 
     def take_all(self) -> tuple[Tensor, list[Any], list[Tensor], Callable[[], Tensor]] | None:

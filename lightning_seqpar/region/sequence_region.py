@@ -28,7 +28,7 @@ from lightning_seqpar.distributed.rng import OneStream, RankStreams
 from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.region.frames import Frame, FrameStack
 from lightning_seqpar.region.observers import Observers
-from lightning_seqpar.region.products import NO_COLUMNS, ColumnGroup, GraphTokens, Hooks, Tokens
+from lightning_seqpar.region.products import NO_COLUMNS, ColumnGroup, GraphTokens, Hooks, Low, Tokens
 
 _MANY = 256
 """Lengths whose chunks are remembered; with variable lengths those that were used longest ago are forgotten."""
@@ -330,6 +330,7 @@ class SequenceRegion:
         regather: whether column inputs are gathered again in the backward, instead of being kept whole.
         context: the context-parallel axis, over which the sequence is dealt out first; None where it has one rank.
         traced: whether the blocks are compiled.
+        float8: what its columns and rows multiply by; None for products in the activations' own type.
     """
 
     def __init__(
@@ -342,8 +343,9 @@ class SequenceRegion:
         regather: bool = True,
         context: ContextAxis | None = None,
         traced: bool = False,
+        float8: Low | None = None,
     ) -> None:
-        self.group, self.dim, self.sp, self.context = group, dim, sp, context
+        self.group, self.dim, self.sp, self.context, self.float8 = group, dim, sp, context, float8
         self.name = name or "the model"
         self.size, self.rank = group.size(), group.rank()
         self.frames = FrameStack(self.size, dim, traced=traced)
@@ -364,6 +366,7 @@ class SequenceRegion:
             regather=self.path.regather,
             context=self.context,
             traced=self.frames.traced,
+            float8=self.float8,
         )
         memo[id(self)] = copied
         copied.observers.placement.is_copy = True

@@ -34,6 +34,7 @@ from lightning_seqpar.parallel.sharded_model import ModuleChange, ShardedModel, 
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.region.float8 import Float8
 from lightning_seqpar.region.offload import ActivationOffload
 from lightning_seqpar.releases import VERSION, pl
 from lightning_seqpar.strategy.callbacks import averages_of, save_whole, shard_average
@@ -41,7 +42,7 @@ from lightning_seqpar.strategy.ending import is_verbose
 from lightning_seqpar.strategy.environment import Environment
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.coverage import Coverage, cover
-from lightning_seqpar.verify.guards.before_training import syncs_batch_norms
+from lightning_seqpar.verify.guards.before_training import check_float8, syncs_batch_norms
 from lightning_seqpar.verify.guards.while_training import refuse_overlaps
 from lightning_seqpar.verify.prover import Proved, Prover, write_plan
 
@@ -101,6 +102,8 @@ def _memory(config: ParallelConfig, tp: int) -> list[str]:
             "full": "each block runs again in the backward, and only its input is kept",
         }
         told.append(f"recompute {config.recompute}: {what[config.recompute]}")
+    if config.float8 != "none":
+        told.append(f"float8 {config.float8}: columns and rows multiply, and are sent what they read, in 8 bits")
     if config.offload != "none":
         told.append("offload activations: what the blocks keep for the backward lies on the CPU")
     if config.tile_mlp is not None:
@@ -271,6 +274,7 @@ class ModelSetup:
                 tiles=self._tiles,
                 cp_method=config.cp_method,
                 compiler=BlockGraphs(config.compile_options) if config.compile else None,
+                float8=self._float8,
             )
         by_context = config.cp > 1
         record = split_context(module, plans, groups, config.cp_method) if by_context else whole_model(module, groups)
@@ -354,6 +358,12 @@ class ModelSetup:
         return None if self._env.config.tile_mlp is None else MLPTiles(self._env.config.tile_mlp)
 
     @property
+    def _float8(self) -> Float8 | None:
+        """How the products of columns and rows are computed in float8; None where they are not."""
+        check_float8(self._env.config, self._env.device)
+        return Float8.of(self._env.config, self._env.groups)
+
+    @property
     def _syncs_batch_norms(self) -> bool:
         """Whether batch norms take their statistics over all replicas."""
         return syncs_batch_norms(self._env.strategy._layer_sync)
@@ -388,7 +398,8 @@ class ModelSetup:
     @property
     def _changes_unsharded(self) -> bool:
         """Whether a model of which tp shards nothing is changed nonetheless while it is fitted."""
-        return self._env.config.recompute != "none" or self._env.config.offload != "none" or self._needs_proof
+        config = self._env.config
+        return config.recompute != "none" or config.offload != "none" or config.float8 != "none" or self._needs_proof
 
     def _offloaded(self, module: nn.Module, plans: Sequence[ShardingPlan]) -> list[nn.Module]:
         """The blocks of which what is kept for the backward goes to the CPU, in the order in which they stand."""
@@ -401,7 +412,7 @@ class ModelSetup:
             return []
         config = self._env.config
         how: dict[str, Any] = {"recompute": config.recompute, "tiles": self._tiles, "loss_chunk": config.loss_chunk}
-        return change_unsharded(module, plans, self._env.groups, **how)[1]
+        return change_unsharded(module, plans, self._env.groups, **how, float8=self._float8)[1]
 
     def late_weights(self, module: pl.LightningModule, state: Mapping[str, Tensor] | None) -> LateWeights | None:
         """Give a model on the meta device its buffers, and prepare to fill its parameters (from ``state``, if given)."""

@@ -110,6 +110,7 @@ class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
         fsdp: dict[str, Any] | None = None,
         recompute: Literal["none", "activations", "selective", "full"] = "none",
         offload: Literal["none", "activations"] = "none",
+        float8: Literal["none", "tensorwise", "rowwise"] = "none",
         regather: bool = True,
         vocab: bool = True,
         loss_chunk: int | None = None,

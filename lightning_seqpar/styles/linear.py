@@ -16,7 +16,9 @@ from lightning_seqpar.layout.linear_kind import BASE, DOWN, UP, LinearKind
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason, Shard
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear, shrink
+from lightning_seqpar.region.float8 import SharedFeatures
 from lightning_seqpar.region.hooks import draw_alike, slice_arguments
+from lightning_seqpar.region.products import Low
 from lightning_seqpar.styles.gather import ReduceRule
 from lightning_seqpar.styles.style import IMPLIED, LINEAR, Application, Arguments, Match, PlannedModel, Rule, Target
 
@@ -126,6 +128,29 @@ class _LinearRule(Rule):
         return None
 
 
+def computes_in_float8(name: str) -> bool:
+    """Whether a linear does where others do: not a half of an adapter, of whose few features nothing would be gained."""
+    return f".{UP}." not in name and f".{DOWN}." not in name
+
+
+def linears_in_float8(plan: PlannedModel, float8: Low) -> list[str]:
+    """The columns and rows that compute in float8; raises ValueError if there are none, or replicas would wait for each other."""
+    named = [name for name in plan.named("column", "row") if name in plan.modules and computes_in_float8(name)]
+    names = [name for name in named if plan.kind_of(name) is not None]
+    if not names:
+        raise ValueError(
+            "float8: the plan names no linear as a column or a row, so nothing would compute in it; leave float8 out"
+        )
+    experts = [around for around in plan.named("reduce") if not plan.sums_features(around)]
+    dealt = [name for name in names if any(inside(name, around) for around in experts)]
+    if dealt and float8.over_data:
+        raise ValueError(
+            f"fp8_groups=True: {dealt[0]} is an expert's, which runs where tokens are dealt to it, and replicas would wait for "
+            "each other's largest number; leave fp8_groups out, so that each replica scales by its own"
+        )
+    return names
+
+
 class ColumnRule(_LinearRule):
     """Out-features sharded, of a linear or of a parameter that its module multiplies itself (einsum, stacked experts)."""
 
@@ -169,6 +194,9 @@ class ColumnRule(_LinearRule):
     def _adopt(self, name: str, shard: Shard, application: Application) -> None:
         plan, region = application.plan, application.region_of(name)
         column = ColumnParallelLinear.adopt(application.module(name), shard, region, name, self._kind(name, plan))
+        column.float8 = region.float8 if computes_in_float8(name) else None
+        if column.float8 is not None and shard.has_shared:
+            column.shared = SharedFeatures(shard, region.group)
         column.gathers_input = name in plan.named("gather") and name not in plan.named("copy")
 
 
@@ -211,6 +239,7 @@ class RowRule(_LinearRule):
     def _adopt(self, name: str, shard: Shard, application: Application) -> None:
         plan, region = application.plan, application.region_of(name)
         row = RowParallelLinear.adopt(application.module(name), shard, region, name, self._kind(name, plan))
+        row.float8 = region.float8 if computes_in_float8(name) else None
         row.leaves_partial = plan.reduced_at(name) is not None
 
     def unfit_to_trace(self, name: str, plan: PlannedModel) -> str | None:

@@ -34,6 +34,7 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.pipeline.cut import warm_up
 from lightning_seqpar.plan.sharding_plan import ShardingPlan, resolve_plans
 from lightning_seqpar.plan.vocabulary import VOCAB_OFF, find_vocabulary, with_vocabulary
+from lightning_seqpar.region.float8 import Float8
 from lightning_seqpar.releases import check_package, pl
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -235,7 +236,8 @@ class _Describer:
         if any(plan.source == "inferred" for plan in plans):
             out.notes.append("the plan was inferred and is not proved here; the strategy proves it before it trains")
         out.notes += [f"vocabulary: {line}" for line in whole]
-        if config.tp == 1 and (config.cp > 1 or config.recompute != "none" or config.tile_mlp or config.loss_chunk):
+        beside = config.float8 != "none" or config.recompute != "none" or config.tile_mlp or config.loss_chunk
+        if config.tp == 1 and (config.cp > 1 or beside):
             notes, recomputed = self._change_unsharded(planned)
             out.notes += notes
         if config.offload != "none":
@@ -278,7 +280,8 @@ class _Describer:
         if config.compile:
             refuse_untraceable(ResolvedPlan(planned, plans, config.tp, config.sp, config.loss_chunk))
         options: dict[str, Any] = config.model_dump(include={"sp", "regather", "loss_chunk", "recompute"})
-        record = parallelize(planned, plans, ParallelGroups.silent(self.topology), tiles=self._tiles, **options)
+        groups = ParallelGroups.silent(self.topology)
+        record = parallelize(planned, plans, groups, tiles=self._tiles, float8=Float8.of(config, groups), **options)
         for region in record.regions:
             region.streams.draws = []  # on the meta device they give no numbers
         return record
@@ -289,10 +292,11 @@ class _Describer:
         try:
             plans = resolve_plans(config.plan, model)
         except ValueError:
-            fields = "cp, recompute, tile_mlp and loss_chunk"
+            fields = "cp, float8, recompute, tile_mlp and loss_chunk"
             return [f"{fields}: the blocks are found before training, and the step here runs without them"], []
         options: dict[str, Any] = config.model_dump(include={"recompute", "loss_chunk"})
-        recomputed, _ = change_unsharded(model, plans, groups, tiles=self._tiles, **options)
+        float8 = Float8.of(config, groups)
+        recomputed, _ = change_unsharded(model, plans, groups, tiles=self._tiles, float8=float8, **options)
         if config.cp == 1:
             return [], recomputed
         count = len(split_context(model, plans, groups, config.cp_method).context_blocks)

@@ -109,7 +109,8 @@ class Prover:
     def find_unsharded(self) -> list[ShardingPlan]:
         """Plans that name the blocks of a model of which nothing is sharded (tp 1), unproved. Collective over the world."""
         spec, own = self._config.plan, self._own_rules
-        needs_linears = self._config.recompute == "selective" or self._config.tile_mlp is not None
+        config = self._config
+        needs_linears = config.recompute == "selective" or config.tile_mlp is not None or config.float8 != "none"
         if own is not None and not needs_linears and any(isinstance(r, BlocksRule) for r in own.rules):
             own.match(self._module)
             return [own]
@@ -129,7 +130,7 @@ class Prover:
                     plans = [infer()]  # a shipped plan knows one stack of a model that has several
                 return plans
             except ValueError as error:
-                fields = {"cp", "pp", "tile_mlp", "loss_chunk", "recompute", "offload"}
+                fields = {"cp", "pp", "tile_mlp", "loss_chunk", "recompute", "offload", "float8"}
                 given = self._config.model_dump(include=fields, exclude_defaults=True)
                 wanted = [f"{name}={value!r}" for name, value in given.items()]
                 instead = f"leave {'them' if len(given) > 1 else next(iter(given))} out"

@@ -55,7 +55,7 @@ STRATEGIES: list[tuple[dict[str, Any], str]] = [
     ({"config": ParallelConfig().model_copy(update={"tp": 0})}, "tp=0: a size must be 1 or more; leave it out for 1"),
     ({"cp": 2, "compile": True}, "cp=2 with compile=True: sequences of which ranks hold parts are not traced; use compile=False, or cp=1"),
     ({"pp": 2, "virtual_pp": 2, "pp_layers": [2, 2]}, "pp_layers=[2, 2] with pp=2, virtual_pp=2: it says of each chunk, in the model's order, how many blocks it has; write 4 numbers"),
-    ({"fp8_groups": True}, "fp8_groups=True does not run yet; use fp8_groups=False (fp8 training)"),
+    ({"fp8_groups": True}, "fp8_groups=True with float8='none': it says of what scales are; set float8, or leave fp8_groups out"),
     ({"fsdp": {"reshard_after_forward": True}}, "fsdp={'reshard_after_forward': True} beside data_parallel='ddp': nothing reads it; set data_parallel='fsdp', or leave it out"),
     ({"data_parallel": "fsdp", "fsdp": {"units": 5}}, "fsdp={'units': 5}: give a list of patterns, such as ['model.layers.*'], or an empty list"),
     ({"data_parallel": "fsdp", "fsdp": {"reshard": True}}, "fsdp={'reshard': ...}: there is no such option; did you mean 'shard_size', 'reshard_after_forward'"),

@@ -26,8 +26,6 @@ from lightning_seqpar.user_input import nearest
 
 def refuse_unsupported(config: ParallelConfig) -> None:
     """Refuse a field that the configuration knows and the strategy does not run, and fields that do not go together."""
-    if config.fp8_groups:
-        raise ValueError("fp8_groups=True does not run yet; use fp8_groups=False (fp8 training)")
     if config.data_parallel != "ddp" and not HAS_FSDP:
         raise ValueError(
             f"data_parallel={config.data_parallel!r} needs torch 2.13, and {torch.__version__} is installed; use "
@@ -50,6 +48,15 @@ def refuse_unsupported(config: ParallelConfig) -> None:
         raise ValueError(
             f"recompute={config.recompute!r} with compile=True: a part of a block can't be run again from inside its one graph, of "
             "which the compiler says what is kept; use recompute='none' or 'full', or compile=False"
+        )
+
+
+def check_float8(config: ParallelConfig, device: torch.device) -> None:
+    """Refuse float8 on a GPU that has no products in it."""
+    if config.float8 != "none" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError(
+            f"float8={config.float8!r} on {torch.cuda.get_device_name(device)}: products in float8 need compute capability 8.9 "
+            "(Ada, Hopper, MI300) or later; leave float8 out"
         )
 
 

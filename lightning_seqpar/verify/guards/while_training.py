@@ -18,7 +18,7 @@ from lightning_seqpar.layout.module_names import in_all_layers
 from lightning_seqpar.layout.param_layout import local_rows
 from lightning_seqpar.nn import vocab
 from lightning_seqpar.parallel.sharded_model import ShardedModel
-from lightning_seqpar.region import products
+from lightning_seqpar.region import float8, products
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by its bytes, what shows an element's bits
@@ -122,7 +122,7 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
     for region in record.regions:
         region.observers.loss_leaks.check(loss)
     compiled = record.graphs.node_types if record.graphs is not None else set()  # of our own blocks, each a node
-    allowed = {*backward_classes((*products.READERS, *vocab.READERS)), *compiled}
+    allowed = {*backward_classes((*products.READERS, *float8.READERS, *vocab.READERS)), *compiled}
 
     def made_inside(node: Any) -> bool:
         return any(region.observers.span.holds(node) for region in record.regions)
