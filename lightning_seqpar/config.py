@@ -421,6 +421,11 @@ class ParallelConfig(FrozenModel):
             raise broken(
                 f"float8={self.float8!r} with compile=True: what is gathered in 8 bits is no operation of a graph; use one of them"
             )
+        if self.float8 != "none" and self.tile_mlp is not None:
+            raise broken(
+                f"float8={self.float8!r} with tile_mlp={self.tile_mlp}: scales would be those of a tile's tokens, and numbers "
+                "others with each size of tiles; use one of them"
+            )
         return self
 
     @model_validator(mode="after")

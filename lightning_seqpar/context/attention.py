@@ -95,7 +95,7 @@ def scaled_dot_product_attention(func: Any, args: tuple[Any, ...], kwargs: dict[
     if is_causal and mask is not None:
         raise RuntimeError("scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
     method = place.chunks.method
-    if method == "all_gather" or not _are_parts(q, k, v):
+    if method == "all_gather" or not are_parts(q, k, v):
         return _all_gather(q, k, v, mask, is_causal, options)
     heads, divides = (q.shape[-3], q.shape[-3] % place.chunks.size == 0) if q.ndim > 2 else (1, False)
     if method != "ring" and divides and _served(q, k, v, options):
@@ -112,8 +112,8 @@ def scaled_dot_product_attention(func: Any, args: tuple[Any, ...], kwargs: dict[
     return _all_gather(q, k, v, mask, is_causal, options)
 
 
-def _are_parts(q: SeqPart, *others: Any) -> bool:
-    """Whether keys and values are parts too, dealt out alike, over the ranks of the queries."""
+def are_parts(q: Any, *others: Any) -> bool:
+    """Whether keys and values are parts too, dealt out alike, over the ranks of the queries ``[..., heads, s/cp, d]``."""
     for x in others:
         if not isinstance(x, SeqPart) or x.ndim != q.ndim or x._place.dim != x.ndim - 2:
             return False
@@ -170,12 +170,9 @@ def _rings(q: SeqPart, k: Tensor, v: Tensor, mask: Any, options: Options, keys: 
     return can_ring(q, k, v, mask, q._place.chunks, keys)
 
 
-def _ulysses(q: SeqPart, k: SeqPart, v: SeqPart, mask: Any, is_causal: bool, options: Options) -> SeqPart:
-    """All positions of this rank's heads."""
-    chunks = q._place.chunks
-    size, rank = chunks.size, chunks.rank
-    heads, groups = q.shape[-3], k.shape[-3]
-    q_all = positions_to_heads(q._local, chunks)
+def dealt_heads(q: SeqPart, k: SeqPart, v: SeqPart) -> tuple[Tensor, Tensor, Tensor]:
+    """All positions of this rank's heads: ``[..., heads, s/cp, d]`` → ``[..., heads/cp, s, d]`` each."""
+    size, heads, groups = q._place.chunks.size, q.shape[-3], k.shape[-3]
     sides = []
     for x in (k, v):
         local = x._local
@@ -184,10 +181,17 @@ def _ulysses(q: SeqPart, k: SeqPart, v: SeqPart, mask: Any, is_causal: bool, opt
             times = next(t for t in some if groups * t % size == 0 and heads % (groups * t) == 0)
             local = local.repeat_interleave(times, -3)
         sides.append(positions_to_heads(local, x._place.chunks))
-    whole = whole_of(mask)
+    return positions_to_heads(q._local, q._place.chunks), sides[0], sides[1]
+
+
+def _ulysses(q: SeqPart, k: SeqPart, v: SeqPart, mask: Any, is_causal: bool, options: Options) -> SeqPart:
+    """All positions of this rank's heads."""
+    chunks = q._place.chunks
+    size, rank, heads = chunks.size, chunks.rank, q.shape[-3]
+    of_rank, whole = dealt_heads(q, k, v), whole_of(mask)
     if whole is not None and whole.ndim > 2 and whole.shape[-3] == heads and heads > 1:
         whole = whole.narrow(-3, rank * (heads // size), heads // size)
-    out = _run(q_all, sides[0], sides[1], whole, options, chunks, is_causal=is_causal)
+    out = _run(*of_rank, whole, options, chunks, is_causal=is_causal)
     is_flat = v.shape[-1] == q.shape[-1] and q.ndim == 4
     joined = is_flat and q._local.transpose(1, 2).is_contiguous()  # as torch's kernels
     return q.like(heads_to_positions(out, chunks, joined=joined))

@@ -254,9 +254,10 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_reduce_max(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The largest of each number of ``x`` over the group, in ``x``. Not differentiable."""
-    dist.all_reduce(x, dist.ReduceOp.MAX, group)
-    return x
+    """The largest of each of some sizes (0 or more) over the group; NaN where one is NaN, or infinite. Not differentiable."""
+    out = x.nan_to_num(torch.inf, torch.inf)  # which of two numbers is larger where one is NaN, backends do not say
+    dist.all_reduce(out, dist.ReduceOp.MAX, group)
+    return torch.where(out < torch.inf, out, torch.nan)
 
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
+    TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
     _pop_mode,
@@ -282,6 +284,37 @@ def leave_dispatch_mode(mode: Any) -> None:
     mode.__exit__(None, None, None)
     for other in above:
         _push_mode(other)
+
+
+class Watch(TorchDispatchMode):
+    """A dispatch mode that lets higher-order operators (FlexAttention) pass, in plain operations if it :attr:`unfolds` them.
+
+    What is compiled by itself inside it stays so, unless :meth:`ignore_compile_internals` says otherwise.
+    """
+
+    supports_higher_order_operators = True
+    unfolds = False
+
+    def __init_subclass__(cls) -> None:
+        own = cls.__dict__.get("__torch_dispatch__")
+        if own is not None:
+            cls.__torch_dispatch__ = _letting_pass(own)  # type: ignore[method-assign]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether compiled code may run under this mode as it is."""
+        return True
+
+
+def _letting_pass(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def dispatch(self: Watch, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, HigherOrderOperator):
+            return own(self, func, types, args, kwargs)
+        run = func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd] if self.unfolds else func
+        return run(*args, **(kwargs or {}))
+
+    return dispatch
 
 
 # ---- identities ------------------------------------------------------------------------------------------------

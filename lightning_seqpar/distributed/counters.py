@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_seqpar.distributed.autograd import in_backward, saved_tensor_hooks, selective_checkpoint_caches, storage_id
+from lightning_seqpar.distributed.autograd import (
+    Watch,
+    in_backward,
+    saved_tensor_hooks,
+    selective_checkpoint_caches,
+    storage_id,
+)
 from lightning_seqpar.releases import pl
 
 
@@ -71,7 +76,7 @@ def saved_counter() -> Any:
     return None if hooks is None else getattr(getattr(hooks[0], "__self__", None), "counted", None)
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(Watch):
     """Counts this rank's collectives, and the bytes of the tensors that it gives to them, as the backend gets them.
 
     Where a collective is made of exchanges (:mod:`lightning_seqpar.distributed.async_ops`), ``calls`` and ``bytes`` have it
@@ -92,11 +97,6 @@ class Traffic(TorchDispatchMode):
         self.bytes: Counter[str] = Counter()
         self.backend_calls: Counter[str] = Counter()
         self.backend_bytes: Counter[str] = Counter()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True: torch.compile compiles under this mode, which sees the collectives of compiled code when they run."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -148,7 +148,7 @@ _GIVES_NOTHING = ("barrier", "monitored_barrier", "recv", "recv_any_source", "ch
 """Operations of process groups whose tensors are not sent."""
 
 
-class ModelFlops(TorchDispatchMode):
+class ModelFlops(Watch):
     """Counts the floating-point operations of products and attentions in forwards, by torch's formulas, on this rank.
 
     What runs again in a backward is not counted, nor what extensions and compiled kernels compute.
@@ -158,11 +158,6 @@ class ModelFlops(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
         self.counts = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Whether compiled code may run under this mode as it is."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

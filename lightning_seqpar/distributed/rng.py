@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_seqpar.distributed.autograd import generator_id, unseen
+from lightning_seqpar.distributed.autograd import Watch, generator_id, unseen
 
 
 class RankStreams:
@@ -376,7 +375,7 @@ DRAWS = (
 """Names of torch's operations that draw random numbers."""
 
 
-class DrawWatch(TorchDispatchMode):
+class DrawWatch(Watch):
     """A dispatch mode that shows every random draw to ``check``."""
 
     def __init__(self, check: Callable[[Drawn], None]) -> None:

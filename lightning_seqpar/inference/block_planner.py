@@ -314,6 +314,8 @@ class BlockPlanner:
                 sets[edit.module].setdefault("values", {})[edit.key] = edit.value
             elif edit.kind == "tensor":
                 others.append((f"{edit.module}.{edit.key}", "local_heads", {"dim": edit.dim} if edit.dim else {}))
+            elif edit.kind == "flex":
+                others.append((edit.module, "flex", {}))
             elif edit.kind == "arg":
                 others.append((edit.module, "local_heads", {"args": [edit.key], "dim": edit.dim}))
         self._rules += [*((name, "set", options) for name, options in sets.items()), *others]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_seqpar.context.flex import Heads, calls_flex, rebound
 from lightning_seqpar.inference.block_kinds import is_settings
 from lightning_seqpar.inference.dataflow import CantInferError, Linear
 from lightning_seqpar.inference.feature_dependence import EQUAL, Block, GroupLayout, is_equal, other_data, part_of_segments
@@ -37,7 +38,8 @@ class Edit:
 
     # ``set``: an attribute gets another value; ``tensor``: a parameter or buffer is cut along ``dim``; ``arg``: an argument is
     # cut along ``dim``; ``given``: an argument comes from another block, so it is this rank's part already (the rehearsal cuts it);
-    # ``narrow``: the module sees an argument of this rank's width, which only columns resolve.
+    # ``narrow``: the module sees an argument of this rank's width, which only columns resolve; ``flex``: FlexAttention in it is
+    # given the whole model's heads.
     kind: str
     module: str  # its name; for a tensor, of the one that owns it
     key: int | str  # the attribute, the tensor's own name, or the argument
@@ -49,6 +51,8 @@ class Edit:
         """The name that messages give it."""
         if self.kind in ("set", "tensor"):
             return f"{self.module}.{self.key}"
+        if self.kind == "flex":
+            return f"the heads of FlexAttention in {self.module}"
         return "the width of " * (self.kind == "narrow") + f"argument {self.key!r} of {self.module}"
 
 
@@ -197,6 +201,21 @@ def changed_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _own_attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """While open, the instance has an attribute of its own."""
+    before = vars(module)
+    had, old = name in before, before.get(name)
+    before[name] = value
+    try:
+        yield
+    finally:
+        if had:
+            before[name] = old
+        else:
+            del before[name]
+
+
 def _cut_weight(block: Block, linear: Linear, mine: Tensor) -> AbstractContextManager[None]:
     """While open, a parameter that is multiplied past a linear has some of its out-features only; and a linear's bias too."""
     module = block.modules.get(linear.name)
@@ -215,6 +234,11 @@ def _edited(module: nn.Module, edit: Edit, tp: int, rank: int) -> AbstractContex
 
     if edit.kind == "set":
         return changed_attribute(module, str(edit.key), edit.value)
+    if edit.kind == "flex":
+        stack = ExitStack()
+        for name, value in rebound(module, Heads(rank, tp)).items():
+            stack.enter_context(_own_attribute(module, name, value))
+        return stack
     if edit.kind == "tensor":
         tensor = getattr(module, str(edit.key))
         return other_data([(tensor, part(tensor.data).clone())])
@@ -266,15 +290,24 @@ def _holder(block: Block, group: GroupLayout) -> str:
     return ".".join(common)
 
 
+def _parts(block: Block, group: GroupLayout) -> list[str]:
+    """The modules in the block that the group's linears stand in; the block, if there is no other."""
+    return [name for name in _modules_around(block, group) if name != block.flow.name] or [block.flow.name]
+
+
+def _modules_in(block: Block, group: GroupLayout) -> list[str]:
+    """The modules around the group's linears, and those in them."""
+    around, parts = _modules_around(block, group), _parts(block, group)
+    return [*around, *(name for name in block.modules if name not in around and any(inside(name, part) for part in parts))]
+
+
 def _candidates(block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Edit]:
     """Edits that may be needed, the likeliest first: attributes, then the width of arguments, tensors and arguments."""
     shares = _local_numbers(block, groups, tp)
     group, columns = groups[-1], block.flow.columns[groups[-1].row]
-    around = _modules_around(block, group)
     edits: list[Edit] = []
-    parts = [name for name in around if name != block.flow.name] or [block.flow.name]
-    within = [name for name in block.modules if name not in around and any(inside(name, part) for part in parts)]
-    for name in (*around, *within):
+    parts = _parts(block, group)
+    for name in _modules_in(block, group):
         module = block.modules[name]
         if inside(name, group.row) or name in columns or type(module).__module__.startswith("torch.nn"):
             continue
@@ -339,7 +372,8 @@ def find_edits(block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edit
     first = rehearse(block, groups, tp, edits)
     if first is None:
         return norms
-    together = [*_depthwise(block, groups[-1], tp), *_beside_columns(block, groups[-1], tp)]
+    flex = [Edit("flex", name, "") for name in _modules_in(block, groups[-1]) if calls_flex(block.modules[name])]
+    together = [*_depthwise(block, groups[-1], tp), *_beside_columns(block, groups[-1], tp), *flex]
     candidates = [edit for edit in _candidates(block, groups, tp) if edit not in edits]
     near = [edit for edit in candidates if inside(edit.module, _holder(block, groups[-1]))]
     tries = chain(islice(_tries(near, together), _MAX_TRIES // 2) if near != candidates else (), _tries(candidates, together))

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
+from lightning_seqpar.distributed.autograd import Watch
 from lightning_seqpar.inference.block_kinds import share_equal_blocks
 from lightning_seqpar.inference.lazy_copy import deep_copy
 from lightning_seqpar.inference.reduction import WHOLE, Reduction, cut_vocabularies, tell_vocabularies
@@ -55,17 +55,34 @@ def _in_16_bits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return tree_map_only(Tensor, lambda x: x.double() if x.dtype is torch.bfloat16 else x, made)
 
 
-class Quiet(TorchDispatchMode):
+class Quiet(Watch):
     """A mode in which random draws give constants, so that two runs of a model are alike; dropout drops nothing.
 
     With ``draws`` those that make no dropout mask stay random, for a step that needs them (to choose masked tokens). Operators of
     extensions that take no float64 (flash-attn's) run in 16 bits, and the rest in float64; ``kernels`` has their names.
     """
 
+    unfolds = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """False: all operations are to be seen."""
+        return False
+
     def __init__(self, *, draws: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
         self.kernels: set[str] = set()
+
+    def __enter__(self) -> Any:
+        # What is compiled by itself (FlexAttention, at the level of a module) runs as it is written.
+        self._stance: Any = torch.compiler.set_stance("force_eager")
+        self._stance.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._stance.__exit__(*raised)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace in _OF_TORCH:
@@ -281,9 +298,11 @@ class _Leads:
             return self._items(content, self._held)
         if type(content) in (dict, list, set, collections.deque, functools.partial) and id(content) not in self._memo:
             try:
-                content = copy.deepcopy(content, self._memo)
+                copied = copy.deepcopy(content, self._memo)
             except Exception:  # what can't be copied is shared
                 return content
+            self._kept.append(copied)
+            return self._lead(copied)  # its own id may be that of something else that was copied, and is gone
         return self.of(content)
 
 

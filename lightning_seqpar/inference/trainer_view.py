@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_seqpar.distributed.autograd import Watch
 from lightning_seqpar.inference.lazy_copy import LazyCopies, own_containers
 from lightning_seqpar.releases import (
     CombinedLoader,
@@ -107,7 +107,7 @@ def describe_failure(error: BaseException) -> str:
     return f"{kind}{lines[0]} ({Path(own[-1].filename).name}, line {own[-1].lineno}: {line})"
 
 
-class OneRankOnly(TorchDispatchMode):
+class OneRankOnly(Watch):
     """A mode in which ``torch.distributed`` is not used: an example is sought on one rank, which would wait for the others."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -80,6 +80,7 @@ class GatheredLater(Later):
 
     __torch_function__ = as_plain_tensors
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # what is compiled by itself is given what was made
     def _make(self) -> Tensor:
         return self.make()
 
@@ -96,6 +97,12 @@ def gathered_later(like: Tensor, shape: Sequence[int], make: Callable[[], Tensor
     out: GatheredLater = Tensor._make_wrapper_subclass(GatheredLater, shape, dtype=like.dtype, device=like.device)
     out.make = make
     return out
+
+
+def read(x: Tensor) -> None:
+    """Make a tensor now that would be made when it is read."""
+    if isinstance(x, Later):
+        x._read()
 
 
 def resolve(x: Tensor) -> Tensor:

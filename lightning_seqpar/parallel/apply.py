@@ -21,6 +21,7 @@ from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.parallel.beside_tp import (
     MLPTiles,
     Recompute,
+    deal_out_flex,
     hook_embeddings,
     make_recomputed,
     recomputed,
@@ -102,6 +103,8 @@ class _Swap:
         # Modules before parameters and buffers: a count that a module reads off its tensors is the whole model's.
         for match in sorted(plan.decided, key=lambda match: match.of_tensor):
             match.rule.apply(match.name, application)
+        if self._context is not None:
+            deal_out_flex(plan)
         make_recomputed(plan, self._recomputed, self._recompute, application.region_of)
         if self._recompute in ("activations", "selective"):
             remake_activations(application, [*self._recomputed, *self._tiled])

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.context.attention import ContextAxis, Method
+from lightning_seqpar.context.flex import Heads, rebound
 from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.layout.module_names import inside, outwards
 from lightning_seqpar.layout.param_layout import Shard
@@ -304,11 +305,22 @@ def _enter_ids(axis: ContextAxis, module: nn.Module, args: tuple[Any, ...]) -> A
     return axis.part(ids, 1), *rest
 
 
+def deal_out_flex(plan: PlannedModel) -> None:
+    """Let FlexAttention in the blocks take parts of sequences, in modules that have no such call of a rank's heads yet."""
+    named = plan.named("flex")
+    for name, module in plan.modules.items():
+        if plan.canonical[name] == name and name not in named and any(stack.covers(name) for stack in plan.stacks):
+            module.__dict__.update(rebound(module, Heads()))
+
+
 def split_context(model: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, method: Method) -> ShardedModel:
     """Let the blocks of a model, of which tp shards nothing, see a part of the sequence each."""
     plan = read_plans(model, plans)
     record, axis = whole_model(model, groups), ContextAxis(groups["cp"], method)
     record.hooks += hook_embeddings(plan, axis)
+    before = [ModuleSnapshot(module) for module in dict.fromkeys(plan.modules.values())]
+    deal_out_flex(plan)
+    record.changes = changes_since(before)
     for stack in plan.stacks:
         for name in stack.blocks:
             hook = enter_context(name, stack, axis)

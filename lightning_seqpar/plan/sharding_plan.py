@@ -25,7 +25,7 @@ from lightning_seqpar.layout.module_names import compile_pattern, in_all_layers,
 from lightning_seqpar.styles.blocks import BlocksRule, ExitRule, ScatterRule
 from lightning_seqpar.styles.gather import CopyRule, GatherRule, OnceRule, ReduceRule
 from lightning_seqpar.styles.linear import ColumnRule, LocalHeadsRule, RowRule
-from lightning_seqpar.styles.replace import ReplaceRule, SetRule, VocabRule
+from lightning_seqpar.styles.replace import FlexRule, ReplaceRule, SetRule, VocabRule
 from lightning_seqpar.styles.style import Match, PlannedModel, Rule, Target
 from lightning_seqpar.styles.whole import FullWidthRule, GradientRule, WholeRule
 from lightning_seqpar.user_input import nearest, read_text, shortened, shown
@@ -46,6 +46,7 @@ STYLES: dict[str, type[Rule]] = {
     "full_width": FullWidthRule,
     "gradient": GradientRule,
     "set": SetRule,
+    "flex": FlexRule,
     "vocab": VocabRule,
 }
 """The styles, in the order in which they are checked and applied. Of the forward hooks of one module, those of the first style here

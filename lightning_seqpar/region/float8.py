@@ -114,7 +114,7 @@ class Float8:
         largest: list[Tensor] = []
         of_group: dict[Over, list[int]] = {}
         for at, (x, _, dim, over) in enumerate(asked):
-            x = x if len(x) else x.new_zeros(1, x.shape[1])
+            x = x if len(x) or (self.by_rows and dim == 1) else x.new_zeros(1, x.shape[1])
             largest.append(torch.linalg.vector_norm(x, torch.inf, dim if self.by_rows else None, keepdim=self.by_rows))
             of_group.setdefault(over if self.by_rows else "both", []).append(at)
         for over, those in of_group.items():
@@ -132,6 +132,8 @@ class Float8:
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
         """``a bᵀ``: ``[m, k]``, ``[n, k]`` → ``[m, n]``."""
+        if 0 in a.data.shape:
+            return a.data.new_zeros(a.data.shape[0], b.data.shape[0], dtype=dtype)
         if dtype == torch.float64:
             return (a.data.to(dtype) / a.scale) @ (b.data.to(dtype) / b.scale).t()
         rows, a, b = b.data.shape[0], a.padded(rows=False), b.padded(rows=True)
@@ -211,7 +213,7 @@ class Float8Products(Function):
         ctx.set_materialize_grads(False)
         float8, tokens, weights, cut = how.float8, how.tokens, parameters[::2], how.cuts_in
         x = given if how.dtype is None else given.to(how.dtype)
-        rows, own_shape, matrices = x.flatten(0, -2), x.shape[:-1], how.matrices(weights)
+        rows, own_shape, matrices = x.reshape(-1, x.shape[-1]), x.shape[:-1], how.matrices(weights)
         over, own_rows = how.features(cut=cut), rows
         if tokens is not None and how.gathers:
             own_rows = _own_rows(tokens, x)
@@ -227,7 +229,8 @@ class Float8Products(Function):
         made: list[Tensor] = []
         for one, w_scale, bias in zip(matrices, w_scales, parameters[1::2], strict=True):
             out = float8.product(read, float8.cast(one, "w", w_scale), x.dtype, fast=True)
-            made.append((out if bias is None else out + bias.to(out.dtype)).view(*shape, -1))
+            out = out if bias is None else out + bias.to(out.dtype)
+            made.append(owned(out.view(*shape, out.shape[1])))
         ctx.scale, saved = scale, None
         if True in ctx.needs_input_grad[2::2]:
             # What gradients of weights are made of, sums over tokens: where there are scales by rows, one for each feature.
@@ -277,8 +280,8 @@ class Float8Products(Function):
         if True in needs[2::2]:
             again = _remade(ctx, kept)
             if how.gathers and how.kept is not None:
-                again = tokens.start_gather(again.view(torch.uint8).view(*ctx.own_shape, -1))
-        matrices, rows = how.matrices(weights), [outer[at].flatten(0, -2) for at in read]
+                again = tokens.start_gather(again.view(torch.uint8).view(*ctx.own_shape, again.shape[-1]))
+        matrices, rows = how.matrices(weights), [outer[at].reshape(-1, outer[at].shape[-1]) for at in read]
         if how.sums and float8.by_rows:  # it would be sent twice in 8 bits, with the scales of tokens and those of features
             rows = [tokens.start_gather(outer[0], async_op=False).wait().flatten(0, -2)]
         over = how.features(cut=not cut)
@@ -292,12 +295,12 @@ class Float8Products(Function):
             by_token = [Scaled(sent.flatten(0, -2).view(by_token[0].data.dtype), scales[0])]
         pending: Any = None
         if needs[1]:
-            total = None if total is None else total.flatten(0, -2)
+            total = None if total is None else total.reshape(-1, total.shape[-1])
             for grad, at, scale in zip(by_token, read, scales[len(read) :], strict=False):
                 made = float8.product(grad, float8.cast(matrices[at], "w", scale).turned(), ctx.dtype).to(ctx.given)
                 total = made if total is None else total + made
             assert total is not None
-            pending = total.view(*ctx.shape, -1)
+            pending = total.view(*ctx.shape, total.shape[-1])
             pending = pending if tokens is None or how.sums else tokens.start_sum(pending)
         if again is not None:
             data = again if isinstance(again, Tensor) else again.wait().flatten(0, -2).view(float8.types["x"])
@@ -327,7 +330,7 @@ def _remade(ctx: Any, kept: Tensor | None) -> Tensor:
     else:
         kept = how.kept[1].run(kept)
     assert kept is not None
-    out: Tensor = how.float8.cast(kept.to(ctx.dtype).flatten(0, -2), "x", ctx.scale).data
+    out: Tensor = how.float8.cast(kept.to(ctx.dtype).reshape(-1, kept.shape[-1]), "x", ctx.scale).data
     return out
 
 
@@ -369,6 +372,9 @@ class SharedFeatures:
                 self._held.append((at, places[start, stop], stop - start, is_first))
             at += stop - start
 
+    def __deepcopy__(self, memo: dict[int, object]) -> SharedFeatures:
+        return self  # it holds nothing of a model
+
     def gradient(self, grad: Tensor) -> Tensor:
         """That gradient. Collective."""
         terms = grad.new_zeros(*grad.shape[:-1], self.count)
@@ -392,7 +398,7 @@ class _Shared(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, features: SharedFeatures) -> Tensor:
         ctx.features = features
-        return x.view_as(x)
+        return owned(x.view_as(x))
 
     @staticmethod
     @once_differentiable

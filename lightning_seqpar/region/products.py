@@ -29,7 +29,7 @@ from lightning_seqpar.distributed.autograd import (
     set_grad_enabled,
 )
 from lightning_seqpar.distributed.functional import GraphAllReduce, GraphGather, GraphReduceScatter, behind
-from lightning_seqpar.layout.stand_in import Later
+from lightning_seqpar.layout.stand_in import Later, read
 
 
 class Pending(Protocol):
@@ -414,6 +414,9 @@ class ColumnGroup:
         self._whole: Tensor | None = None
         self._again: tuple[Tokens, Kept] | None = None
         self._joined = 0  # how many columns multiplied it
+        self._low: Low | None = None  # what those multiply by that join
+        for column in self._columns:
+            self._low = column.float8 or self._low
 
     def gather(self, tokens: Tokens, x: Tensor, hooks: Hooks = None, *, regather: bool = True) -> Tensor:
         """A shard on its way to the columns, whole: ``[b, s/tp, h]`` → ``[b, s, h]``.
@@ -428,7 +431,7 @@ class ColumnGroup:
             own = column._parameters
             weight = own.get("weight")
             is_own = (type(weight) is Parameter or isinstance(weight, Parameter)) and "bias" in own
-            if not is_own or column._forward_pre_hooks:
+            if not is_own or column._forward_pre_hooks or column.float8 is not self._low:
                 continue  # hooks in front of it may change its weight, or its input
             if weight.shape[0 if column.transposed else 1] == x.shape[-1] and (dtype is not None or weight.dtype == x.dtype):
                 joined.append(column)
@@ -436,7 +439,7 @@ class ColumnGroup:
                 parameters += weight, own["bias"]
         whole: Tensor
         kept = kept_of(x, traced=tokens.traced) if regather else None
-        low = joined[0].float8 if joined and all(column.float8 is not None for column in joined) else None
+        low = self._low if joined else None
         apply = Products.applied if low is None else low.columns
         whole, *made = apply((tokens, kept, transposed, dtype), x, *parameters, traced=tokens.traced)
         if joined:
@@ -446,6 +449,8 @@ class ColumnGroup:
             # Of a shard that is kept in fewer bits, and not what it was made of, nothing can be gathered again as it was.
             is_kept = kept is not None and (low is None or kept[1] is not None)
             self._again = (tokens, kept) if joined and kept is not None and is_kept else None
+            if low is not None and any(column._forward_hooks for column in joined):
+                read(whole)  # by all ranks, whoever of them looks at it
         return whole
 
     def take_all(self) -> tuple[Tensor, list[Any], list[Tensor], Callable[[], Tensor]] | None:

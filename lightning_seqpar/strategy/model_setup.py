@@ -278,7 +278,7 @@ class ModelSetup:
             )
         by_context = config.cp > 1
         record = split_context(module, plans, groups, config.cp_method) if by_context else whole_model(module, groups)
-        record.changes = self._change_unsharded(module, plans)
+        record.changes += self._change_unsharded(module, plans)
         if config.compile:
             record.changes += compile_plain_blocks(module, BlockGraphs(config.compile_options))
         return record
@@ -311,7 +311,7 @@ class ModelSetup:
     def _leave_whole(self, module: pl.LightningModule, made_by: object) -> ShardedModel | None:
         """Prepare a model for data parallelism alone; returns a record of it if the replicas share its parameters out."""
         changes: list[ModuleChange] = []
-        if self._changes_unsharded and self._env.fits:
+        if self._changes_unsharded and (self._env.fits or self._env.config.float8 != "none"):
             prover = self._prover(module)
             plans = prover.prove_unsharded().plans if self._needs_proof else prover.find_unsharded()
             changes = self._change_unsharded(module, plans)
@@ -408,10 +408,9 @@ class ModelSetup:
         return [module.get_submodule(name) for stack in stacks_of(module, plans) for name in stack.blocks]
 
     def _change_unsharded(self, module: pl.LightningModule, plans: Sequence[ShardingPlan]) -> list[ModuleChange]:
-        if not self._env.fits:
-            return []
-        config = self._env.config
-        how: dict[str, Any] = {"recompute": config.recompute, "tiles": self._tiles, "loss_chunk": config.loss_chunk}
+        config, how = self._env.config, dict[str, Any]()
+        if self._env.fits:
+            how = {"recompute": config.recompute, "tiles": self._tiles, "loss_chunk": config.loss_chunk}
         return change_unsharded(module, plans, self._env.groups, **how, float8=self._float8)[1]
 
     def late_weights(self, module: pl.LightningModule, state: Mapping[str, Tensor] | None) -> LateWeights | None:

@@ -21,9 +21,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_seqpar.distributed.autograd import innermost_dispatch_mode, leave_dispatch_mode, storage_id
+from lightning_seqpar.distributed.autograd import Watch, innermost_dispatch_mode, leave_dispatch_mode, storage_id
 from lightning_seqpar.layout.param_layout import is_split, local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.releases import is_lightnings, pl
@@ -127,7 +126,7 @@ def _both(usual: AbstractContextManager[Any], watched: AbstractContextManager[No
         yield name
 
 
-class WeightWatch(TorchDispatchMode):
+class WeightWatch(Watch):
     """Watches what the user's hooks and steps do with the parts of a sharded model: a dispatch mode around one call at a time."""
 
     def __init__(self, record: ShardedModel) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from torch import nn
 
+from lightning_seqpar.context.flex import Heads, calls_flex, rebound
 from lightning_seqpar.distributed.rendezvous import Meeting
 from lightning_seqpar.layout.attributes import read_attribute, write_attribute
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason, Shard
@@ -115,6 +116,30 @@ class VocabRule(Rule):
         else:
             part = replace(part, meeting=Meeting(application.group))
             VocabParallelHead.adopt(module, part, cut=first)
+
+
+class FlexRule(Rule):
+    """The module calls FlexAttention for a rank's heads, and its score and mask functions are given the whole model's head."""
+
+    style: Literal["flex"] = "flex"
+
+    def check(self, name: str, plan: PlannedModel) -> None:
+        """It lies inside a block, and calls it by a name."""
+        plan.stack_of(name)
+        if not calls_flex(plan.modules[name]):
+            raise ValueError(
+                f"{name}: style 'flex', but {type(plan.modules[name]).__name__} does not call flex_attention by a name of its own "
+                "or of its file; name the module that does"
+            )
+
+    def apply(self, name: str, application: Application) -> None:
+        """The instance gets methods of its own."""
+        module = application.module(name)
+        module.__dict__.update(rebound(module, Heads(application.rank, application.plan.size)))
+
+    def unfit_to_trace(self, name: str, plan: PlannedModel) -> str | None:
+        """It can't be: the graph of a block would have one rank's heads in it."""
+        return "FlexAttention with functions that read the head has no compiled form in a block"
 
 
 class SetRule(Rule):

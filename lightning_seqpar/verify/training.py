@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
+from lightning_seqpar.distributed.autograd import Watch
 from lightning_seqpar.inference.examples import count_samples, peek_batch, project
 from lightning_seqpar.inference.model_copy import default_dtype, move_weights
 from lightning_seqpar.inference.reduction import IDS, holders
@@ -141,7 +141,7 @@ def replica_of(strategy: Any) -> tuple[int, int]:
     return (told["num_replicas"], told["rank"]) if told else (1, 0)
 
 
-class KeepFloat64(TorchDispatchMode):
+class KeepFloat64(Watch):
     """A mode in which float64 activations stay so where the model's code casts them: norms and softmaxes of Hugging Face's."""
 
     casts = 0  # how many were turned down

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy
-from lightning_seqpar.region.float8 import Float8
+from lightning_seqpar.distributed.async_ops import all_reduce_max
+from lightning_seqpar.layout.param_layout import Shard
+from lightning_seqpar.region.float8 import Float8, SharedFeatures
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.guards.before_training import check_float8
 from lightning_seqpar.verify.parity import Trace, compare, norm_of
 from tests.helpers import models
-from tests.helpers.fit import fit, fit_or_tell, metered
+from tests.helpers.fit import fit, fit_or_tell, metered, quiet_trainer
 from tests.helpers.slices import rest
 from tests.mutants import sees
 
@@ -25,8 +31,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "one head of keys": ("Zoo", {"kind": "fused_mqa"}, {}),
     "experts": ("Zoo", {"kind": "list_moe"}, {}),
     "encoder and decoder": ("HuggingFace", {"family": "t5"}, {"length": 9}),
+    "latent": ("Zoo", {"kind": "latent"}, {}),
+    "adapters": ("Adapted", {"family": "llama", "targets": ["q_proj", "up_proj", "down_proj"]}, {}),
 }
-HERE = CASES.keys() - {"experts", "encoder and decoder"}
+BESIDE = {"experts", "encoder and decoder", "latent", "adapters"}  # whose modules read more of what is gathered
 
 
 def recorded(model: str, args: dict[str, Any], **how: Any) -> tuple[Trace, list[str]]:
@@ -101,7 +109,7 @@ def fit_cases(world: int, strategy: dict[str, Any], names: set[str]) -> dict[tup
 def test_float8_trains_as_on_one_process(world, strategy):
     dp = world // strategy.get("tp", 1) // strategy.get("cp", 1) // strategy.get("pp", 1)
     parts = 1 if strategy.get("fp8_groups") else dp
-    for found in run_distributed(fit_cases, world, world, strategy, {*HERE}):
+    for found in run_distributed(fit_cases, world, world, strategy, CASES.keys() - BESIDE):
         for (recipe, name), (trace, names) in found.items():
             model, args, how = CASES[name]
             told = {"model": model, "args": args, "recipe": recipe, "names": names, "parts": parts}
@@ -110,18 +118,18 @@ def test_float8_trains_as_on_one_process(world, strategy):
 
 
 @sees(
-    "float8: a router reads what experts read in float8",
+    "float8: what others read is what columns read in float8",
     "Float8Products.forward",
     "given.detach().flatten(0, -2), own_shape)",
     "own.data.to(given.dtype) / scale, own_shape)",
 )
 def test_what_others_read_of_what_is_gathered_is_as_it_was():
-    for found in run_distributed(fit_cases, 2, 2, {"tp": 2}, {"experts", "encoder and decoder"}):
+    for found in run_distributed(fit_cases, 2, 2, {"tp": 2}, BESIDE):
         for (recipe, name), (trace, names) in found.items():
             model, args, how = CASES[name]
             told = {"model": model, "args": args, "recipe": recipe, "names": names}
             assert compare(fit("helpers.float8:by_hand", told, **{"steps": 2, **how}), trace).ok, (recipe, name)
-            assert not any("router" in one or "gate." in one for one in names)
+            assert not any("router" in one or "lora" in one for one in names)
 
 
 GPT = ("GPT", {"tied": True, "dim": 64, "optimizer": "sgd"})
@@ -175,7 +183,6 @@ def test_what_is_gathered_is_sent_in_8_bits():
     # The latter in 16 bits, which are needed with two scales; beside the former go the scales of tokens.
     assert none["all_gather"] - rowwise["all_gather"] == blocks * (4 * shard - 2 * tokens * 4)
     assert none["reduce_scatter"] == tensorwise["reduce_scatter"] == rowwise["reduce_scatter"]
-    print(kept, kept_by_one, kept_by_rows, none, tensorwise, rowwise)
     assert kept_by_one == kept_by_rows < kept
 
 
@@ -184,6 +191,8 @@ def test_float8_is_refused_where_it_can_not_be(monkeypatch):
         ParallelConfig(fp8_groups=True)
     with pytest.raises(ValueError, match="float8='rowwise' with compile=True"):
         ParallelConfig(float8="rowwise", compile=True)
+    with pytest.raises(ValueError, match="float8='rowwise' with tile_mlp=4"):
+        ParallelConfig(float8="rowwise", tile_mlp=4)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(ValueError, match=r"float8='rowwise' on A100: .* need compute capability 8.9"):
@@ -201,12 +210,99 @@ def test_experts_of_replicas_do_not_wait_for_each_other():
         assert "is an expert's, which runs where tokens are dealt to it" in said
 
 
+class Odd(models.GPT):
+    """Changes what columns made in place, and looks on one rank at what they read."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        for block in self.model.blocks:
+            block.mlp.up.register_forward_hook(self.look)
+
+    @staticmethod
+    def look(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            assert float(args[0].detach().abs().mean()) > 0
+        out *= 0.5
+
+
+@sees(
+    "float8: what columns make is a view",
+    "Float8Products.forward",
+    "owned(out.view(*shape, out.shape[1]))",
+    "out.view(*shape, out.shape[1])",
+)
+@sees(
+    "float8: one rank alone may gather what a hook reads",
+    "ColumnGroup.gather",
+    "                read(whole)",
+    "                pass",
+)
+def test_hooks_that_change_what_columns_make_or_look_at_what_they_read():
+    odd = "end_to_end.test_float8:Odd"
+    for trace, names in run_distributed(recorded, 2, odd, {}, world=2, strategy={"tp": 2, "float8": "tensorwise"}, timeout=60):
+        told = {"model": odd, "args": {}, "recipe": "tensorwise", "names": names}
+        assert compare(fit("helpers.float8:by_hand", told, steps=2), trace).ok
+        assert len(names) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_expert_without_tokens_and_a_vector(recipe, dtype):
+    weight = nn.Parameter(torch.randn(8, 16, dtype=dtype))
+    for shape in ((0, 16), (3, 0, 16), (16,)):
+        x = torch.randn(shape, dtype=dtype, requires_grad=True)
+        out = Float8(recipe).columns((None, None, (False,), None), x, weight, None)
+        assert out.shape == (*shape[:-1], 8)
+        out.sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == shape
+
+
+def largest(values: list[float]) -> list[float]:
+    mine = torch.tensor(values[dist.get_rank() :] + values[: dist.get_rank()])
+    return [float(one) for one in all_reduce_max(mine, dist.group.WORLD)]
+
+
+def test_what_is_not_a_number_on_one_rank_is_none_on_all():
+    nan, inf = float("nan"), float("inf")
+    for found in run_distributed(largest, 2, [nan, 1.0]):
+        assert torch.tensor(found).isnan().all()
+    for found in run_distributed(largest, 2, [inf, 0.0]):
+        assert torch.tensor(found).isnan().all()
+    for found in run_distributed(largest, 2, [2.0, 3.0]):
+        assert found == [3.0, 3.0]
+
+
+def test_features_that_ranks_share_can_be_copied():
+    shard = Shard.by_segments(0, [8], [2], 4, "k")
+    features = SharedFeatures(shard, SimpleNamespace(rank=lambda: 0))  # type: ignore[arg-type]
+    assert copy.deepcopy(features) is features
+
+
+class Evaluated(models.GPT):
+    losses: list[float]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(self.training_step(batch, batch_idx)))
+
+
+def evaluated(tp: int) -> float:
+    module, losses = Evaluated(tied=True), list[float]()
+    module.losses = losses
+    trainer = quiet_trainer(devices=tp, strategy=SeqParallelStrategy(tp=tp, float8="tensorwise"))
+    trainer.validate(module, models.loader(4, count=8), verbose=False)
+    return sum(losses)
+
+
+def test_a_validation_alone_is_in_float8_too():
+    (alone, *_), (halves, *_) = run_distributed(evaluated, 1, 1), run_distributed(evaluated, 2, 2)
+    assert alone == pytest.approx(halves, rel=1e-9)
+
+
 def test_a_model_in_float8_is_as_it_was_behind_its_fit():
     model = models.GPT()
     before = {name: type(one) for name, one in model.named_modules()}
     strategy = SeqParallelStrategy(float8="rowwise")
-    from tests.helpers.fit import quiet_trainer
-
     trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=1)
     trainer.fit(model, models.loader(4))
     assert {name: type(one) for name, one in model.named_modules()} == before

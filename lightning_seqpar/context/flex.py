@@ -1,0 +1,205 @@
+"""FlexAttention over a rank's heads: score and mask functions are given the whole model's head, and sequences may be dealt out.
+
+``flex_attention`` is a function of Python, mostly compiled at the level of a module, of which no tensor is asked. So a module that
+calls it gets methods of its own: copies of its class's, in which that name stands for a :class:`FlexCall`. Nobody else's change.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils._pytree import tree_map_only
+
+from lightning_seqpar.context.attention import are_parts, dealt_heads
+from lightning_seqpar.context.chunks import heads_to_positions
+from lightning_seqpar.context.seq_part import SeqPart, whole_of
+
+_DEPTH = 4
+"""How many functions of the user's may lie between a method of the module and the call."""
+
+
+class Heads(NamedTuple):
+    """Which heads of a module are a tensor-parallel rank's: the ``rank``-th of ``size`` equal parts."""
+
+    rank: int = 0
+    size: int = 1
+
+
+def _origin(value: Any) -> tuple[Any, dict[str, Any]]:
+    """The function that a compiled or partial one calls, and the keywords that are bound in it."""
+    keywords: dict[str, Any] = {}
+    while True:
+        if isinstance(value, functools.partial) and not value.args:
+            keywords, value = {**value.keywords, **keywords}, value.func
+        elif hasattr(value, "_torchdynamo_orig_callable"):
+            value = value._torchdynamo_orig_callable
+        else:
+            return value, keywords
+
+
+def rebound(module: nn.Module, heads: Heads) -> dict[str, Any]:
+    """Attributes that let a module call FlexAttention for its rank's ``heads``; none if it does not call it by any name."""
+    swap = functools.partial(_swapped, heads=heads)
+    out: dict[str, Any] = {}
+    for kind in (None, *type(module).__mro__):
+        if kind is nn.Module:
+            break
+        for name, value in vars(module if kind is None else kind).items():
+            if name in out or name.startswith("__") or (kind is not None and name in vars(module)):
+                continue
+            if (other := swap(value)) is not None:
+                out[name] = other
+                continue
+            of_module = kind is not None or (isinstance(value, types.MethodType) and value.__self__ is module)
+            function = value.__func__ if isinstance(value, types.MethodType) else value
+            if isinstance(function, types.FunctionType) and (made := _copied(function, swap, _DEPTH)) is not None:
+                out[name] = types.MethodType(made, module) if of_module else made
+    return out
+
+
+def calls_flex(module: nn.Module) -> bool:
+    """Whether a module calls FlexAttention by a name that :func:`rebound` finds."""
+    return not type(module).__module__.startswith("torch.nn.modules") and bool(rebound(module, Heads()))
+
+
+def _swapped(value: Any, heads: Heads) -> Any:
+    if not callable(value):
+        return None
+    origin, keywords = _origin(value)
+    if origin is flex_attention:
+        return FlexCall(value, keywords, heads)
+    return functools.partial(_remember, value) if origin is create_block_mask else None
+
+
+def _copied(function: types.FunctionType, swap: Callable[[Any], Any], depth: int) -> types.FunctionType | None:
+    """A copy in which names stand for what ``swap`` makes of them, also in functions that it calls; None if there is none."""
+
+    def other(value: Any) -> Any:
+        made = swap(value)
+        if (
+            made is None
+            and depth
+            and isinstance(value, types.FunctionType)
+            and not (value.__module__ or "").startswith("torch")
+        ):
+            made = _copied(value, swap, depth - 1)
+        return made
+
+    names = set(_names(function.__code__)) & function.__globals__.keys()
+    others = {name: made for name in names if (made := other(function.__globals__[name])) is not None}
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            made = other(cell.cell_contents)
+        except ValueError:  # it is empty yet
+            made = None
+        cells.append(cell if made is None else types.CellType(made))
+    if not others and all(one is before for one, before in zip(cells, function.__closure__ or (), strict=True)):
+        return None
+    world = {**function.__globals__, **others}
+    out = types.FunctionType(function.__code__, world, function.__name__, function.__defaults__, tuple(cells) or None)
+    out.__kwdefaults__ = function.__kwdefaults__ and dict(function.__kwdefaults__)
+    functools.update_wrapper(out, function)
+    return out
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names that a function's code reads, with those of functions inside it."""
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _names(one)
+
+
+_MADE = "_seqpar_made"
+"""Attribute of a mask that a module with heads of a rank has made: the function that made it, and its arguments."""
+
+
+def _remember(make: Callable[..., BlockMask], *args: Any, **kwargs: Any) -> BlockMask:
+    made = make(*args, **kwargs)
+    setattr(made, _MADE, (make, args, kwargs))
+    return made
+
+
+_OWN = "_seqpar_own"
+"""Attribute of a mask: which heads of it were asked for last, and the mask of those."""
+
+_ARGUMENTS = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options")
+
+
+class FlexCall:
+    """Takes the place of ``flex_attention``, or of what is compiled of it."""
+
+    def __init__(self, function: Callable[..., Any], bound: dict[str, Any], heads: Heads) -> None:
+        self._function, self._bound, self._heads = function, bound, heads
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Queries ``[b, heads, s, d]`` of this rank's heads, or parts of sequences ``[b, heads, s/cp, d]``: as its own result."""
+        given = {**self._bound, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+        q, k, v = (given[name] for name in _ARGUMENTS[:3])
+        if not any(isinstance(x, SeqPart) for x in (q, k, v)):
+            return self._run(given, q.shape[1])
+        if not are_parts(q, k, v):
+            return self._run(given | {name: whole_of(given[name]) for name in _ARGUMENTS[:3]}, q.shape[1])
+        chunks, place = q.place.chunks, q.place
+        if q.shape[1] % chunks.size:  # every rank computes all heads, and takes its positions
+            wholes = {name: given[name].for_parts() for name in _ARGUMENTS[:3]}
+            own = functools.partial(place.own, dim=2)
+            return tree_map_only(Tensor, lambda x: SeqPart.wrap(own(x), place), self._run(given | wholes, q.shape[1]))
+        of_rank = dict(zip(_ARGUMENTS, dealt_heads(q, k, v), strict=False))
+        out = self._run(given | of_rank, q.shape[1], chunks.rank, chunks.size)
+
+        def back(x: Tensor) -> Tensor:
+            joined = heads_to_positions(x if x.ndim == 4 else x.unsqueeze(-1), chunks)
+            return SeqPart.wrap(joined if x.ndim == 4 else joined.squeeze(-1), place)
+
+        return tree_map_only(Tensor, back, out)
+
+    def _run(self, given: dict[str, Any], heads: int, rank: int = 0, size: int = 1) -> Any:
+        """Attention of the ``rank``-th of ``size`` (cp) parts of the ``heads`` that this rank's projections make."""
+        count = heads // size
+        behind = rank * count
+        first = self._heads.rank * heads + behind
+        score, mask = given.get("score_mod"), given.get("block_mask")
+        if score is not None and first:
+            given = given | {"score_mod": _shifted(score, first, 1)}
+        if mask is not None and (first or count < mask.kv_num_blocks.shape[1]):
+            given = given | {"block_mask": self._own(mask, heads, count, behind, first)}
+        return self._function(**given)
+
+    def _own(self, mask: BlockMask, heads: int, count: int, behind: int, first: int) -> BlockMask:
+        """Of a mask that of some heads, which the mask keeps for the next layer."""
+        key = heads, count, behind, first
+        before, kept = getattr(mask, _OWN, (None, mask))
+        if before == key:
+            return kept
+        rows, start, shift = mask.kv_num_blocks.shape[1], first, first
+        own = copy.copy(mask)
+        if rows == heads < heads * self._heads.size:  # made where it is used, for as many heads as this rank has
+            start, made = behind, getattr(mask, _MADE, None)
+            if made is not None and first > behind:
+                make, args, kwargs = made
+                named = dict(zip(("mask_mod",), args, strict=False)) | kwargs
+                moved = _shifted(named.pop("mask_mod"), first - behind, 0)
+                own, shift = copy.copy(make(moved, *args[1:], **named)), behind
+        if rows > count:
+            for name, value in vars(own).items():
+                if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == rows:
+                    setattr(own, name, value[:, start : start + count].contiguous())
+        if shift:
+            own.mask_mod = _shifted(own.mask_mod, shift, 0)
+        setattr(mask, _OWN, (key, own))
+        return own
+
+
+def _shifted(mod: Callable[..., Tensor], first: int, scores: int) -> Callable[..., Tensor]:
+    """A score or mask function for heads that begin at ``first``."""
+    if scores:
+        return lambda score, b, h, q, k: mod(score, b, h + first, q, k)
+    return lambda b, h, q, k: mod(b, h + first, q, k)

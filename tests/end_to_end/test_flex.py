@@ -1,0 +1,96 @@
+"""FlexAttention over heads and over parts of sequences: one process's numbers, where score and mask functions read heads too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from lightning_seqpar.context.flex import calls_flex
+from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import Trace, compare
+from tests.helpers.fit import fit, fit_or_tell, named_in_tests
+from tests.helpers.slices import rest
+from tests.mutants import sees
+
+FLEXED = "helpers.flex:Flexed"
+KINDS: tuple[str, ...] = (
+    "plain", "grouped", "attribute", "alibi", "slopes", "mask of heads", "own mask", "inside", "statistics",
+)  # fmt: skip
+
+
+class Sharded(Callback):
+    """Whether the projections of the attention are divided."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        record = record_of(pl_module)
+        self.attention = record is not None and record.layout["blocks.0.attention.q.weight"].is_sharded
+
+
+def fit_kinds(world: int, strategy: dict[str, Any]) -> list[tuple[Trace, bool]]:
+    out = []
+    for kind in KINDS:
+        seen = Sharded()
+        trace = fit(FLEXED, {"kind": kind}, world=world, strategy=strategy, steps=2, length=11, accumulate=2, callbacks=[seen])
+        out.append((trace, seen.attention))
+    return out
+
+
+@sees(
+    "flex: a rank's heads begin at 0 for functions that read them",
+    "flex:_shifted",
+    "mod(score, b, h + first, q, k)",
+    "mod(score, b, h, q, k)",
+    case="2-tp2",
+)
+@sees(
+    "flex: of a mask of all heads each rank takes the first", "FlexCall._own", "start : start + count", ":count", case="2-tp2"
+)
+@sees(
+    "flex: a mask that is made of a rank's heads is that of the first",
+    "FlexCall._own",
+    '_shifted(named.pop("mask_mod"), first - behind, 0)',
+    'named.pop("mask_mod")',
+    case="2-tp2",
+)
+@sees(
+    "flex: over cp all ranks compute the same heads",
+    "FlexCall.__call__",
+    "chunks.rank, chunks.size)\n",
+    "0, chunks.size)\n",
+    case="4-tp2-cp2",
+)
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [
+        (2, {"tp": 2}), (4, {"tp": 2, "cp": 2}),
+        *(pytest.param(world, one, marks=pytest.mark.more) for world, one in (
+            (4, {"tp": 4}), (4, {"tp": 2}), (2, {"cp": 2}), (4, {"cp": 4}), (2, {"tp": 2, "recompute": "full"}),
+        )),
+        *(rest(2, {"tp": 2, **one}) for one in ({"sp": False}, {"recompute": "selective"}, {"recompute": "activations"})),
+        *(rest(2, one) for one in ({"pp": 2}, {"data_parallel": "fsdp"}, {"cp": 2, "cp_method": "ring"})),
+        rest(4, {"tp": 4, "cp": 1, "data_parallel": "fsdp"}), rest(8, {"cp": 8}),
+    ],
+    ids=lambda value: value if isinstance(value, int) else "-".join(f"{key}{x}" for key, x in value.items()),
+)  # fmt: skip
+def test_flex_attention_trains_as_on_one_process(world, strategy):
+    for found in run_distributed(fit_kinds, world, world, strategy):
+        for kind, (trace, is_sharded) in zip(KINDS, found, strict=True):
+            report = compare(fit(FLEXED, {"kind": kind}, steps=2, length=11, accumulate=2), trace)
+            assert report.ok, f"{kind}\n{report}"
+            assert is_sharded == (strategy.get("tp", 1) > 1), kind
+
+
+def test_a_module_keeps_its_class_and_loses_nothing():
+    module = named_in_tests("helpers.flex:Attention")("alibi")
+    assert calls_flex(module)
+    assert not calls_flex(module.q)
+    assert "forward" not in vars(module)
+
+
+def test_a_rule_for_a_module_that_does_not_call_it_is_refused():
+    plan = {"rules": [{"pattern": "blocks.*", "style": "blocks"}, {"pattern": "blocks.*.attention.out", "style": "flex"}]}
+    for said in run_distributed(fit_or_tell, 2, FLEXED, {}, world=2, strategy={"tp": 2, "plan": plan}):
+        assert "blocks.0.attention.out: style 'flex', but Linear does not call flex_attention by a name" in said
