@@ -91,7 +91,7 @@ def _copied(function: types.FunctionType, swap: Callable[[Any], Any], depth: int
             made = _copied(value, swap, depth - 1)
         return made
 
-    names = set(_names(function.__code__)) & function.__globals__.keys()
+    names = set(_read_names(function.__code__)) & function.__globals__.keys()
     others = {name: made for name in names if (made := other(function.__globals__[name])) is not None}
     cells = []
     for cell in function.__closure__ or ():
@@ -109,12 +109,12 @@ def _copied(function: types.FunctionType, swap: Callable[[Any], Any], depth: int
     return out
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def _read_names(code: types.CodeType) -> Iterator[str]:
     """The names that a function's code reads, with those of functions inside it."""
     yield from code.co_names
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
-            yield from _names(one)
+            yield from _read_names(one)
 
 
 _MADE = "_seqpar_made"
