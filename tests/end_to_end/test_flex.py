@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from lightning_seqpar.context.flex import calls_flex
+from lightning_seqpar.context.flex import FlexCall, Heads, calls_flex, rebound
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
@@ -46,16 +50,6 @@ def fit_kinds(world: int, strategy: dict[str, Any]) -> list[tuple[Trace, bool]]:
     case="2-tp2",
 )
 @sees(
-    "flex: of a mask of all heads each rank takes the first", "FlexCall._own", "start : start + count", ":count", case="2-tp2"
-)
-@sees(
-    "flex: a mask that is made of a rank's heads is that of the first",
-    "FlexCall._own",
-    '_shifted(named.pop("mask_mod"), first - behind, 0)',
-    'named.pop("mask_mod")',
-    case="2-tp2",
-)
-@sees(
     "flex: over cp all ranks compute the same heads",
     "FlexCall.__call__",
     "chunks.rank, chunks.size)\n",
@@ -81,6 +75,39 @@ def test_flex_attention_trains_as_on_one_process(world, strategy):
             report = compare(fit(FLEXED, {"kind": kind}, steps=2, length=11, accumulate=2), trace)
             assert report.ok, f"{kind}\n{report}"
             assert is_sharded == (strategy.get("tp", 1) > 1), kind
+
+
+def given_to_kernels(heads: Heads, mask: BlockMask, count: int) -> BlockMask:
+    """The mask that a rank of those heads, of which it has ``count``, hands on: kernels read its blocks."""
+    call = FlexCall(lambda **given: given["block_mask"], {}, heads)
+    q = torch.zeros(1, count, 12, 8)
+    found = call(q, q, q, block_mask=mask)
+    assert call(q, q, q, block_mask=mask) is found
+    return found
+
+
+@sees("flex: of a mask of all heads each rank takes the first", "FlexCall._own", "start : start + count", ":count")
+@sees(
+    "flex: a mask that is made of a rank's heads is that of the first",
+    "FlexCall._own",
+    '_shifted(named.pop("mask_mod"), first - behind, 0)',
+    'named.pop("mask_mod")',
+)
+def test_blocks_of_a_mask_are_those_of_the_ranks_heads():
+    flex = importlib.import_module("tests.helpers.flex")
+    of = functools.partial(create_block_mask, flex.windows, None, Q_LEN=12, KV_LEN=12, device="cpu", BLOCK_SIZE=2)
+    whole = of(H=4)
+    assert not torch.equal(whole.to_dense()[:, :2], whole.to_dense()[:, 2:])
+    make: Any = rebound(flex.Attention("own mask"), Heads(1, 2))["forward"].__func__.__globals__["create_block_mask"]
+    own = make(flex.windows, None, 2, 12, 12, "cpu", BLOCK_SIZE=2)
+    for mask in (whole, own):
+        found = given_to_kernels(Heads(1, 2), mask, 2)
+        assert torch.equal(found.to_dense(), whole.to_dense()[:, 2:])
+        position = torch.arange(12)
+        for head in range(2):
+            right = flex.windows(None, torch.tensor(2 + head), position[:, None], position)
+            assert torch.equal(found.mask_mod(None, torch.tensor(head), position[:, None], position), right)
+    assert given_to_kernels(Heads(), whole, 4) is whole
 
 
 def test_a_module_keeps_its_class_and_loses_nothing():
