@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,10 @@ class Case:
 
     @property
     def lacks(self) -> str:
-        """What this release of torch lacks for it."""
+        """What is not installed, or too old, for it."""
         fsdp, compiles = self.strategy.get("data_parallel", "ddp") != "ddp", self.strategy.get("compile", False)
+        if "float8" in self.strategy and find_spec("torchao") is None:
+            return "torchao"
         return "torch 2.13" if (fsdp and not HAS_FSDP) or (compiles and not COMPILES_APART) else ""
 
     @property
@@ -113,6 +116,11 @@ CASES = [
         for axis, kind in (("tp", "documents"), ("cp", "one tensor"))
         if flash.REAL
     ),
+    *(
+        Case(f"{axis} 2, FlexAttention {kind}", 2, {axis: 2}, "helpers.flex:Flexed", {"kind": kind}, HALF, 5e-2)
+        for axis, kind in (("tp", "alibi"), ("tp", "mask of heads"), ("cp", "grouped"))
+    ),
+    *(Case(f"tp 2, float8 {one}", 2, {"tp": 2, "float8": one}, more=HALF, limit=1e-1) for one in ("tensorwise", "rowwise")),
     Case("tp 4", 4, {"tp": 4}),
     Case("tp 4, without sp", 4, {"tp": 4, "sp": False}),
     Case("dp 2 x tp 2", 4, {"tp": 2}),

@@ -287,18 +287,12 @@ def leave_dispatch_mode(mode: Any) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """A dispatch mode that lets higher-order operators (FlexAttention) pass, in plain operations if it :attr:`unfolds` them.
+    """A dispatch mode that is shown higher-order operators (FlexAttention), too, and under which compiled code stays so.
 
-    What is compiled by itself inside it stays so, unless :meth:`ignore_compile_internals` says otherwise.
+    It lets them pass by :func:`is_higher_order`; without that torch raises.
     """
 
     supports_higher_order_operators = True
-    unfolds = False
-
-    def __init_subclass__(cls) -> None:
-        own = cls.__dict__.get("__torch_dispatch__")
-        if own is not None:
-            cls.__torch_dispatch__ = _letting_pass(own)  # type: ignore[method-assign]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -306,15 +300,15 @@ class Watch(TorchDispatchMode):
         return True
 
 
-def _letting_pass(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def dispatch(self: Watch, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if not isinstance(func, HigherOrderOperator):
-            return own(self, func, types, args, kwargs)
-        run = func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd] if self.unfolds else func
-        return run(*args, **(kwargs or {}))
+def is_higher_order(func: Any) -> bool:
+    """Whether what a dispatch mode is shown is an operator that calls functions, and not one of tensors alone."""
+    return isinstance(func, HigherOrderOperator)
 
-    return dispatch
+
+def in_plain_operations(func: Any) -> Callable[..., Any]:
+    """The same of such an operator, by operations that have all types on all devices."""
+    run: Callable[..., Any] = func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
+    return run
 
 
 # ---- identities ------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_seqpar.distributed.autograd import (
     Watch,
     in_backward,
+    is_higher_order,
     saved_tensor_hooks,
     selective_checkpoint_caches,
     storage_id,
@@ -101,6 +102,8 @@ class Traffic(Watch):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_higher_order(func):
+            return func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self._count(func, args)
         elif func.namespace == "_c10d_functional" and "wait" not in func.name() and "wrap" not in func.name():
@@ -160,6 +163,8 @@ class ModelFlops(Watch):
         self.counts = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if is_higher_order(func):
+            return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None and self.counts and not in_backward():

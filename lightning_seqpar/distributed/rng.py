@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.distributed.autograd import Watch, generator_id, unseen
+from lightning_seqpar.distributed.autograd import Watch, generator_id, is_higher_order, unseen
 
 
 class RankStreams:
@@ -385,6 +385,8 @@ class DrawWatch(Watch):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_higher_order(func):
+            return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if (drawn := drawn_by(func, out, args, kwargs)) is not None:
             self._check(drawn)

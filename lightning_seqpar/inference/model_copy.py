@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
-from lightning_seqpar.distributed.autograd import Watch
+from lightning_seqpar.distributed.autograd import Watch, in_plain_operations, is_higher_order
 from lightning_seqpar.inference.block_kinds import share_equal_blocks
 from lightning_seqpar.inference.lazy_copy import deep_copy
 from lightning_seqpar.inference.reduction import WHOLE, Reduction, cut_vocabularies, tell_vocabularies
@@ -62,8 +62,6 @@ class Quiet(Watch):
     extensions that take no float64 (flash-attn's) run in 16 bits, and the rest in float64; ``kernels`` has their names.
     """
 
-    unfolds = True
-
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """False: all operations are to be seen."""
@@ -101,6 +99,8 @@ class Quiet(Watch):
         return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if is_higher_order(func):
+            return in_plain_operations(func)(*args, **(kwargs or {}))
         name = func.name().split("::")[-1].split(".")[0]
         # These draw nothing at all: whole and sharded copies would advance the random streams by different amounts.
         if name == "native_dropout":

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.distributed.autograd import Watch
+from lightning_seqpar.distributed.autograd import Watch, is_higher_order
 from lightning_seqpar.inference.lazy_copy import LazyCopies, own_containers
 from lightning_seqpar.releases import (
     CombinedLoader,
@@ -111,6 +111,8 @@ class OneRankOnly(Watch):
     """A mode in which ``torch.distributed`` is not used: an example is sought on one rank, which would wait for the others."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if is_higher_order(func):
+            return func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().split("::")[-1].split(".")[0].strip("_")
             raise NoExampleError(

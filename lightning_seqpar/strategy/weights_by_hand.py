@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_seqpar.distributed.autograd import Watch, innermost_dispatch_mode, leave_dispatch_mode, storage_id
+from lightning_seqpar.distributed.autograd import (
+    Watch,
+    innermost_dispatch_mode,
+    is_higher_order,
+    leave_dispatch_mode,
+    storage_id,
+)
 from lightning_seqpar.layout.param_layout import is_split, local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.releases import is_lightnings, pl
@@ -219,6 +225,8 @@ class WeightWatch(Watch):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_higher_order(func):
+            return func(*args, **(kwargs or {}))
         given = kwargs or {}
         if any(kind not in (Tensor, nn.Parameter, DTensor) for kind in types):
             return func(*args, **given)

@@ -27,7 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
-from lightning_seqpar.distributed.autograd import Watch
+from lightning_seqpar.distributed.autograd import Watch, is_higher_order
 from lightning_seqpar.inference.examples import count_samples, peek_batch, project
 from lightning_seqpar.inference.model_copy import default_dtype, move_weights
 from lightning_seqpar.inference.reduction import IDS, holders
@@ -147,6 +147,8 @@ class KeepFloat64(Watch):
     casts = 0  # how many were turned down
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if is_higher_order(func):
+            return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         if (
             func is torch.ops.aten._to_copy.default

@@ -43,6 +43,7 @@ rules:
 - {pattern: h.*.attn.q_norm, style: full_width}
 - {pattern: h.*.attn.temperature, style: gradient, summed: true}
 - {pattern: h.*.attn, style: set, divide: [n_head, config.n_head], values: {n_kv: 1}}
+- {pattern: h.*.attn, style: flex}
 - {pattern: h.*.mha, style: replace}
 - {pattern: '{wte,head}', style: vocab}
 - {pattern: norm, style: exit, blocks: h.*}

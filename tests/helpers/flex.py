@@ -17,11 +17,13 @@ from tests.helpers.models import optimizer_of
 # Its plain form has a backward on CPUs, also in float64; what refuses is a check in front of it.
 flex._validate_device = lambda query, key, value: None
 
-compiled_flex = torch.compile(flex_attention, backend="eager")  # at the level of the module, as its users do
-HEADS, WIDTH = 4, 32
+ON_GPU = torch.cuda.is_available()
+BACKEND = "inductor" if ON_GPU else "eager"
+compiled_flex = torch.compile(flex_attention, backend=BACKEND)  # at the level of the module, as its users do
+HEADS, WIDTH, SIZE = (4, 256, 128) if ON_GPU else (4, 32, 4)  # what the kernels take
 
 
-@functools.partial(torch.compile, backend="eager")
+@functools.partial(torch.compile, backend=BACKEND)
 def attend_compiled(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     return flex_attention(q, k, v, block_mask=mask) * 1.0
 
@@ -58,7 +60,7 @@ class Attention(nn.Module):
             how["score_mod"] = lambda score, b, h, q, k: score - (q - k) * slopes[h]
         if self.kind == "own mask":
             s = x.shape[1]
-            how["block_mask"] = create_block_mask(windows, None, q.shape[1], s, s, x.device, BLOCK_SIZE=4)
+            how["block_mask"] = create_block_mask(windows, None, q.shape[1], s, s, x.device, BLOCK_SIZE=SIZE)
         if self.kind == "grouped":
             how["enable_gqa"] = True
         if self.kind == "inside":
@@ -100,7 +102,7 @@ class Flexed(L.LightningModule):
     def forward(self, ids: Tensor) -> Tensor:
         s, x = ids.shape[1], self.tokens(ids)
         mask, heads = (windows, HEADS) if self.kind in ("mask of heads", "inside") else (causal, None)
-        blocks = create_block_mask(mask, None, heads, s, s, ids.device, BLOCK_SIZE=4)
+        blocks = create_block_mask(mask, None, heads, s, s, ids.device, BLOCK_SIZE=SIZE)
         for block in self.blocks:
             x = block(x, blocks)
         return self.head(self.norm(x))

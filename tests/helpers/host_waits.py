@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_seqpar
+from lightning_seqpar.distributed.autograd import Watch, is_higher_order
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
 TORCH = Path(torch.__file__).parent
@@ -74,7 +74,7 @@ class DeviceWaits(Waits):
             self._note("a wait", sys._getframe(1))
 
 
-class HostWaits(Waits, TorchDispatchMode):
+class HostWaits(Waits, Watch):
     """While it is entered, notes calls that read numbers of a tensor, or send numbers of the host to one.
 
     Operations are seen in the backward too, and so are methods of tensors, by the interpreter's profile hook.
@@ -92,6 +92,8 @@ class HostWaits(Waits, TorchDispatchMode):
         sys.setprofile(None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_higher_order(func):
+            return func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
         by_mask = name in ("index", "index_put", "index_put_") and any(
             isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in args[1]
