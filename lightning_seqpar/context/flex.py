@@ -23,6 +23,9 @@ from lightning_seqpar.context.seq_part import SeqPart, whole_of
 _DEPTH = 4
 """How many functions of the user's may lie between a method of the module and the call."""
 
+_MANY = 256
+"""Copies of functions that are remembered."""
+
 
 class Heads(NamedTuple):
     """Which heads of a module are a tensor-parallel rank's: the ``rank``-th of ``size`` equal parts."""
@@ -45,7 +48,6 @@ def _origin(value: Any) -> tuple[Any, dict[str, Any]]:
 
 def rebound(module: nn.Module, heads: Heads) -> dict[str, Any]:
     """Attributes that let a module call FlexAttention for its rank's ``heads``; none if it does not call it by any name."""
-    swap = functools.partial(_swapped, heads=heads)
     out: dict[str, Any] = {}
     for kind in (None, *type(module).__mro__):
         if kind is nn.Module:
@@ -53,12 +55,12 @@ def rebound(module: nn.Module, heads: Heads) -> dict[str, Any]:
         for name, value in vars(module if kind is None else kind).items():
             if name in out or name.startswith("__") or (kind is not None and name in vars(module)):
                 continue
-            if (other := swap(value)) is not None:
+            if (other := _swapped(value, heads)) is not None:
                 out[name] = other
                 continue
             of_module = kind is not None or (isinstance(value, types.MethodType) and value.__self__ is module)
             function = value.__func__ if isinstance(value, types.MethodType) else value
-            if isinstance(function, types.FunctionType) and (made := _copied(function, swap, _DEPTH)) is not None:
+            if isinstance(function, types.FunctionType) and (made := _copied(function, heads, _DEPTH)) is not None:
                 out[name] = types.MethodType(made, module) if of_module else made
     return out
 
@@ -77,18 +79,19 @@ def _swapped(value: Any, heads: Heads) -> Any:
     return functools.partial(_remember, value) if origin is create_block_mask else None
 
 
-def _copied(function: types.FunctionType, swap: Callable[[Any], Any], depth: int) -> types.FunctionType | None:
-    """A copy in which names stand for what ``swap`` makes of them, also in functions that it calls; None if there is none."""
+@functools.lru_cache(_MANY)  # so that layers share what is compiled of them
+def _copied(function: types.FunctionType, heads: Heads, depth: int) -> types.FunctionType | None:
+    """A copy in which names stand for calls for ``heads``, also in functions that it calls; None if there is no such name."""
 
     def other(value: Any) -> Any:
-        made = swap(value)
+        made = _swapped(value, heads)
         if (
             made is None
             and depth
             and isinstance(value, types.FunctionType)
             and not (value.__module__ or "").startswith("torch")
         ):
-            made = _copied(value, swap, depth - 1)
+            made = _copied(value, heads, depth - 1)
         return made
 
     names = set(_read_names(function.__code__)) & function.__globals__.keys()
@@ -103,7 +106,8 @@ def _copied(function: types.FunctionType, swap: Callable[[Any], Any], depth: int
     if not others and all(one is before for one, before in zip(cells, function.__closure__ or (), strict=True)):
         return None
     world = {**function.__globals__, **others}
-    out = types.FunctionType(function.__code__, world, function.__name__, function.__defaults__, tuple(cells) or None)
+    code = function.__code__.replace()  # what is compiled of a code reads names of one world
+    out = types.FunctionType(code, world, function.__name__, function.__defaults__, tuple(cells) or None)
     out.__kwdefaults__ = function.__kwdefaults__ and dict(function.__kwdefaults__)
     functools.update_wrapper(out, function)
     return out
