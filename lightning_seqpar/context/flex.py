@@ -7,9 +7,10 @@ calls it gets methods of its own: copies of its class's, in which that name stan
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -48,13 +49,14 @@ def _origin(value: Any) -> tuple[Any, dict[str, Any]]:
 
 def rebound(module: nn.Module, heads: Heads) -> dict[str, Any]:
     """Attributes that let a module call FlexAttention for its rank's ``heads``; none if it does not call it by any name."""
-    out: dict[str, Any] = {}
+    out, seen = dict[str, Any](), set[str]()
     for kind in (None, *type(module).__mro__):
         if kind is nn.Module:
             break
         for name, value in vars(module if kind is None else kind).items():
-            if name in out or name.startswith("__") or (kind is not None and name in vars(module)):
-                continue
+            if name in seen or name.startswith("__"):
+                continue  # what a class before has of that name, or the instance, is what runs
+            seen.add(name)
             if (other := _swapped(value, heads)) is not None:
                 out[name] = other
                 continue
@@ -74,14 +76,15 @@ def _swapped(value: Any, heads: Heads) -> Any:
     if not callable(value):
         return None
     origin, keywords = _origin(value)
-    if origin is flex_attention:
-        return FlexCall(value, keywords, heads)
-    return functools.partial(_remember, value) if origin is create_block_mask else None
+    return FlexCall(value, keywords, heads) if origin is flex_attention else None
 
 
 @functools.lru_cache(_MANY)  # so that layers share what is compiled of them
 def _copied(function: types.FunctionType, heads: Heads, depth: int) -> types.FunctionType | None:
-    """A copy in which names stand for calls for ``heads``, also in functions that it calls; None if there is no such name."""
+    """A copy that reads names which stand for calls for ``heads``, as do functions that it calls; None if it reads none.
+
+    The names stand in its own file, beside those that they stand for: what else it reads there and writes to is as ever.
+    """
 
     def other(value: Any) -> Any:
         made = _swapped(value, heads)
@@ -94,8 +97,11 @@ def _copied(function: types.FunctionType, heads: Heads, depth: int) -> types.Fun
             made = _copied(value, heads, depth - 1)
         return made
 
-    names = set(_read_names(function.__code__)) & function.__globals__.keys()
-    others = {name: made for name in names if (made := other(function.__globals__[name])) is not None}
+    world, others = function.__globals__, dict[str, str]()
+    for name in set(_read_names(function.__code__)) & world.keys():
+        if (made := other(world[name])) is not None:
+            others[name] = f"_seqpar_{name}_{heads.rank}_of_{heads.size}"
+            world[others[name]] = made
     cells = []
     for cell in function.__closure__ or ():
         try:
@@ -105,8 +111,7 @@ def _copied(function: types.FunctionType, heads: Heads, depth: int) -> types.Fun
         cells.append(cell if made is None else types.CellType(made))
     if not others and all(one is before for one, before in zip(cells, function.__closure__ or (), strict=True)):
         return None
-    world = {**function.__globals__, **others}
-    code = function.__code__.replace()  # what is compiled of a code reads names of one world
+    code = _renamed(function.__code__, others)
     out = types.FunctionType(code, world, function.__name__, function.__defaults__, tuple(cells) or None)
     out.__kwdefaults__ = function.__kwdefaults__ and dict(function.__kwdefaults__)
     functools.update_wrapper(out, function)
@@ -114,21 +119,25 @@ def _copied(function: types.FunctionType, heads: Heads, depth: int) -> types.Fun
 
 
 def _read_names(code: types.CodeType) -> Iterator[str]:
-    """The names that a function's code reads, with those of functions inside it."""
-    yield from code.co_names
+    """The names that a function's code, or that of functions inside it, reads in its file."""
+    yield from _own_names(code)
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
             yield from _read_names(one)
 
 
-_MADE = "_seqpar_made"
-"""Attribute of a mask that a module with heads of a rank has made: the function that made it, and its arguments."""
+def _own_names(code: types.CodeType) -> list[str]:
+    """Those that it reads itself, and for nothing else, such as an attribute."""
+    as_other = {one.argval for one in dis.get_instructions(code) if one.opcode in dis.hasname and one.opname != "LOAD_GLOBAL"}
+    return [name for name in code.co_names if name not in as_other]
 
 
-def _remember(make: Callable[..., BlockMask], *args: Any, **kwargs: Any) -> BlockMask:
-    made = make(*args, **kwargs)
-    setattr(made, _MADE, (make, args, kwargs))
-    return made
+def _renamed(code: types.CodeType, others: Mapping[str, str]) -> types.CodeType:
+    """The same code with other names; those that it reads otherwise, as an attribute's, stay."""
+    own = set(_own_names(code))
+    names = tuple(others.get(name, name) if name in own else name for name in code.co_names)
+    inner = tuple(_renamed(one, others) if isinstance(one, types.CodeType) else one for one in code.co_consts)
+    return code.replace(co_names=names, co_consts=inner)
 
 
 _OWN = "_seqpar_own"
@@ -149,7 +158,7 @@ class FlexCall:
         q, k, v = (given[name] for name in _ARGUMENTS[:3])
         if not any(isinstance(x, SeqPart) for x in (q, k, v)):
             return self._run(given, q.shape[1])
-        if not are_parts(q, k, v):
+        if not isinstance(q, SeqPart) or not are_parts(q, k, v):
             return self._run(given | {name: whole_of(given[name]) for name in _ARGUMENTS[:3]}, q.shape[1])
         chunks, place = q.place.chunks, q.place
         if q.shape[1] % chunks.size:  # every rank computes all heads, and takes its positions
@@ -186,12 +195,11 @@ class FlexCall:
         rows, start, shift = mask.kv_num_blocks.shape[1], first, first
         own = copy.copy(mask)
         if rows == heads < heads * self._heads.size:  # made where it is used, for as many heads as this rank has
-            start, made = behind, getattr(mask, _MADE, None)
-            if made is not None and first > behind:
-                make, args, kwargs = made
-                named = dict(zip(("mask_mod",), args, strict=False)) | kwargs
-                moved = _shifted(named.pop("mask_mod"), first - behind, 0)
-                own, shift = copy.copy(make(moved, *args[1:], **named)), behind
+            start, shift = behind, behind
+            if first > behind:
+                moved = _shifted(mask.mask_mod, first - behind, 0)
+                size, lengths = len(mask.kv_num_blocks), mask.seq_lengths
+                own = create_block_mask(moved, size, rows, *lengths, mask.kv_num_blocks.device, mask.BLOCK_SIZE)
         if rows > count:
             for name, value in vars(own).items():
                 if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == rows:

@@ -82,6 +82,18 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != NO_BACKWARD
 
 
+def run_backward(
+    loss: Tensor, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = ()
+) -> None:
+    """``Tensor.backward`` without asking modes: one that is asked is not active while the backward runs."""
+    grads = (torch.ones_like(loss) if gradient is None else gradient,)
+    kept = create_graph if retain_graph is None else retain_graph
+    leaves = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
+    torch.autograd.graph._engine_run_backward(
+        (loss,), grads, kept, create_graph, leaves, allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def sequence_nr(node: Any) -> int:
     """The number that a node got when it was made. Of the nodes that are ready, the engine runs the highest number first."""
     number: int = node._sequence_nr()

@@ -369,17 +369,21 @@ def find_edits(block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edit
     """The smallest set of edits that the last group needs beside ``edits``, the others'; a CantInferError if none will do."""
     norms = [edit for edit in _batch_norms(block, groups[-1], tp) if edit not in edits]
     edits = [*edits, *norms]
+    # Whether functions read the head an example may not show, so that they are given the right one wherever that can be.
+    flex = [one for one in _flex(block, groups[-1]) if one not in edits]
+    if flex and rehearse(block, groups, tp, [*edits, *flex]) is None:
+        return [*norms, *flex]
     first = rehearse(block, groups, tp, edits)
     if first is None:
         return norms
-    flex = [Edit("flex", name, "") for name in _modules_in(block, groups[-1]) if calls_flex(block.modules[name])]
     together = [*_depthwise(block, groups[-1], tp), *_beside_columns(block, groups[-1], tp), *flex]
     candidates = [edit for edit in _candidates(block, groups, tp) if edit not in edits]
     near = [edit for edit in candidates if inside(edit.module, _holder(block, groups[-1]))]
     tries = chain(islice(_tries(near, together), _MAX_TRIES // 2) if near != candidates else (), _tries(candidates, together))
     for chosen in islice(tries, _MAX_TRIES):
         if rehearse(block, groups, tp, [*edits, *chosen]) is None:
-            return [*norms, *_needed(block, groups, tp, edits, chosen)]
+            heads = [one for one in chosen if one in flex]
+            return [*norms, *heads, *_needed(block, groups, tp, [*edits, *heads], [one for one in chosen if one not in flex])]
     row = groups[-1].row
     tried = ", ".join(edit.shown for edit in candidates[:5]) + (", ..." if len(candidates) > 5 else "") or "none"
     raise CantInferError(
@@ -387,6 +391,13 @@ def find_edits(block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edit
         f"count heads or have a head dim mends it (found: {tried}). Are head counts written into the forward as numbers, or is "
         "there a module for each head?"
     )
+
+
+def _flex(block: Block, group: GroupLayout) -> list[Edit]:
+    """Edits for the calls of FlexAttention around columns that are dealt out by heads."""
+    if group.units == group.features:
+        return []
+    return [Edit("flex", name, "") for name in _modules_in(block, group) if calls_flex(block.modules[name])]
 
 
 def _tries(candidates: Sequence[Edit], together: Sequence[Edit]) -> Iterator[tuple[Edit, ...]]:

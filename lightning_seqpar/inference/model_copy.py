@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
-from lightning_seqpar.distributed.autograd import Watch, in_plain_operations, is_higher_order
+from lightning_seqpar.distributed.autograd import Watch, in_plain_operations, is_higher_order, run_backward
 from lightning_seqpar.inference.block_kinds import share_equal_blocks
 from lightning_seqpar.inference.lazy_copy import deep_copy
 from lightning_seqpar.inference.reduction import WHOLE, Reduction, cut_vocabularies, tell_vocabularies
@@ -55,6 +56,17 @@ def _in_16_bits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return tree_map_only(Tensor, lambda x: x.double() if x.dtype is torch.bfloat16 else x, made)
 
 
+class _PlainFlex(TorchFunctionMode):
+    """Lets FlexAttention run in plain operations, which compute in float64 on any device and have a backward for all they read."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is Tensor.backward:  # in which blocks may run again
+            with self:
+                return run_backward(*args, **(kwargs or {}))
+        run = in_plain_operations(func) if is_higher_order(func) and func.name() == "flex_attention" else func
+        return run(*args, **(kwargs or {}))
+
+
 class Quiet(Watch):
     """A mode in which random draws give constants, so that two runs of a model are alike; dropout drops nothing.
 
@@ -76,10 +88,13 @@ class Quiet(Watch):
         # What is compiled by itself (FlexAttention, at the level of a module) runs as it is written.
         self._stance: Any = torch.compiler.set_stance("force_eager")
         self._stance.__enter__()
+        self._plain = _PlainFlex()
+        self._plain.__enter__()  # type: ignore[no-untyped-call]
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._plain.__exit__(*raised)  # type: ignore[no-untyped-call]
         self._stance.__exit__(*raised)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lightning_seqpar.context.flex import FlexCall, Heads, calls_flex, rebound
 from lightning_seqpar.parallel.sharded_model import record_of
@@ -21,7 +22,7 @@ from tests.mutants import sees
 
 FLEXED = "helpers.flex:Flexed"
 KINDS: tuple[str, ...] = (
-    "plain", "grouped", "attribute", "alibi", "slopes", "mask of heads", "own mask", "inside", "statistics",
+    "plain", "grouped", "attribute", "alibi", "slopes", "table", "mask of heads", "own mask", "inside", "statistics",
 )  # fmt: skip
 
 
@@ -31,14 +32,20 @@ class Sharded(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         record = record_of(pl_module)
         self.attention = record is not None and record.layout["blocks.0.attention.q.weight"].is_sharded
+        self.rules = 0 if record is None else sum(match.rule.style == "flex" for match in record.matches)
 
 
-def fit_kinds(world: int, strategy: dict[str, Any]) -> list[tuple[Trace, bool]]:
+def kinds(strategy: dict[str, Any]) -> list[str]:
+    """Those that can be trained on CPUs: torch's plain form has no gradient of what functions capture under its checkpoint."""
+    return [kind for kind in KINDS if kind != "table" or strategy.get("recompute", "none") in ("none", "activations")]
+
+
+def fit_kinds(world: int, strategy: dict[str, Any]) -> list[tuple[Trace, bool, int]]:
     out = []
-    for kind in KINDS:
+    for kind in kinds(strategy):
         seen = Sharded()
         trace = fit(FLEXED, {"kind": kind}, world=world, strategy=strategy, steps=2, length=11, accumulate=2, callbacks=[seen])
-        out.append((trace, seen.attention))
+        out.append((trace, seen.attention, seen.rules))
     return out
 
 
@@ -71,10 +78,11 @@ def fit_kinds(world: int, strategy: dict[str, Any]) -> list[tuple[Trace, bool]]:
 )  # fmt: skip
 def test_flex_attention_trains_as_on_one_process(world, strategy):
     for found in run_distributed(fit_kinds, world, world, strategy):
-        for kind, (trace, is_sharded) in zip(KINDS, found, strict=True):
+        for kind, (trace, is_sharded, rules) in zip(kinds(strategy), found, strict=True):
             report = compare(fit(FLEXED, {"kind": kind}, steps=2, length=11, accumulate=2), trace)
             assert report.ok, f"{kind}\n{report}"
             assert is_sharded == (strategy.get("tp", 1) > 1), kind
+            assert rules == 2 * is_sharded, kind  # whether functions read heads, a batch need not show
 
 
 def given_to_kernels(heads: Heads, mask: BlockMask, count: int) -> BlockMask:
@@ -90,17 +98,15 @@ def given_to_kernels(heads: Heads, mask: BlockMask, count: int) -> BlockMask:
 @sees(
     "flex: a mask that is made of a rank's heads is that of the first",
     "FlexCall._own",
-    '_shifted(named.pop("mask_mod"), first - behind, 0)',
-    'named.pop("mask_mod")',
+    "moved = _shifted(mask.mask_mod, first - behind, 0)",
+    "moved = mask.mask_mod",
 )
 def test_blocks_of_a_mask_are_those_of_the_ranks_heads():
     flex = importlib.import_module("tests.helpers.flex")
     of = functools.partial(create_block_mask, flex.windows, None, Q_LEN=12, KV_LEN=12, device="cpu", BLOCK_SIZE=2)
     whole = of(H=4)
     assert not torch.equal(whole.to_dense()[:, :2], whole.to_dense()[:, 2:])
-    make: Any = rebound(flex.Attention("own mask"), Heads(1, 2))["forward"].__func__.__globals__["create_block_mask"]
-    own = make(flex.windows, None, 2, 12, 12, "cpu", BLOCK_SIZE=2)
-    for mask in (whole, own):
+    for mask in (whole, of(H=2)):  # the second is made where it is used, for as many heads as a rank has
         found = given_to_kernels(Heads(1, 2), mask, 2)
         assert torch.equal(found.to_dense(), whole.to_dense()[:, 2:])
         position = torch.arange(12)
@@ -108,6 +114,33 @@ def test_blocks_of_a_mask_are_those_of_the_ranks_heads():
             right = flex.windows(None, torch.tensor(2 + head), position[:, None], position)
             assert torch.equal(found.mask_mod(None, torch.tensor(head), position[:, None], position), right)
     assert given_to_kernels(Heads(), whole, 4) is whole
+
+
+SCALE = 1.0
+
+
+class Scaled(nn.Module):
+    def attend(self, x: torch.Tensor) -> Any:
+        return flex_attention, x * SCALE
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.attend(x)
+
+
+class Overrides(Scaled):
+    def attend(self, x: torch.Tensor) -> Any:
+        return x
+
+
+@sees("flex: what a class has in the place of its base's method is lost", "flex:rebound", "            seen.add(name)\n", "")
+def test_only_the_names_that_lead_to_it_change(monkeypatch):
+    one = torch.ones(1)
+    attend = rebound(Scaled(), Heads(1, 2))["attend"]
+    assert isinstance(attend(one)[0], FlexCall)
+    monkeypatch.setitem(globals(), "SCALE", 3.0)  # what else it reads in its file is as it is now
+    assert attend(one)[1] == 3
+    assert Scaled().attend(one)[0] is flex_attention
+    assert not rebound(Overrides(), Heads(1, 2))
 
 
 def test_a_module_keeps_its_class_and_loses_nothing():

@@ -17,6 +17,9 @@ from tests.helpers.models import optimizer_of
 # Its plain form has a backward on CPUs, also in float64; what refuses is a check in front of it.
 flex._validate_device = lambda query, key, value: None
 
+torch._dynamo.config.recompile_limit = (
+    64  # many kinds in one process: what is beyond it runs without gradients of what it captures
+)
 ON_GPU = torch.cuda.is_available()
 BACKEND = "inductor" if ON_GPU else "eager"
 compiled_flex = torch.compile(flex_attention, backend=BACKEND)  # at the level of the module, as its users do
@@ -45,6 +48,8 @@ class Attention(nn.Module):
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH // HEADS * n) for n in (HEADS, groups, groups))
         self.out = nn.Linear(WIDTH, WIDTH)
         self.attend = flex_attention
+        if kind == "table":
+            self.table = nn.Parameter(torch.linspace(-0.3, 0.3, HEADS * 16).view(HEADS, 16).sin())
         self.register_buffer("slopes", torch.tensor([2.0 ** -(n + 1) for n in range(HEADS)]))
 
     def alibi(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -58,6 +63,9 @@ class Attention(nn.Module):
         if self.kind == "slopes":
             slopes = self.slopes
             how["score_mod"] = lambda score, b, h, q, k: score - (q - k) * slopes[h]
+        if self.kind == "table":  # which trains
+            table = self.table
+            how["score_mod"] = lambda score, b, h, q, k: score + table[h, q - k]
         if self.kind == "own mask":
             s = x.shape[1]
             how["block_mask"] = create_block_mask(windows, None, q.shape[1], s, s, x.device, BLOCK_SIZE=SIZE)
@@ -85,7 +93,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
-KINDS = ("plain", "grouped", "attribute", "alibi", "slopes", "mask of heads", "own mask", "inside", "statistics")
+KINDS = ("plain", "grouped", "attribute", "alibi", "slopes", "table", "mask of heads", "own mask", "inside", "statistics")
 
 
 class Flexed(L.LightningModule):

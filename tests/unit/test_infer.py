@@ -54,8 +54,8 @@ def meaning(plan: ShardingPlan, model: nn.Module) -> set[tuple[Any, ...]]:
 @sees(
     "head counts never found",
     "find_edits",
-    "            return [*norms, *_needed(block, groups, tp, edits, chosen)]\n",
-    "            return []\n",
+    "            return [*norms, *heads, *_needed(",
+    "            return []\n            return [*norms, *heads, *_needed(",
     case="True-2",
 )
 @pytest.mark.parametrize("tp", [2, 4])
