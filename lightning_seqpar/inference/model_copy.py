@@ -6,6 +6,7 @@ import collections
 import copy
 import functools
 import math
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -56,10 +57,15 @@ def _in_16_bits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return tree_map_only(Tensor, lambda x: x.double() if x.dtype is torch.bfloat16 else x, made)
 
 
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
 class _PlainFlex(TorchFunctionMode):
     """Lets FlexAttention run in plain operations, which compute in float64 on any device and have a backward for all they read."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func == _REQUIRES_GRAD and sys._getframe(1).f_code.co_name == "_validate_device":
+            return False  # it refuses gradients on CPUs, for the want of a compiled kernel alone
         if func is Tensor.backward:  # in which blocks may run again
             with self:
                 return run_backward(*args, **(kwargs or {}))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lightning_seqpar.context.flex import FlexCall, Heads, calls_flex, rebound
+from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
@@ -141,6 +142,32 @@ def test_only_the_names_that_lead_to_it_change(monkeypatch):
     assert attend(one)[1] == 3
     assert Scaled().attend(one)[0] is flex_attention
     assert not rebound(Overrides(), Heads(1, 2))
+
+
+@sees(
+    "flex: a copy on a CPU is refused as a training there is",
+    "_PlainFlex.__torch_function__",
+    "            return False",
+    "            return func(*args, **(kwargs or {}))",
+)
+@sees(
+    "flex: a backward of a copy is that of its kernel",
+    "_PlainFlex.__torch_function__",
+    '        run = in_plain_operations(func) if is_higher_order(func) and func.name() == "flex_attention" else func\n',
+    "        run = func\n",
+)
+def test_copies_run_on_cpus_and_have_gradients_of_what_functions_read(monkeypatch):
+    helper = importlib.import_module("tests.helpers.flex")
+    monkeypatch.setattr(helper.flex, "_validate_device", helper.CHECK)
+    q, table = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((1, 4, 12, 8), (4,)))
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        flex_attention(q, q, q)
+    for attend in (flex_attention, helper.compiled_flex):
+        with Quiet():
+            attend(q, q, q, score_mod=lambda score, b, h, i, j: score + table[h] * j).sum().backward()
+        assert table.grad is not None
+        assert table.grad.norm() > 0
+        table.grad = None
 
 
 def test_a_module_keeps_its_class_and_loses_nothing():

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from tests.helpers.models import optimizer_of
 
 # Its plain form has a backward on CPUs, also in float64; what refuses is a check in front of it.
+CHECK = flex._validate_device
 flex._validate_device = lambda query, key, value: None
 
 torch._dynamo.config.recompile_limit = (
