@@ -103,7 +103,7 @@ def _memory(config: ParallelConfig, tp: int) -> list[str]:
         }
         told.append(f"recompute {config.recompute}: {what[config.recompute]}")
     if config.float8 != "none":
-        told.append(f"float8 {config.float8}: columns and rows multiply, and are sent what they read, in 8 bits")
+        told.append(f"float8 {config.float8}: columns and rows multiply in 8 bits, and what they read is sent so")
     if config.offload != "none":
         told.append("offload activations: what the blocks keep for the backward lies on the CPU")
     if config.tile_mlp is not None:
