@@ -299,10 +299,14 @@ def test_a_validation_alone_is_in_float8_too():
     assert alone == pytest.approx(halves, rel=1e-9)
 
 
-def test_a_model_in_float8_is_as_it_was_behind_its_fit():
+def classes_behind_fit() -> bool:
+    """Whether a model has the classes that it had."""
     model = models.GPT()
     before = {name: type(one) for name, one in model.named_modules()}
-    strategy = SeqParallelStrategy(float8="rowwise")
-    trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=1)
+    trainer = quiet_trainer(devices=1, strategy=SeqParallelStrategy(float8="rowwise"), max_steps=1)
     trainer.fit(model, models.loader(4))
-    assert {name: type(one) for name, one in model.named_modules()} == before
+    return {name: type(one) for name, one in model.named_modules()} == before
+
+
+def test_a_model_in_float8_is_as_it_was_behind_its_fit():
+    assert run_distributed(classes_behind_fit, 1) == [True]
