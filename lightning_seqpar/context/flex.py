@@ -1,7 +1,8 @@
 """FlexAttention over a rank's heads: score and mask functions are given the whole model's head, and sequences may be dealt out.
 
 ``flex_attention`` is a function of Python, mostly compiled at the level of a module, of which no tensor is asked. So a module that
-calls it gets methods of its own: copies of its class's, in which that name stands for a :class:`FlexCall`. Nobody else's change.
+calls it gets methods of its own: copies of its class's that read, under another name of the same file, a :class:`FlexCall`. What
+others read there, and the class, stay as they are.
 """
 
 from __future__ import annotations

@@ -299,17 +299,12 @@ def leave_dispatch_mode(mode: Any) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """A dispatch mode that is shown higher-order operators (FlexAttention), too, and under which compiled code stays so.
+    """A dispatch mode that is shown higher-order operators (FlexAttention), too.
 
     It lets them pass by :func:`is_higher_order`; without that torch raises.
     """
 
     supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Whether compiled code may run under this mode as it is."""
-        return True
 
 
 def is_higher_order(func: Any) -> bool:

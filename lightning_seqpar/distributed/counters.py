@@ -99,6 +99,11 @@ class Traffic(Watch):
         self.backend_calls: Counter[str] = Counter()
         self.backend_bytes: Counter[str] = Counter()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: torch.compile compiles under this mode, which sees the collectives of compiled code when they run."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -161,6 +166,11 @@ class ModelFlops(Watch):
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
         self.counts = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether compiled code may run under this mode as it is."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if is_higher_order(func):

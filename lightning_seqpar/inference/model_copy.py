@@ -80,11 +80,6 @@ class Quiet(Watch):
     extensions that take no float64 (flash-attn's) run in 16 bits, and the rest in float64; ``kernels`` has their names.
     """
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """False: all operations are to be seen."""
-        return False
-
     def __init__(self, *, draws: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws

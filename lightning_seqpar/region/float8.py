@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -247,7 +247,9 @@ class Float8Products(Function):
                         _gathered(tokens, saved, own_shape).flatten(0, -2).view(saved.dtype) if float8.by_rows else read.data
                     )
         ctx.save_for_backward(saved, *weights)
-        ctx.how, ctx.own_shape, ctx.shape, ctx.dtype, ctx.given = how, own_shape, shape, x.dtype, given.dtype
+        ctx.norm, ctx.regathers = None if how.kept is None else how.kept[1], how.gathers and how.kept is not None
+        ctx.how = replace(how, kept=None)  # of the activation itself nothing stays
+        ctx.own_shape, ctx.shape, ctx.dtype, ctx.given = own_shape, shape, x.dtype, given.dtype
         if tokens is None:
             return made[0]
         if how.sums:
@@ -279,7 +281,7 @@ class Float8Products(Function):
         again = None
         if True in needs[2::2]:
             again = _remade(ctx, kept)
-            if how.gathers and how.kept is not None:
+            if ctx.regathers:
                 again = tokens.start_gather(again.view(torch.uint8).view(*ctx.own_shape, again.shape[-1]))
         matrices, rows = how.matrices(weights), [outer[at].reshape(-1, outer[at].shape[-1]) for at in read]
         if how.sums and float8.by_rows:  # it would be sent twice in 8 bits, with the scales of tokens and those of features
@@ -324,11 +326,11 @@ def _remade(ctx: Any, kept: Tensor | None) -> Tensor:
     how = ctx.how
     if how.held is not None:
         (kept,) = how.held.saved_tensors
-    elif how.kept is None or how.kept[1] is None:
+    elif ctx.norm is None:
         assert kept is not None
         return kept
     else:
-        kept = how.kept[1].run(kept)
+        kept = ctx.norm.run(kept)
     assert kept is not None
     out: Tensor = how.float8.cast(kept.to(ctx.dtype).reshape(-1, kept.shape[-1]), "x", ctx.scale).data
     return out

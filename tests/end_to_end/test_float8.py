@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_seqpar import ParallelConfig, SeqParallelStrategy
 from lightning_seqpar.distributed.async_ops import all_reduce_max
 from lightning_seqpar.layout.param_layout import Shard
 from lightning_seqpar.region.float8 import Float8, SharedFeatures
+from lightning_seqpar.region.products import Tokens
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.guards.before_training import check_float8
 from lightning_seqpar.verify.parity import Trace, compare, norm_of
@@ -256,6 +258,20 @@ def test_an_expert_without_tokens_and_a_vector(recipe, dtype):
         out.sum().backward()
         assert x.grad is not None
         assert x.grad.shape == shape
+
+
+@sees("float8: the activation is kept beside what was cast of it", "Float8Products.forward", "replace(how, kept=None)", "how")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_of_an_activation_nothing_stays_but_8_bits(recipe):
+    x = torch.randn(2, 6, 16, requires_grad=True) * 1.0
+    tokens = Tokens(SimpleNamespace(rank=lambda: 0, size=lambda: 1), 1, sp=False)  # type: ignore[arg-type]
+    weight = nn.Parameter(torch.randn(8, 16))
+    whole, out = Float8(recipe).columns((tokens, (x, None), (False,), None), x, weight, None)
+    (kept,) = [one for one in out.grad_fn.saved_tensors if one is not weight and one.shape != weight.shape]
+    assert kept.itemsize == 1
+    seen = weakref.ref(x)
+    del x, whole, kept
+    assert seen() is None
 
 
 def largest(values: list[float]) -> list[float]:
