@@ -196,6 +196,12 @@ class ParallelGroups:
         """The group along one axis (``groups["tp"]``), several (``groups["dp", "cp"]``), or of a name."""
         return self._find(self._groups, axes)
 
+    def axes_of(self, group: ProcessGroup) -> str:
+        """The axes along which a group's ranks lie, as text; empty for a group that is none of these."""
+        found = (key for key, known in self._groups.items() if known is group)
+        axes = min(found, key=lambda key: (len(key), sorted(key)), default=frozenset())
+        return " × ".join(axis for axis in self.topology.axes if axis in axes)
+
     def gloo(self, axes: Axes) -> ProcessGroup:
         """The gloo group beside the group along ``axes``, if they were made with ``gloo_twins=True``; not of embeddings."""
         if not self._fake and not self._twins and self._groups:

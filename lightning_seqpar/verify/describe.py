@@ -31,7 +31,7 @@ from lightning_seqpar.parallel.fsdp_units import ReplicaSplit
 from lightning_seqpar.parallel.grad_sync import step_traffic
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
-from lightning_seqpar.pipeline.cut import warm_up
+from lightning_seqpar.pipeline.cut import Cut, warm_up
 from lightning_seqpar.plan.sharding_plan import ShardingPlan, resolve_plans
 from lightning_seqpar.plan.vocabulary import VOCAB_OFF, find_vocabulary, with_vocabulary
 from lightning_seqpar.region.float8 import Float8
@@ -40,7 +40,7 @@ from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.coverage import Coverage, Explanations, cover, starred
 from lightning_seqpar.verify.guards.before_training import describe_bubble
-from lightning_seqpar.verify.traced_step import TracedStep, why_not_without_numbers
+from lightning_seqpar.verify.traced_step import StepNumbers, TracedStep, why_not_without_numbers
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}  # how many numbers each keeps as state for a parameter
 
@@ -176,10 +176,10 @@ def describe(
     topology = ProcessTopology.from_config(config, world_size or config.smallest_world)
     try:
         with kept_streams():
-            made = _configured(model)
+            made = configured(model)
             step = TracedStep.find(made, example, batch, batch_size, length)
             with FakeTensorMode(allow_non_fake_inputs=True):
-                return _Describer(made, config, topology, optimizer, step).run()
+                return Describer(made, config, topology, optimizer, step).run()
     except (ValueError, ImportError):
         raise
     except Exception as error:  # of the model's code, or of torch's where tensors have no numbers
@@ -190,7 +190,7 @@ def describe(
 
 
 @dataclass
-class _Describer:
+class Describer:
     """Describes what a configuration makes of a model, in torch's mode for tensors without memory."""
 
     model: nn.Module
@@ -200,15 +200,27 @@ class _Describer:
     step: TracedStep
     known: Explanations = field(default_factory=Explanations)
     split: ReplicaSplit = field(default_factory=ReplicaSplit)
+    # Plans that are known already of a model that is described at many configurations.
+    found: list[ShardingPlan] | None = None
+    dtype: torch.dtype | None = None  # of the parameters; None for that of the model
+
+    def shard_copy(self) -> ShardedCopy:
+        """A copy without memory, changed as a rank of the configuration would change the model."""
+        config, planned = self.config, without_numbers(self.model, self.dtype)
+        groups = ParallelGroups.silent(self.topology)
+        out = ShardedCopy(planned, groups)
+        if config.tp > 1:
+            out.plans, out.whole = self._plans(planned) if self.found is None else (self.found, ())
+            out.record = self._shard(planned, out.plans, groups)
+            out.recomputed = out.record.recomputed
+        beside = config.float8 != "none" or config.recompute != "none" or config.tile_mlp or config.loss_chunk
+        if config.tp == 1 and (config.cp > 1 or beside):
+            self._change_unsharded(out)
+        return out
 
     def run(self) -> Description:
-        config, planned = self.config, without_numbers(self.model)
-        record: ShardedModel | None = None
-        plans: list[ShardingPlan] = []
-        whole: Sequence[str] = ()
-        if config.tp > 1:
-            plans, whole = self._plans(planned)
-            record = self._shard(planned, plans)
+        config, copied = self.config, self.shard_copy()
+        planned, record, plans = copied.model, copied.record, copied.plans
         replicas = self.topology.get_dim("dp") * config.cp
         if (shares := config.shares(replicas)) > 1:
             blocks = [name for region in record.regions for name in region.blocks] if record is not None else []
@@ -229,20 +241,15 @@ class _Describer:
             where = ", on the CPU" * isinstance(self.split.options.get("offload_policy"), CPUOffloadPolicy)
             each = f"the rows of one of {self.split.replicas:,} replicas"
             out.notes.append(f"fsdp: of each tensor above a rank holds {each} between steps{where}")
-        recomputed: Sequence[str] = ()
         if record is not None:
             out.coverage = cover(record, plans, self.known, sp=config.sp)
-            out.sp, recomputed = out.coverage.sp, record.recomputed
+            out.sp = out.coverage.sp
         if any(plan.source == "inferred" for plan in plans):
             out.notes.append("the plan was inferred and is not proved here; the strategy proves it before it trains")
-        out.notes += [f"vocabulary: {line}" for line in whole]
-        beside = config.float8 != "none" or config.recompute != "none" or config.tile_mlp or config.loss_chunk
-        if config.tp == 1 and (config.cp > 1 or beside):
-            notes, recomputed = self._change_unsharded(planned)
-            out.notes += notes
+        out.notes += [*(f"vocabulary: {line}" for line in copied.whole), *copied.notes]
         if config.offload != "none":
             out.notes.append("offload activations: of what a rank keeps for the backward, that of the blocks lies on the CPU")
-        if recomputed:
+        if recomputed := copied.recomputed:
             what = f"{', '.join(dict.fromkeys(map(starred, recomputed)))} ({len(recomputed)} modules)"
             out.notes.append(f"recompute {config.recompute}: {what} run again in the backward")
         self._trace(out, planned, record)
@@ -273,34 +280,34 @@ class _Describer:
         self.known.vocabulary = choice.reasons
         return choice.plans, choice.whole
 
-    def _shard(self, planned: nn.Module, plans: list[ShardingPlan]) -> ShardedModel:
+    def _shard(self, planned: nn.Module, plans: list[ShardingPlan], groups: ParallelGroups) -> ShardedModel:
         """Shard the copy without memory, over groups that move nothing."""
         config = self.config
         refuse_compiled(self.model, (match.name for plan in plans for match in plan.match(planned)))
         if config.compile:
             refuse_untraceable(ResolvedPlan(planned, plans, config.tp, config.sp, config.loss_chunk))
-        options: dict[str, Any] = config.model_dump(include={"sp", "regather", "loss_chunk", "recompute"})
-        groups = ParallelGroups.silent(self.topology)
+        options: dict[str, Any] = config.model_dump(include={"sp", "regather", "loss_chunk", "recompute", "cp_method"})
         record = parallelize(planned, plans, groups, tiles=self._tiles, float8=Float8.of(config, groups), **options)
         for region in record.regions:
             region.streams.draws = []  # on the meta device they give no numbers
         return record
 
-    def _change_unsharded(self, model: nn.Module) -> tuple[list[str], Sequence[str]]:
-        """Change a model of which tp shards nothing as its run does, where its plan is known: notes, and what runs again."""
-        config, groups = self.config, ParallelGroups.silent(self.topology)
+    def _change_unsharded(self, out: ShardedCopy) -> None:
+        """Change a model of which tp shards nothing as its run does, where its blocks can be found."""
+        config = self.config
         try:
-            plans = resolve_plans(config.plan, model)
-        except ValueError:
+            plans = self.found or resolve_plans(config.plan, out.model, lambda: self._infer(2))
+        except ValueError as error:
             fields = "cp, float8, recompute, tile_mlp and loss_chunk"
-            return [f"{fields}: the blocks are found before training, and the step here runs without them"], []
+            out.notes.append(f"{fields}: the blocks are found before training, and the step here runs without them ({error})")
+            return
         options: dict[str, Any] = config.model_dump(include={"recompute", "loss_chunk"})
-        float8 = Float8.of(config, groups)
-        recomputed, _ = change_unsharded(model, plans, groups, tiles=self._tiles, float8=float8, **options)
-        if config.cp == 1:
-            return [], recomputed
-        count = len(split_context(model, plans, groups, config.cp_method).context_blocks)
-        return [f"cp {config.cp}: a rank holds its positions of each sequence in {count} blocks and around them"], recomputed
+        float8 = Float8.of(config, out.groups)
+        if config.cp > 1:  # first, as a run does it: a module that runs again does so with what is done around it
+            count = len(split_context(out.model, plans, out.groups, config.cp_method).context_blocks)
+            held = f"cp {config.cp}: a rank holds its positions of each sequence in {count} blocks and around them"
+            out.notes.append(held)
+        out.recomputed, _ = change_unsharded(out.model, plans, out.groups, tiles=self._tiles, float8=float8, **options)
 
     @unset_fake_temporarily()
     def _infer(self, tp: int, beside: Sequence[ShardingPlan] = ()) -> ShardingPlan:
@@ -348,7 +355,7 @@ class _Describer:
         model.train()
         traffic, saved, split = Traffic(), SavedBytes(exclude=model.parameters()), self.split
         try:
-            with traffic:
+            with StepNumbers(), traffic:  # type: ignore[no-untyped-call]
                 with saved:
                     loss = self.step.run(model)
                 saved.keep_caches()
@@ -371,28 +378,32 @@ class _Describer:
             counts[1][f"all_reduce ({means})"] = out.gradient_bytes
         out.sent_calls, out.sent_bytes = ({k: v for k, v in counted.items() if v} for counted in counts)
 
-    def _cut(self, out: Description, planned: nn.Module, plans: Sequence[ShardingPlan]) -> None:
-        """Describe the stages of a pipeline; the numbers of ``out`` become those of the stage that keeps most."""
+    def cut(self, copied: nn.Module) -> Cut:
+        """Where a copy of the model without memory is cut into the stages of a pipeline; raises what the model's code raises."""
         config, step = self.config, self.step
+        plans = self.found or resolve_plans(config.plan, copied, lambda: self._infer(max(config.tp, 2)))
+        if not isinstance(config.plan, PlanSpec) and leaves_blocks(copied, plans):
+            plans = [self._infer(max(config.tp, 2))]
+        stacks = stacks_of(copied, plans)
+        check_stacks(stacks, config)
+        numel = {name: parameter.numel() for name, parameter in copied.named_parameters()}
+        return trace_cut(copied, lambda: step.run(copied), stacks, config, numel)
+
+    def _cut(self, out: Description, planned: nn.Module, plans: list[ShardingPlan]) -> None:
+        """Describe the stages of a pipeline; the numbers of ``out`` become those of the stage that keeps most."""
+        config, step, rounds = self.config, self.step, self.config.virtual_pp or 1
         if step.example is None:
             out.notes.append(f"stages: {step.missing}")
             return
-        copied = without_numbers(self.model)
-        if not plans:
-            plans = resolve_plans(config.plan, copied, lambda: self._infer(max(config.tp, 2)))
-            if not isinstance(config.plan, PlanSpec) and leaves_blocks(copied, plans):
-                plans = [self._infer(max(config.tp, 2))]
-        stacks, rounds = stacks_of(copied, plans), config.virtual_pp or 1
-        check_stacks(stacks, config)
-        blocks = sum(len(stack.blocks) for stack in stacks)
-        numel = {name: parameter.numel() for name, parameter in copied.named_parameters()}
+        self.found = plans or self.found
         try:
-            cut = trace_cut(copied, lambda: step.run(copied), stacks, config, numel)
+            cut = self.cut(without_numbers(self.model))
         except ValueError:
             raise
         except Exception as error:  # of the user's code
             out.notes.append(f"stages: {why_not_without_numbers(error)}")
             return
+        blocks = sum(len(names) for names in cut.blocks)
         local = dict(planned.named_parameters())
         for at in range(config.pp):
             chunks = [cut.blocks[chunk] for chunk in cut.chunks(at)]
@@ -414,11 +425,28 @@ class _Describer:
         ]
 
 
-def without_numbers(model: nn.Module) -> nn.Module:
-    """A copy whose tensors have shapes but no memory (fake tensors on the CPU), made inside of torch's mode for such tensors."""
+@dataclass
+class ShardedCopy:
+    """A copy of a model as a rank would hold it, without memory."""
+
+    model: nn.Module
+    groups: ParallelGroups
+    record: ShardedModel | None = None  # None at tp 1
+    plans: list[ShardingPlan] = field(default_factory=list)  # empty at tp 1
+    whole: Sequence[str] = ()  # why what of the vocabulary is whole is so
+    recomputed: Sequence[str] = ()  # modules that run again in the backward
+    notes: list[str] = field(default_factory=list)
+
+
+def without_numbers(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy whose tensors have shapes but no memory (fake tensors on the CPU), made inside of torch's mode for such tensors.
+
+    Its parameters and buffers of floating-point numbers have the type ``dtype``, if one is given.
+    """
     memo = left_out_of_copies(model)
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
-        empty: Tensor = torch.empty_like(tensor, device="cpu")
+        wanted = dtype if tensor.is_floating_point() else None
+        empty: Tensor = torch.empty_like(tensor, device="cpu", dtype=wanted)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     with unset_fake_temporarily():
         copied = deep_copy(model, memo)
@@ -430,7 +458,7 @@ def without_numbers(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _configured(model: nn.Module) -> nn.Module:
+def configured(model: nn.Module) -> nn.Module:
     """A copy of a module that makes its model in ``configure_model``, with the model made on meta; any other module itself."""
     if not isinstance(model, pl.LightningModule) or any(True for _ in model.parameters()):
         return model

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
+from lightning_seqpar.distributed.autograd import Watch, is_higher_order
 from lightning_seqpar.inference.examples import Example, small
 from lightning_seqpar.inference.reduction import Reduction, is_large
 from lightning_seqpar.releases import pl
@@ -49,7 +51,7 @@ class TracedStep:
     def run(self, model: nn.Module) -> Tensor:
         """Run it: the loss, or the sum of all outputs that have a gradient."""
         assert self.example is not None
-        out, _, losses = self.example.mapped(lambda x: torch.empty_like(x, device="cpu")).call(model)
+        out, _, losses = self.example.mapped(_given).call(model)
         loss = torch.stack(losses).sum() if losses else out.get("loss") if isinstance(out, Mapping) else out
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss.sum()
@@ -77,6 +79,52 @@ class TracedStep:
         return [whole.reduced(one) for one in Reduction.variants(model, ranks, whole.length, whole.longest)]
 
 
+class StepNumbers(Watch):
+    """Gives numbers to the indices of a step that runs without: ids, positions and masks decide what a model's code does.
+
+    What operations make of such real tensors of integers alone is real, too, up to :data:`_MOST_INDICES`. And grouped products of
+    experts run in any type, as kernels do on real tensors; torch's shapes for them take bfloat16 alone.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_higher_order(func):
+            return func(*args, **kwargs)
+        if func.overloadpacket is torch.ops.aten._grouped_mm and args[0].dtype != torch.bfloat16:
+            given = [x.to(torch.bfloat16) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
+            out: Tensor = func(*given, **kwargs)
+            return out.to(args[0].dtype)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func.namespace != "aten" or not all(_is_index(x) for x in given):
+            return func(*args, **kwargs)
+        if given and (func._schema.is_mutable or torch.Tag.data_dependent_output in func.tags):
+            return _with_numbers(func, args, kwargs)
+        try:
+            made = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return _with_numbers(func, args, kwargs)
+        tensors = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+        if all(_is_integral(x) and x.numel() <= _MOST_INDICES for x in tensors) and not func.is_view:
+            return _with_numbers(func, args, kwargs)
+        return _with_numbers(func, args, kwargs) if given and func.is_view else made
+
+
+_MOST_INDICES = 2**22
+
+
+def _is_integral(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
+
+
+def _is_index(x: Tensor) -> bool:
+    return type(x) is Tensor and _is_integral(x) and x.device.type == "cpu"
+
+
+def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with unset_fake_temporarily():
+        return func(*args, **kwargs)
+
+
 def why_not_without_numbers(error: Exception) -> str:
     """A sentence on what a run without numbers raised, with the line of the model's code."""
     own, torchs = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
@@ -85,6 +133,14 @@ def why_not_without_numbers(error: Exception) -> str:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return f"the model's code reads numbers of a tensor{place}, and here tensors have none"
     return f"a step does not run without numbers: {name_error(error)}{place}"
+
+
+def _given(x: Tensor) -> Tensor:
+    """An input of the step: indices with their numbers, anything else without."""
+    if _is_index(x) and x.numel() <= _MOST_INDICES:
+        with unset_fake_temporarily():
+            return x.clone()
+    return torch.empty_like(x, device="cpu")
 
 
 def _on_cpu(given: Any) -> Any:
