@@ -14,10 +14,12 @@ from lightning_seqpar.config import ParallelConfig, with_overrides
 INSTALL = "pip install 'lightning-seqpar[cli]'"  # what installs what Lightning's command line needs
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Add the arguments that name a model, and those that say how it is to be parallel."""
     parser.add_argument(
-        "target", help="YAML file with a model, Hugging Face folder (config.json is enough), or package.module:factory"
+        "target",
+        nargs="?" if optional else None,
+        help="YAML file with a model, Hugging Face folder (config.json is enough), or package.module:factory",
     )
     parser.add_argument("overrides", nargs="*", help="fields of ParallelConfig: tp=4 sp=false plan=my_plan.yaml")
     parser.add_argument("--config", metavar="FILE", help="YAML file of a ParallelConfig; the overrides come on top")

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from lightning_seqpar.cli.arguments import add_model_arguments, config_of, console, human, table, text_of, told
+from lightning_seqpar.cli.fit import add_fit_arguments, find, wants_fit
 from lightning_seqpar.init.model_source import as_steps_take_it, batch_named, load_target, made_by_user
+from lightning_seqpar.sizing.calibrate import calibrated
 from lightning_seqpar.verify.describe import OPTIMIZERS, Description, describe
 
 
@@ -23,10 +25,11 @@ def print_plan(args: Sequence[str]) -> None:
         epilog="examples:\n"
         "  seqpar plan conf/cli.yaml\n"
         "  seqpar plan llama-folder tp=8 --world-size 1024 --length 4096\n"
+        "  seqpar plan llama-folder --fit '64x H100' --length 8192 --tokens-per-batch 4194304 --write run.yaml\n"
         "  seqpar plan my_package.models:make tp=4 --batch my_package.models:batch --out my_plan.yaml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_model_arguments(parser)
+    add_model_arguments(parser, optional=True)
     parser.add_argument("--world-size", type=int, help="ranks (default: as the YAML says, or the smallest)")
     parser.add_argument(
         "--batch",
@@ -41,14 +44,23 @@ def print_plan(args: Sequence[str]) -> None:
     form.add_argument("--json", action="store_true", help="print all of it as JSON")
     form.add_argument("--yaml", action="store_true", help="print the plan alone, to be edited and given back by plan=FILE")
     form.add_argument("--out", type=Path, metavar="FILE", help="write the plan into a file, which plan=FILE takes")
+    add_fit_arguments(parser)
     given = parser.parse_intermixed_args(list(args))
     with told(parser):
+        if given.calibrate is not None:
+            print(calibrated(given.calibrate))  # noqa: T201
+            return
+        if given.target is None:
+            raise ValueError("no target: give a YAML file with a model, a Hugging Face folder, or package.module:factory")
         target = load_target(given.target, getattr(torch, given.dtype) if given.dtype else None)
         batch = batch_named(given.batch, target)
         if given.batch is not None and callable(batch):
             batch = made_by_user(batch, f"--batch={given.batch!r}")
         if batch is not None:
             batch = made_by_user(lambda: as_steps_take_it(target.model, batch), "the hooks that transfer a batch")
+        if wants_fit(given):
+            print(find(given, target, batch)[1].rstrip())  # noqa: T201
+            return
         described = describe(
             target.model,
             config_of(given, target.fields),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -206,6 +207,13 @@ def is_of_checkpoint(hooks: tuple[Any, Any] | None) -> bool:
 def dispatch_modes() -> list[Any]:
     """The active ``TorchDispatchMode`` objects, the outermost first."""
     return list(_get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else []
+
+
+def kind_of_device(x: Tensor) -> str:
+    """The kind of device that a tensor is on; of one without memory, that for which a dispatch mode lets it stand."""
+    if type(x) is not FakeTensor:
+        return x.device.type
+    return next((mode.stands_for for mode in dispatch_modes() if hasattr(mode, "stands_for")), x.device.type)
 
 
 def unseen() -> AbstractContextManager[Any]:

@@ -143,8 +143,14 @@ class TargetModel:
     world_size: int | None = None  # the number of ranks
     batch: Any = None  # the first training batch
     strategy: tuple[str, dict[str, Any]] | None = None  # class path and arguments of one that is not ours
+    settings: dict[str, Any] = field(default_factory=dict)  # all of a YAML file
     clipping: dict[str, Any] = field(default_factory=dict)  # arguments of the Trainer that say how gradients are clipped
     notes: list[str] = field(default_factory=list)  # sentences on what could not be read
+
+    @property
+    def trainer(self) -> Mapping[str, Any]:
+        """The section ``trainer`` of a YAML file."""
+        return self.settings.get("trainer") or {}
 
 
 _FORMS = "a YAML file with a model, a Hugging Face folder (with config.json), or package.module:factory"
@@ -307,7 +313,7 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
     if not isinstance(trainer, Mapping):
         raise ValueError(f"{file}: trainer={shown(trainer)} is no mapping; write trainer: {{devices: 2, ...}}")
     clipping = {key: trainer[key] for key in ("gradient_clip_val", "gradient_clip_algorithm") if trainer.get(key)}
-    target = TargetModel(model, world_size=_world_of(trainer), clipping=clipping)
+    target = TargetModel(model, world_size=_world_of(trainer), settings=dict(data), clipping=clipping)
     target.strategy, target.fields = _strategy_of(trainer.get("strategy"), file, foreign)
     if "data" in data or (isinstance(model, pl.LightningModule) and is_overridden("train_dataloader", model)):
         try:

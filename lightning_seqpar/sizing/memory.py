@@ -106,11 +106,11 @@ def peak_memory(
     before = (part.alive - 1) * (kept_by(part.segments) + part.received) + part.received
     fullest, moment = base + gradients + update, (0, 0, gradients)
     made: set[str] = set()  # gradients so far, in the backward
-    now = 0
+    now = grown = 0
     for one in part.segments:
-        live, held = now + one.peak - one.start, gradients
+        live, held = now + one.most, gradients
         if emptied and one.is_backward and units is None:  # the gradients so far are those of this backward
-            live, held = one.peak_growing, 0
+            live, held = now + one.most_growing, grown
         elif emptied and one.is_backward:
             held = sum(sharded(p, shares) for p in trained if p.name in made)
         elif units is not None and not emptied:  # they wait whole until the last micro-batch
@@ -118,7 +118,7 @@ def peak_memory(
         gathered = 0 if units is None else units.gathered(one, made if emptied else set())
         if (total := int(base + before + held + gathered + live)) > fullest:
             fullest, moment = total, (gathered, now, held)
-        now += one.end - one.start
+        now, grown = now + one.left, grown + one.gradient_bytes
         made |= one.gradients
     gathered, kept, held = moment
     activations = int(before + kept) if fullest > base + gradients + update else 0
@@ -130,7 +130,7 @@ def peak_memory(
 
 def kept_by(segments: Sequence[Segment]) -> int:
     """Bytes that the forward of these segments keeps for the backward."""
-    return sum(one.end - one.start for one in segments if not one.is_backward)
+    return sum(one.left for one in segments if not one.is_backward)
 
 
 @dataclass(frozen=True)

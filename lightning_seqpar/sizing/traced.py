@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.describe import Describer, configured, without_numbers
-from lightning_seqpar.verify.step_usage import Segment, StepUsage
+from lightning_seqpar.verify.step_usage import BEHIND, FRONT, Segment, StepUsage
 from lightning_seqpar.verify.traced_step import StepNumbers, TracedStep, why_not_without_numbers
 
 PRECISIONS = {
@@ -76,6 +77,7 @@ class StepTracer:
     length: int | None = None
     optimizer: str = "adamw"
     fsdp: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cuda"
     _plans: dict[int, list[ShardingPlan]] = field(default_factory=dict)
     _traced: dict[Any, TracedRank] = field(default_factory=dict)
     _cuts: dict[Any, Cut] = field(default_factory=dict)
@@ -101,21 +103,28 @@ class StepTracer:
         return self._traced[key]
 
     def _trace(self, config: ParallelConfig, samples: int) -> TracedRank:
+        try:
+            return self._run(config, samples, self._passed(config, samples))
+        except ValueError:  # code that does not run without some of its blocks
+            return self._run(config, samples, {})
+
+    def _run(self, config: ParallelConfig, samples: int, passed: Mapping[str, str]) -> TracedRank:
+        """Run a step on one rank; instead of the blocks ``passed`` those that they are like count once more."""
         with kept_streams():
             describer, mode = self._describer(config, samples)
             with mode:
                 copied = describer.shard_copy()
-                model = copied.model.train()
-                plans = copied.plans or self.plans(2, samples)
-                blocks = [block for stack in stacks_of(copied.model, plans) for block in stack.blocks]
-                for parameter in model.parameters():
-                    if parameter.requires_grad:
-                        parameter.grad = None
-                step = describer.step
+                model, step = copied.model.train(), describer.step
+                blocks = [block for stack in stacks_of(model, copied.plans or self.plans(2, samples)) for block in stack.blocks]
                 given = [*tensors_in((step.example.args, step.example.kwargs))] if step.example is not None else []
+                if passed:
+                    cut = self.cut(ParallelConfig(pp=2), samples)
+                    for name in passed:
+                        model.get_submodule(name).__dict__["forward"] = cut.stack_of(name).passing_by(name)
                 usage = StepUsage([*model.parameters(), *model.buffers()], copied.groups)
+                run = [name for name in blocks if name not in passed]
                 try:
-                    with usage.watch(model, blocks), StepNumbers(), usage:  # type: ignore[no-untyped-call]
+                    with usage.watch(model, run), StepNumbers(self.device), usage:
                         with self._cast():
                             loss = step.run(model)
                         usage.begin_backward()
@@ -127,14 +136,29 @@ class StepTracer:
                     for name, p in model.named_parameters()
                 ]
                 return TracedRank(
-                    usage.finish(),
+                    _with_passed(usage.finish(), blocks, passed),
                     blocks,
                     held,
                     sum(b.nbytes for b in model.buffers()),
                     sum(x.nbytes for x in given),
-                    usage.activation,
+                    {name: usage.activation.get(passed.get(name, name), 0) for name in blocks},
                     units_of(model, units_among(self.fsdp, model, [*blocks, *listed_blocks(model)])),
                 )
+
+    def _passed(self, config: ParallelConfig, samples: int) -> dict[str, str]:
+        """Blocks that are not run, since others of their kind are, with the one that stands for each."""
+        try:
+            cut = self.cut(ParallelConfig(pp=2), samples)
+        except ValueError:  # no stages can be made of it
+            return {}
+        passed: dict[str, str] = {}
+        for stack in cut.stacks:
+            first: dict[Any, str] = {}
+            for name in stack.blocks[1:-1]:
+                like = first.setdefault(_kind(self.made.get_submodule(name)), name)
+                if like != name:
+                    passed[name] = like
+        return passed
 
     def cut(self, config: ParallelConfig, samples: int) -> Cut:
         """Where a pipeline's stages are cut; raises ValueError where the model can't be."""
@@ -144,7 +168,7 @@ class StepTracer:
             with kept_streams():
                 describer, mode = self._describer(whole, samples)
                 describer.found = self.plans(2, samples)
-                with mode:
+                with mode, StepNumbers(self.device):
                     self._cuts[key] = describer.cut(without_numbers(self.made))
         return self._cuts[key]
 
@@ -167,6 +191,37 @@ class StepTracer:
     def _cast(self) -> AbstractContextManager[Any]:
         _, dtype = PRECISIONS[self.precision]
         return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+
+
+def _kind(block: nn.Module) -> Any:
+    """A key that is equal for blocks which use the same."""
+    simple = [
+        (name, key, value != 0 if isinstance(value, float) else value)
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and not _INDEX.search(key)
+    ]
+    shapes = [(name, x.shape, x.requires_grad) for name, x in block.named_parameters()]
+    return type(block), tuple(sorted(simple, key=repr)), tuple(shapes)
+
+
+_INDEX = re.compile(r"idx|index|layer_id|layer_num|depth|block_id|block_num")
+"""Attributes that number blocks."""
+
+
+def _with_passed(segments: Sequence[Segment], blocks: Sequence[str], passed: Mapping[str, str]) -> list[Segment]:
+    """Segments with those of the blocks that passed by, each as that of a block of its kind, where it would have run."""
+    if not passed:
+        return list(segments)
+    known = {(one.block, one.is_backward): one for one in segments}
+    out: list[Segment] = []
+    for is_backward in (False, True):
+        order = [FRONT, *blocks, BEHIND]
+        for name in reversed(order) if is_backward else order:
+            found = known.get((passed.get(name, name), is_backward))
+            if found is not None:
+                out.append(found.of_block(name) if name in passed else found)
+    return out
 
 
 def resized(given: Any, samples: int) -> Any:

@@ -355,7 +355,7 @@ class Describer:
         model.train()
         traffic, saved, split = Traffic(), SavedBytes(exclude=model.parameters()), self.split
         try:
-            with StepNumbers(), traffic:  # type: ignore[no-untyped-call]
+            with StepNumbers(), traffic:
                 with saved:
                     loss = self.step.run(model)
                 saved.keep_caches()
@@ -397,7 +397,8 @@ class Describer:
             return
         self.found = plans or self.found
         try:
-            cut = self.cut(without_numbers(self.model))
+            with StepNumbers():
+                cut = self.cut(without_numbers(self.model))
         except ValueError:
             raise
         except Exception as error:  # of the user's code

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,28 +29,33 @@ class Segment:
     Attributes:
         block: name of the block; ``front`` and ``behind`` for what runs before the first block and after the last one.
         is_backward: whether the backward runs.
-        start: bytes of live activations at its begin; gradients of parameters are not among them.
-        peak: the most of them at once.
-        peak_growing: the most of them and of the gradients that the backward has made so far.
-        end: bytes of live activations at its end.
+        most: the most bytes of live activations at once, beside those at the begin; gradients of parameters are not among them.
+        most_growing: the same with the gradients that the segment makes among them.
+        left: by how many bytes of activations more live at its end than at its begin; less than 0 in a backward.
+        gradient_bytes: of the gradients of parameters that it makes.
+        gradients: names of these parameters.
         products: how often a matrix product or an attention runs, by ``(is_attention, flops, bytes)``.
         moved: bytes that all other operations read and write.
         operations: number of operations that the host starts.
         collectives: number of collectives by ``(axes, name, bytes given)``.
-        gradients: parameters whose gradients it makes.
     """
 
     block: str
     is_backward: bool
-    start: int
-    peak: int
-    peak_growing: int
-    end: int = 0
+    most: int = 0
+    most_growing: int = 0
+    left: int = 0
+    gradient_bytes: int = 0
+    gradients: frozenset[str] = frozenset()
     products: Counter[tuple[bool, int, int]] = field(default_factory=Counter)
     moved: int = 0
     operations: int = 0
     collectives: Counter[tuple[str, str, int]] = field(default_factory=Counter)
-    gradients: set[str] = field(default_factory=set)
+
+    def of_block(self, name: str) -> Segment:
+        """The same of another block of the kind."""
+        renamed = frozenset(name + gradient.removeprefix(self.block) for gradient in self.gradients)
+        return replace(self, block=name, gradients=renamed)
 
 
 FRONT, BEHIND = "front", "behind"
@@ -78,9 +83,8 @@ class StepUsage(Traffic):
     def __init__(self, excluded: Iterable[Tensor], groups: ParallelGroups | None) -> None:
         super().__init__()
         self._known = {storage_id(x): 0 for x in excluded}
-        self._live = 0
-        self.gradient_bytes = 0
-        self.segments = [Segment(FRONT, False, 0, 0, 0)]
+        self._live = self._at_begin = 0
+        self.segments = [Segment(FRONT, False)]
         self.activation: dict[str, int] = {}  # bytes of what each block returns
         self._groups = groups
         self._axes: dict[int, str] = {}
@@ -107,15 +111,15 @@ class StepUsage(Traffic):
 
     def finish(self) -> list[Segment]:
         """The segments, ended."""
-        self.segments[-1].end = self._live
+        self.segments[-1].left = self._live - self._at_begin
         return self.segments
 
     def _begin(self, block: str, is_backward: bool) -> None:
         last = self.segments[-1]
         if (last.block, last.is_backward) == (block, is_backward):
             return
-        last.end = self._live
-        self.segments.append(Segment(block, is_backward, self._live, self._live, self._live + self.gradient_bytes))
+        last.left, self._at_begin = self._live - self._at_begin, self._live
+        self.segments.append(Segment(block, is_backward))
 
     def _enter(self, name: str, is_first: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_backward():  # the block runs again
@@ -143,12 +147,13 @@ class StepUsage(Traffic):
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         """Counts a gradient as such, once it is in its parameter."""
         assert parameter.grad is not None
-        self.segments[-1].gradients.add(name)
+        segment = self.segments[-1]
+        segment.gradients |= {name}
         key = storage_id(parameter.grad)
         if held := self._known.get(key, 0):
             self._known[key] = 0
             self._live -= held
-            self.gradient_bytes += held
+            segment.gradient_bytes += held
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_higher_order(func):
@@ -186,8 +191,9 @@ class StepUsage(Traffic):
                 segment.moved += size
         for x in made:
             self._keep(x)
-        segment.peak = max(segment.peak, self._live)
-        segment.peak_growing = max(segment.peak_growing, self._live + self.gradient_bytes)
+        live = self._live - self._at_begin
+        segment.most = max(segment.most, live)
+        segment.most_growing = max(segment.most_growing, live + segment.gradient_bytes)
 
     def _keep(self, x: Tensor) -> None:
         storage = x.untyped_storage()

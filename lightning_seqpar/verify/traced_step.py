@@ -84,7 +84,14 @@ class StepNumbers(Watch):
 
     What operations make of such real tensors of integers alone is real, too, up to :data:`_MOST_INDICES`. And grouped products of
     experts run in any type, as kernels do on real tensors; torch's shapes for them take bfloat16 alone.
+
+    Args:
+        stands_for: the kind of device that the step is traced for; its tensors say that they are on the CPU.
     """
+
+    def __init__(self, stands_for: str = "cpu") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stands_for = stands_for
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

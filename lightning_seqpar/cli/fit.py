@@ -1,0 +1,174 @@
+"""``seqpar plan --fit``: the layouts in which a model fits on machines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_seqpar.cli.arguments import console, human, table, text_of
+from lightning_seqpar.data.batch import tensors_in
+from lightning_seqpar.init.model_source import TargetModel
+from lightning_seqpar.plan.sharding_plan import parse_yaml
+from lightning_seqpar.sizing.machines import Cluster, cluster, machines_in, presets, quantity
+from lightning_seqpar.sizing.search import LayoutSearch, PredictedLayout, fit_layout
+
+
+def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``--fit``."""
+    group = parser.add_argument_group("which layout fits")
+    group.add_argument(
+        "--fit", metavar="MACHINES", help=f"'8x H100': find the fastest layouts that fit ({', '.join(presets())}, or a number)"
+    )
+    group.add_argument("--gpus", type=int, metavar="N", help="devices, in the place of --fit N, with --memory and so on")
+    group.add_argument("--per-node", type=int, metavar="N", help="devices of a node (default: 8)")
+    group.add_argument("--memory", metavar="BYTES", help="of a device, such as 80GiB")
+    group.add_argument("--flops", metavar="FLOPS", help="of a device per second, dense, in 16 bits, such as 800T")
+    group.add_argument("--nvlink", type=float, metavar="GB/S", help="of a device within its node, in one direction")
+    group.add_argument("--network", type=float, metavar="GB/S", help="of a device to other nodes, in one direction")
+    group.add_argument("--machines", metavar="FILE", help="YAML file with machines of your own, as --calibrate writes one")
+    group.add_argument("--tokens-per-batch", type=int, metavar="N", help="positions of a step (default: a sample a device)")
+    group.add_argument("--precision", help="of the Trainer (default: the YAML's, or bf16-mixed)")
+    group.add_argument("--top", type=int, default=5, metavar="N", help="how many layouts are shown (default: 5)")
+    group.add_argument("--write", type=Path, metavar="FILE", help="write the fastest layout as a YAML file for seqpar fit")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="draw the memory of each stage, and the pipeline's timeline")
+    group.add_argument("--calibrate", type=Path, metavar="FILE", help="measure products and collectives here; needs no target")
+
+
+def wants_fit(given: argparse.Namespace) -> bool:
+    """Whether the arguments ask for a search."""
+    return given.fit is not None or given.gpus is not None
+
+
+def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> tuple[LayoutSearch, str]:
+    """Runs the search that the arguments ask for; returns it and what is printed of it."""
+    machines = _cluster(given)
+    precision = given.precision or str(target.trainer.get("precision") or "bf16-mixed")
+    searched = fit_layout(
+        target.model,
+        machines,
+        tokens_per_batch=given.tokens_per_batch,
+        length=given.length,
+        batch=batch,
+        optimizer=given.optimizer,
+        precision=precision,
+        config=_fixed(given.overrides),
+        samples=_own_samples(target, batch),
+    )
+    searched.notes += target.notes
+    lines = [json.dumps(searched.to_dict(given.top), indent=2) if given.json else render_search(searched, given.top)]
+    if given.write:
+        if not searched.best:
+            raise ValueError(f"--write {given.write}: no layout fits, so nothing is written")
+        write_layout(given.write, searched.best[0], target, machines, precision)
+        if not given.json:
+            lines.append(f"\n{given.write}: the first layout; {_how_to_train(given.write, target)}")
+    if given.plot:
+        from lightning_seqpar.cli.drawing import draw_layouts
+
+        draw_layouts(searched, given.plot, given.top)
+        if not given.json:
+            lines.append(f"{given.plot}: memory of each stage")
+    return searched, "\n".join(lines)
+
+
+def _cluster(given: argparse.Namespace) -> Cluster:
+    if given.fit is not None and given.gpus is not None:
+        raise ValueError(f"--fit {given.fit} and --gpus {given.gpus}: give one of them")
+    known = None if given.machines is None else {**presets(), **machines_in(given.machines)}
+    changes: dict[str, Any] = {
+        "memory": None if given.memory is None else quantity(given.memory, "--memory"),
+        "flops": None if given.flops is None else quantity(given.flops, "--flops"),
+        "in_node": None if given.nvlink is None else given.nvlink * 1e9,
+        "network": None if given.network is None else given.network * 1e9,
+        "per_node": given.per_node,
+    }
+    return cluster(given.fit if given.fit is not None else str(given.gpus), known, **changes)
+
+
+def _fixed(overrides: Sequence[str]) -> dict[str, Any]:
+    """Fields that hold for every layout: those of the command line; what the YAML's strategy says is searched anew."""
+    from omegaconf import OmegaConf
+
+    from lightning_seqpar.config import with_overrides
+
+    fields: Any = OmegaConf.to_container(with_overrides({}, overrides), resolve=True)
+    return dict(fields)
+
+
+def _own_samples(target: TargetModel, batch: Any) -> int | None:
+    """Samples of the first batch, where the file says of no ``batch_size`` that could be changed; None for a free choice."""
+    if batch is None or "batch_size" in _data_arguments(target):
+        return None
+    return next((x.shape[0] for x in tensors_in(batch) if x.ndim), None)
+
+
+def _data_arguments(target: TargetModel) -> dict[str, Any]:
+    data = target.settings.get("data")
+    found = data.get("init_args") if isinstance(data, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def render_search(searched: LayoutSearch, most: int, width: int = 120) -> str:
+    """Renders the best layouts as a table, then those that are nearest to fitting, and notes."""
+    shown = console(width)
+    usable = human(searched.cluster.machine.usable)
+    shown.print(f"{searched.cluster.shown}, {searched.precision}, {usable} of each device for tensors\n")
+    best = table(">", "layout", ">micro-batch", ">accumulate", ">peak", ">s a step", ">tokens/s", "limited by")
+    for number, one in enumerate(searched.best[:most], 1):
+        seconds = one.seconds.total
+        best.add_row(
+            str(number),
+            one.shown,
+            str(one.samples),
+            str(one.micro_batches),
+            human(one.memory.total),
+            f"{seconds:.3g}",
+            f"{one.tokens_per_second:,.0f}",
+            one.seconds.limit,
+        )
+    shown.print(best if searched.best else "no layout fits\n")
+    if searched.too_large:
+        shown.print("\ndo not fit:" if searched.best else "nearest to it:")
+        large = table("layout", ">micro-batch", ">peak", ">too much by", "most of it")
+        for one in _unlike(searched.too_large, 3):
+            memory = one.memory
+            kinds = ("parameters", "gradients", "optimizer", "gathered", "activations", "at_once")
+            most_of = max(kinds, key=lambda kind: getattr(memory, kind)).replace("at_once", "what lives for a moment")
+            large.add_row(one.shown, str(one.samples), human(memory.total), human(memory.total - one.usable), most_of)
+        shown.print(large)
+    for where, why in searched.refused.items():
+        shown.print(f"note: {where}: {why}", markup=False)
+    for note in searched.notes:
+        shown.print(f"note: {note}", markup=False)
+    return text_of(shown)
+
+
+def _unlike(found: Sequence[PredictedLayout], most: int) -> list[PredictedLayout]:
+    """The first layouts of different names."""
+    return list({one.shown: one for one in reversed(found)}.values())[::-1][:most]
+
+
+def write_layout(file: Path, layout: PredictedLayout, target: TargetModel, machines: Cluster, precision: str) -> None:
+    """Write a layout into a YAML file: the target's own with another strategy, or a section ``trainer`` to be given beside it."""
+    trainer = {**layout.trainer(machines.machine.per_node), "precision": precision}
+    data: dict[str, Any] = parse_yaml(yaml.safe_dump(target.settings)) if target.settings else {}
+    data["trainer"] = {**(data.get("trainer") or {}), **trainer}
+    arguments = _data_arguments(target)
+    if "batch_size" in arguments:
+        data["data"]["init_args"]["batch_size"] = layout.samples
+    predicted = f"{human(layout.memory.total)} at most, {layout.seconds.total:.3g} s a step"
+    head = f"# {layout.shown} on {machines.shown}: {predicted}, predicted\n"
+    if "batch_size" not in arguments:
+        head += f"# samples of a micro-batch on each replica: {layout.samples}\n"
+    file.write_text(head + yaml.safe_dump(data, sort_keys=False))
+
+
+def _how_to_train(file: Path, target: TargetModel) -> str:
+    if target.settings:
+        return f"train with seqpar fit -c {file}"
+    return f"train with seqpar fit -c YOUR.yaml -c {file}, where YOUR.yaml has the model and its data"
