@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from lightning_seqpar.layout.param_layout import ParamLayout as ParamLayout
     from lightning_seqpar.parallel.apply import unshard as unshard
     from lightning_seqpar.plan.sharding_plan import ShardingPlan as ShardingPlan
+    from lightning_seqpar.sizing.search import LayoutSearch as LayoutSearch
+    from lightning_seqpar.sizing.search import PredictedLayout as PredictedLayout
+    from lightning_seqpar.sizing.search import fit_layout as fit_layout
     from lightning_seqpar.strategy.monitor import SeqParallelMonitor as SeqParallelMonitor
     from lightning_seqpar.strategy.strategy import SeqParallelStrategy as SeqParallelStrategy
     from lightning_seqpar.strategy.strategy import grad_norm as grad_norm
@@ -34,6 +37,7 @@ _HOMES = {
     "layout.param_layout": ("ModelLayout", "ParamLayout"),
     "parallel.apply": ("unshard",),
     "plan.sharding_plan": ("ShardingPlan",),
+    "sizing.search": ("LayoutSearch", "PredictedLayout", "fit_layout"),
     "strategy.monitor": ("SeqParallelMonitor",),
     "strategy.strategy": ("SeqParallelStrategy", "grad_norm", "summoned"),
     "topology.grid": ("ProcessTopology",),

@@ -177,6 +177,9 @@ class ParallelConfig(FrozenModel):
 
     _OPTIONAL: ClassVar[tuple[str, ...]] = ("virtual_pp", "pp_split_rank", "loss_chunk", "tile_mlp")
 
+    layout: Literal["given", "auto"] = "given"
+    """``auto`` chooses ``tp``, ``cp``, ``pp``, ``data_parallel`` and ``recompute`` at the start, by the devices, their memory and
+    the model; a field of these that is not the default stays as it is."""
     tp: int = 1
     """Tensor-parallel size: over how many ranks each linear is split."""
     sp: bool = True

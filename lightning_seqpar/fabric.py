@@ -119,6 +119,11 @@ class SeqParallelFabricStrategy(OnReplicas, fabric.strategies.parallel.ParallelS
         **fields: Any,
     ) -> None:
         self.config = checked_config(config, {"tp": tp, "sp": sp, **fields})
+        if self.config.layout == "auto":
+            raise ValueError(
+                "layout='auto' in a loop of your own: the model is not known when processes start; find a layout by "
+                "lightning_seqpar.fit_layout(model, ...), or seqpar plan --fit, and give its fields"
+            )
         if self.config.pp > 1:
             raise ValueError(f"pp={self.config.pp}: a loop of your own can't be run in stages; use the Trainer, or pp=1")
         if self.config.checkpoint.async_save:

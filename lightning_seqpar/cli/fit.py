@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> tuple[La
     searched = fit_layout(
         target.model,
         machines,
-        tokens_per_batch=given.tokens_per_batch,
+        tokens_per_batch=given.tokens_per_batch or _own_tokens(target, batch, machines.devices),
         length=given.length,
         batch=batch,
         optimizer=given.optimizer,
@@ -102,9 +103,21 @@ def _fixed(overrides: Sequence[str]) -> dict[str, Any]:
 
 def _own_samples(target: TargetModel, batch: Any) -> int | None:
     """Samples of the first batch, where the file says of no ``batch_size`` that could be changed; None for a free choice."""
-    if batch is None or "batch_size" in _data_arguments(target):
+    if batch is None or not target.settings or "batch_size" in _data_arguments(target):
         return None
     return next((x.shape[0] for x in tensors_in(batch) if x.ndim), None)
+
+
+def _own_tokens(target: TargetModel, batch: Any, devices: int) -> int | None:
+    """Positions of a step as the YAML file has it now, or with its batch on each device; None without a batch."""
+    found = next((x.shape for x in tensors_in(batch) if x.ndim), None)
+    if found is None:
+        return None
+    inner = math.prod(int(target.fields.get(axis, 1)) for axis in ("tp", "cp", "pp"))
+    replicas = devices if target.world_size is None else max(1, target.world_size // inner)
+    accumulated = target.trainer.get("accumulate_grad_batches", 1)
+    samples = found[0] * replicas * (accumulated if isinstance(accumulated, int) else 1)
+    return samples * (found[1] if len(found) > 1 else 1)
 
 
 def _data_arguments(target: TargetModel) -> dict[str, Any]:

@@ -10,12 +10,14 @@ from typing import Any
 from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.data.batch import tensors_in
 from lightning_seqpar.sizing.machines import Cluster, cluster
 from lightning_seqpar.sizing.memory import PeakMemory, StagePart, parts_of, peak_memory
 from lightning_seqpar.sizing.step_time import StepSeconds, step_seconds
 from lightning_seqpar.sizing.traced import PRECISIONS, StepTracer
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.describe import OPTIMIZERS
+from lightning_seqpar.verify.guards.before_training import refuse_unsupported
 
 RECOMPUTES = ("none", "activations", "selective", "full")
 """From what costs least to what keeps least."""
@@ -161,6 +163,7 @@ def fit_layout(
     precision: str = "bf16-mixed",
     config: ParallelConfig | Mapping[str, Any] | None = None,
     samples: int | None = None,
+    accumulate: int | None = None,
 ) -> LayoutSearch:
     """Finds the layouts in which a model fits on machines, and orders them by how fast a step is; nothing is launched.
 
@@ -177,7 +180,9 @@ def fit_layout(
         optimizer: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``.
         precision: of the Trainer: ``bf16-mixed``, ``bf16-true``, ``32-true``, ``16-mixed`` or ``64-true``.
         config: fields that are not searched but hold for every layout.
-        samples: samples of a micro-batch, if it is given.
+        samples: samples of a micro-batch, if they are given.
+        accumulate: micro-batches of a step, if they are given: layouts then have unlike many tokens a step, in micro-batches of
+            ``samples``, or as many as the batch has, and are ordered by tokens per second.
 
     Raises:
         ValueError: for a machine, an optimizer or a precision that is not known, and for a model whose step can't be traced.
@@ -192,7 +197,9 @@ def fit_layout(
     asked = cluster(machines) if isinstance(machines, str) else machines
     fixed = config if isinstance(config, ParallelConfig) else ParallelConfig.from_omegaconf(config or {})
     tracer = StepTracer(model, precision, example, batch, length, optimizer, fixed.fsdp)
-    return _Search(tracer, asked, fixed, optimizer, tokens_per_batch, samples).run()
+    if accumulate is not None and samples is None:
+        samples = next((x.shape[0] for x in tensors_in(batch if batch is not None else example) if x.ndim), 1)
+    return _Search(tracer, asked, fixed, optimizer, tokens_per_batch, samples, accumulate).run()
 
 
 @dataclass
@@ -203,7 +210,7 @@ class _Search:
     optimizer: str
     tokens_per_batch: int | None
     samples: int | None
-    say: bool = False
+    accumulate: int | None = None
 
     def run(self) -> LayoutSearch:
         out = LayoutSearch(self.cluster, self.tracer.precision)
@@ -231,7 +238,7 @@ class _Search:
         if not found and errors:
             raise ValueError(errors[0])
         fitting = [one for one in found if one.fits]
-        out.best = sorted(_distinct(fitting), key=lambda one: one.seconds.total)
+        out.best = sorted(_distinct(fitting), key=lambda one: -one.tokens_per_second)
         out.too_large = sorted((one for one in found if not one.fits), key=lambda one: one.memory.total)
         if not found:
             out.notes.append(f"no layout divides {self.batch:,} samples over {devices} devices; change tokens_per_batch")
@@ -261,7 +268,7 @@ class _Search:
             fields = {"tp": tp, "cp": cp, "recompute": recompute}
             here: list[PredictedLayout] = []
             try:
-                for layout in self._outer(fields):
+                for layout in self._outer(fields, out):
                     here += self._micro_batches(layout)
             except ValueError as error:
                 if recompute == recomputes[0]:
@@ -272,11 +279,11 @@ class _Search:
                 break  # what keeps less is slower
         return found
 
-    def _outer(self, fields: Mapping[str, Any]) -> Iterator[ParallelConfig]:
+    def _outer(self, fields: Mapping[str, Any], out: LayoutSearch) -> Iterator[ParallelConfig]:
         """Configurations with other pp, virtual_pp and ways of data parallelism."""
         rest = self.cluster.devices // (fields["tp"] * fields["cp"])
         blocks = len(self.tracer.trace(self._config(fields), self.samples or 1).blocks)
-        stages = [size for size in range(1, rest + 1) if rest % size == 0 and size <= max(1, blocks)]
+        stages = [size for size in range(1, rest + 1) if rest % size == 0 and (size == 1 or size <= blocks)]
         for pp in [self.fixed.pp] if self._is_fixed("pp") else stages:
             if rest % pp:
                 continue
@@ -285,6 +292,9 @@ class _Search:
             if replicas > self.cluster.machine.per_node > 1 and not self._is_fixed("data_parallel"):
                 ways.append("hsdp")
             rounds = [1, 2] if 1 < pp <= blocks // 2 else [1]
+            if pp > 1 and (why := self._why_uncut(pp, fields)):
+                out.refused[f"pp {pp}"] = why
+                continue
             for virtual in [self.fixed.virtual_pp or 1] if self._is_fixed("virtual_pp") else rounds:
                 for way in [self.fixed.data_parallel] if self._is_fixed("data_parallel") else ways:
                     size = math.gcd(replicas, max(1, self.cluster.machine.per_node // fields["tp"]))
@@ -293,7 +303,21 @@ class _Search:
                     more: dict[str, Any] = {"pp": pp, "virtual_pp": virtual if virtual > 1 else None, "data_parallel": way}
                     if way == "hsdp" and not self._is_fixed("fsdp"):
                         more["fsdp"] = {**self.fixed.fsdp, "shard_size": size}
-                    yield self._config({**fields, **more})
+                    config = self._config({**fields, **more})
+                    try:
+                        refuse_unsupported(config)
+                    except ValueError as error:
+                        out.refused[way] = str(error)
+                        continue
+                    yield config
+
+    def _why_uncut(self, pp: int, fields: Mapping[str, Any]) -> str:
+        """Why the model can't be cut into so many stages; empty if it can."""
+        try:
+            self.tracer.cut(self._config({**fields, "pp": pp}), self.samples or 1)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def _config(self, fields: Mapping[str, Any]) -> ParallelConfig:
         given = self.fixed.model_dump(exclude_unset=True)
@@ -302,6 +326,8 @@ class _Search:
     def _micro_batches(self, config: ParallelConfig) -> Iterator[PredictedLayout]:
         """A configuration with the micro-batches that divide the batch, as large as they fit."""
         dp = self.cluster.devices // (config.tp * config.cp * config.pp)
+        if self.accumulate is not None:
+            self.batch = dp * self.accumulate * (self.samples or 1)
         if self.batch % dp:
             return
         each = self.batch // dp
@@ -337,6 +363,6 @@ def _distinct(found: Sequence[PredictedLayout]) -> list[PredictedLayout]:
     """Of layouts that differ in their micro-batches alone the fastest."""
     best: dict[str, PredictedLayout] = {}
     for one in found:
-        if one.shown not in best or one.seconds.total < best[one.shown].seconds.total:
+        if one.shown not in best or one.tokens_per_second > best[one.shown].tokens_per_second:
             best[one.shown] = one
     return list(best.values())

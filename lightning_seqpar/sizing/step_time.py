@@ -113,7 +113,12 @@ def step_seconds(
     held = sum(sharded(parameter, shares) for parameter in part.parameters if parameter.trains)
     # An update reads parameter, gradient and moments, and writes all but the gradient.
     update = held * (3 + 2 * moments) / (machine.bandwidth * machine.bandwidth_share) if gradients else 0.0
-    return StepSeconds(one.products * micro_batches, one.other * micro_batches + update, one.host * micro_batches, sent, bubble)
+    ways = tuple(
+        (_micro_batch(part, links, machine, dtype, False).total, _micro_batch(part, links, machine, dtype, True).total)
+        for part in parts
+    )
+    other = one.other * micro_batches + update
+    return StepSeconds(one.products * micro_batches, other, one.host * micro_batches, sent, bubble, ways)
 
 
 def _micro_batch(part: StagePart, links: Links, machine: Machine, dtype: str, is_backward: bool | None = None) -> StepSeconds:

@@ -78,7 +78,8 @@ class StepTracer:
     optimizer: str = "adamw"
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cuda"
-    _plans: dict[int, list[ShardingPlan]] = field(default_factory=dict)
+    _plans: dict[Any, list[ShardingPlan]] = field(default_factory=dict)
+    _refused: dict[Any, str] = field(default_factory=dict)
     _traced: dict[Any, TracedRank] = field(default_factory=dict)
     _cuts: dict[Any, Cut] = field(default_factory=dict)
 
@@ -110,15 +111,18 @@ class StepTracer:
 
     def _run(self, config: ParallelConfig, samples: int, passed: Mapping[str, str]) -> TracedRank:
         """Run a step on one rank; instead of the blocks ``passed`` those that they are like count once more."""
+        plans = self.plans(config, samples)
         with kept_streams():
             describer, mode = self._describer(config, samples)
+            describer.found = plans
             with mode:
                 copied = describer.shard_copy()
                 model, step = copied.model.train(), describer.step
-                blocks = [block for stack in stacks_of(model, copied.plans or self.plans(2, samples)) for block in stack.blocks]
+                blocks = [block for stack in stacks_of(model, plans) for block in stack.blocks] if plans else []
+                blocks = blocks or units_of(model, listed_blocks(model))
                 given = [*tensors_in((step.example.args, step.example.kwargs))] if step.example is not None else []
                 if passed:
-                    cut = self.cut(ParallelConfig(pp=2), samples)
+                    cut = self.cut(self._two_stages(config), samples)
                     for name in passed:
                         model.get_submodule(name).__dict__["forward"] = cut.stack_of(name).passing_by(name)
                 usage = StepUsage([*model.parameters(), *model.buffers()], copied.groups)
@@ -148,8 +152,8 @@ class StepTracer:
     def _passed(self, config: ParallelConfig, samples: int) -> dict[str, str]:
         """Blocks that are not run, since others of their kind are, with the one that stands for each."""
         try:
-            cut = self.cut(ParallelConfig(pp=2), samples)
-        except ValueError:  # no stages can be made of it
+            cut = self.cut(self._two_stages(config), samples)
+        except Exception:  # of the user's code, or no stages can be made of it
             return {}
         passed: dict[str, str] = {}
         for stack in cut.stacks:
@@ -160,26 +164,41 @@ class StepTracer:
                     passed[name] = like
         return passed
 
+    @staticmethod
+    def _two_stages(config: ParallelConfig) -> ParallelConfig:
+        return config.model_copy(update={"pp": 2, "virtual_pp": None, "pp_layers": None})
+
     def cut(self, config: ParallelConfig, samples: int) -> Cut:
         """Where a pipeline's stages are cut; raises ValueError where the model can't be."""
         whole = ParallelConfig(pp=config.pp, virtual_pp=config.virtual_pp, pp_layers=config.pp_layers)
         key = whole.model_dump_json()
         if key not in self._cuts:
+            plans = self.plans(config, samples)
             with kept_streams():
                 describer, mode = self._describer(whole, samples)
-                describer.found = self.plans(2, samples)
+                describer.found = plans
                 with mode, StepNumbers(self.device):
                     self._cuts[key] = describer.cut(without_numbers(self.made))
         return self._cuts[key]
 
-    def plans(self, tp: int, samples: int) -> list[ShardingPlan]:
-        """The plans that hold for the model at a tp."""
-        if tp not in self._plans:
-            config = ParallelConfig(tp=max(2, tp))
-            describer, mode = self._describer(config, samples)
-            with mode:
-                self._plans[tp] = describer.shard_copy().plans
-        return self._plans[tp]
+    def plans(self, config: ParallelConfig, samples: int) -> list[ShardingPlan]:
+        """The plans that hold for the model at a tp; at tp 1, where they say what the blocks are, those of tp 2."""
+        tp = max(2, config.tp)
+        key = (tp, config.sp, config.vocab, repr(config.plan))
+        if (why := self._refused.get(key)) is not None:
+            if config.tp > 1 or config.cp > 1 or config.pp > 1 or config.recompute != "none":
+                raise ValueError(why)
+            return []
+        if key not in self._plans:
+            fields = config.model_dump(include={"sp", "vocab", "plan", "self_check"})
+            describer, mode = self._describer(ParallelConfig(**{**fields, "tp": tp}), samples)
+            try:
+                with mode:
+                    self._plans[key] = describer.find_plans(without_numbers(self.made))[0]
+            except ValueError as error:
+                self._refused[key] = str(error)
+                return self.plans(config, samples)
+        return self._plans[key]
 
     def _describer(self, config: ParallelConfig, samples: int) -> tuple[Describer, FakeTensorMode]:
         topology = ProcessTopology.from_config(config, config.smallest_world)

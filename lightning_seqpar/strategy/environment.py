@@ -147,6 +147,9 @@ class Environment:
         """Connect the processes and make the topology's groups, once. Collective."""
         with self.phases.phase("meeting the other ranks"):
             self._connect(self.config.process_group_backend or default_backend(self.device))
+        if self.config.layout == "auto":
+            with self.phases.phase("choosing a layout"):
+                self.config = self.strategy.config = self._choose_layout()  # type: ignore[attr-defined]
         topology = ProcessTopology.from_config(self.config, dist.get_world_size())
         if self._groups is None or self._groups.topology != topology:
             with self.phases.phase("making process groups"):
@@ -206,6 +209,12 @@ class Environment:
                 "of a script, or one script for each size"
             )
         check_agreement(describe_start(self.config, VERSION), world, self.device)
+
+    def _choose_layout(self) -> ParallelConfig:
+        """The layout that the model has on the devices that were found. Collective."""
+        from lightning_seqpar.strategy.auto_layout import chosen_layout  # seconds, which other runs do not need
+
+        return chosen_layout(self.trainer, self.module, self.config, self.num_processes)
 
     def _store_of_attempt(self) -> dict[str, Any]:
         """The store of a later attempt by torchrun, which keeps the first one's with the addresses of dead processes in it."""

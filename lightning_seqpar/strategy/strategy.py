@@ -127,6 +127,7 @@ class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
         fp8_groups: bool = False,
         gloo_twins: bool = False,
         broadcast_batch: bool = False,
+        layout: Literal["given", "auto"] = "given",
         config: ParallelConfig | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,

@@ -210,7 +210,7 @@ class Describer:
         groups = ParallelGroups.silent(self.topology)
         out = ShardedCopy(planned, groups)
         if config.tp > 1:
-            out.plans, out.whole = self._plans(planned) if self.found is None else (self.found, ())
+            out.plans, out.whole = self.find_plans(planned) if self.found is None else (self.found, ())
             out.record = self._shard(planned, out.plans, groups)
             out.recomputed = out.record.recomputed
         beside = config.float8 != "none" or config.recompute != "none" or config.tile_mlp or config.loss_chunk
@@ -261,7 +261,7 @@ class Describer:
     def _tiles(self) -> MLPTiles | None:
         return None if self.config.tile_mlp is None else MLPTiles(self.config.tile_mlp)
 
-    def _plans(self, planned: nn.Module) -> tuple[list[ShardingPlan], Sequence[str]]:
+    def find_plans(self, planned: nn.Module) -> tuple[list[ShardingPlan], Sequence[str]]:
         """The plans that hold for the model, and why what of its vocabulary is whole is so."""
         config = self.config
 
@@ -296,7 +296,9 @@ class Describer:
         """Change a model of which tp shards nothing as its run does, where its blocks can be found."""
         config = self.config
         try:
-            plans = self.found or resolve_plans(config.plan, out.model, lambda: self._infer(2))
+            plans = self.found
+            if plans is None:
+                plans = resolve_plans(config.plan, out.model, lambda: self._infer(2))
         except ValueError as error:
             fields = "cp, float8, recompute, tile_mlp and loss_chunk"
             out.notes.append(f"{fields}: the blocks are found before training, and the step here runs without them ({error})")

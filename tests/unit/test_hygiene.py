@@ -14,7 +14,7 @@ from tests.mutants import Mutant, definitions, place_of, stale
 PACKAGE = Path(lightning_seqpar.__file__).parent
 ORDER = [
     "user_input", "config", "releases", "topology", "distributed", "layout", "context", "region", "nn", "styles", "plan",
-    "pipeline", "parallel", "data", "inference", "init", "checkpoint", "verify", "strategy", "fabric", "cli",
+    "pipeline", "parallel", "data", "inference", "init", "checkpoint", "verify", "sizing", "strategy", "fabric", "cli",
     "__main__",
 ]  # fmt: skip
 """Packages (and modules that stand beside them): one imports from itself and from its left."""
