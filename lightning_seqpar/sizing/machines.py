@@ -85,6 +85,11 @@ class Cluster(FrozenModel):
     name: str = ""
 
     @property
+    def kind(self) -> str:
+        """``cpu``, where updates make few tensors and losses run in pieces that fit a cache, or ``cuda``."""
+        return "cpu" if self.name.upper().startswith("CPU") else "cuda"
+
+    @property
     def shown(self) -> str:
         """As text: ``64x H100 in 8 nodes``."""
         nodes = -(-self.devices // self.machine.per_node)

@@ -196,10 +196,36 @@ def fit_layout(
             raise ValueError(f"{name}={value} must be 1 or more")
     asked = cluster(machines) if isinstance(machines, str) else machines
     fixed = config if isinstance(config, ParallelConfig) else ParallelConfig.from_omegaconf(config or {})
-    tracer = StepTracer(model, precision, example, batch, length, optimizer, fixed.fsdp)
+    tracer = StepTracer(model, precision, example, batch, length, optimizer, fixed.fsdp, asked.kind)
     if accumulate is not None and samples is None:
         samples = next((x.shape[0] for x in tensors_in(batch if batch is not None else example) if x.ndim), 1)
     return _Search(tracer, asked, fixed, optimizer, tokens_per_batch, samples, accumulate).run()
+
+
+def layout_of(
+    model: nn.Module,
+    machines: str | Cluster,
+    config: ParallelConfig,
+    *,
+    micro_batches: int = 1,
+    samples: int | None = None,
+    length: int | None = None,
+    example: Any = None,
+    batch: Any = None,
+    optimizer: str = "adamw",
+    precision: str = "bf16-mixed",
+) -> PredictedLayout:
+    """What is predicted of one configuration, with the arguments of :func:`fit_layout`."""
+    asked = cluster(machines) if isinstance(machines, str) else machines
+    given = batch if batch is not None else example
+    if samples is None:
+        samples = next((x.shape[0] for x in tensors_in(given) if x.ndim), 1)
+    tracer = StepTracer(model, precision, example, batch, length, optimizer, config.fsdp, asked.kind)
+    search = _Search(tracer, asked, config, optimizer, None, samples, micro_batches)
+    search.count_tokens()
+    topology = ProcessTopology.from_config(config, asked.devices)
+    search.batch = topology.get_dim("dp") * samples * micro_batches
+    return search.predict(config, samples, micro_batches)
 
 
 @dataclass
@@ -214,8 +240,7 @@ class _Search:
 
     def run(self) -> LayoutSearch:
         out = LayoutSearch(self.cluster, self.tracer.precision)
-        first = self.tracer.step(1)
-        self.length = first.sizes[1] if first.sizes else 1
+        self.count_tokens()
         devices = self.cluster.devices
         asked = self.tokens_per_batch or self.length * devices
         self.batch = max(1, round(asked / self.length))
@@ -243,6 +268,11 @@ class _Search:
         if not found:
             out.notes.append(f"no layout divides {self.batch:,} samples over {devices} devices; change tokens_per_batch")
         return out
+
+    def count_tokens(self) -> None:
+        """Read from the step how many positions a sample has."""
+        first = self.tracer.step(self.samples or 1)
+        self.length = first.sizes[1] if first.sizes else 1
 
     def _is_fixed(self, name: str) -> bool:
         return name in self.fixed.model_fields_set
@@ -349,7 +379,7 @@ class _Search:
         replicas = topology.get_dim("dp") * config.cp
         moments = OPTIMIZERS[self.optimizer]
         parts: Sequence[StagePart] = parts_of(traced, config, cut)
-        fused = self.cluster.name != "CPU"
+        fused = self.cluster.kind == "cuda"
         stages = tuple(peak_memory(traced, part, config, replicas, micro_batches, moments, fused) for part in parts)
         kinds = {"32-true": "float32", "64-true": "float64", "16-mixed": "float16"}
         dtype = "float8" if config.float8 != "none" else kinds.get(self.tracer.precision, "bfloat16")

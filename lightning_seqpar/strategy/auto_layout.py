@@ -72,8 +72,8 @@ def _answer(searched: LayoutSearch, given: dict[str, Any]) -> tuple[ParallelConf
     config = ParallelConfig(**{**given, **best.config.model_dump(exclude_defaults=True), "layout": "given"})
     kept = f", with {', '.join(given)} as you set them" if given else ""
     return config, (
-        f"layout auto: {best.shown}, the fastest of {len(searched.best)} layouts that fit on {searched.cluster.shown}{kept}: "
-        f"{best.memory.total / 2**30:.2f} of {usable:.2f} GiB and {best.seconds.total:.3g} s a step predicted, limited by "
+        f"layout auto: {best.shown}, the fastest of {len(searched.best)} that fit on {searched.cluster.shown}{kept}: "
+        f"{best.memory.total / 2**30:.3g} of {usable:.3g} GiB and {best.seconds.total:.3g} s a step predicted, limited by "
         f"{best.seconds.limit}"
     )
 

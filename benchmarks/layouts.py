@@ -1,0 +1,232 @@
+"""Predictions of ``seqpar plan --fit`` beside what runs on this machine: the peak of a rank, and the order of step times.
+
+    python benchmarks/layouts.py                     all of MODELS (fifteen minutes); writes results/layouts.json and layouts.md
+    python benchmarks/layouts.py --models llama      some of them, printed alone
+
+Ranks are processes of one thread over gloo. A peak is the most of a process in memory in one step beside what it had at the begin of
+that step, and the states that are known then; what its allocator frees goes back to the system at once.
+"""
+
+from __future__ import annotations
+
+import os
+
+for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+    os.environ[name] = "16384"
+os.environ["MALLOC_ARENA_MAX"] = "1"
+
+import argparse  # noqa: E402
+import gc  # noqa: E402
+import json  # noqa: E402
+import statistics  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+import time  # noqa: E402
+from itertools import combinations  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE.parent / "examples")]
+
+import lightning as L  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from memory import forget_peak, used  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from lightning_seqpar import ParallelConfig, SeqParallelStrategy  # noqa: E402
+from lightning_seqpar.layout.param_layout import local_rows  # noqa: E402
+from lightning_seqpar.sizing.calibrate import calibrated  # noqa: E402
+from lightning_seqpar.sizing.machines import Cluster, machines_in  # noqa: E402
+from lightning_seqpar.sizing.search import layout_of  # noqa: E402
+from lightning_seqpar.testing import RankFailedError, run_distributed  # noqa: E402
+
+RESULTS = HERE / "results"
+SAMPLES, LENGTH, UNCHECKED, TIMED = 8, 256, 16, 3  # no check of a run is due in steps 17 to 31
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp 2": {},
+    "dp 2, recompute full": {"recompute": "full"},
+    "dp 2 fsdp": {"data_parallel": "fsdp"},
+    "dp 2 fsdp, 2 micro-batches": {"data_parallel": "fsdp", "accumulate": 2},
+    "tp 2": {"tp": 2},
+    "tp 2, recompute activations": {"tp": 2, "recompute": "activations"},
+    "tp 2, recompute full": {"tp": 2, "recompute": "full"},
+    "cp 2": {"cp": 2},
+    "pp 2, 4 micro-batches": {"pp": 2, "accumulate": 4},
+}
+"""Of two ranks; each trains the same samples a step."""
+MODELS = ("gpt2", "llama", "mixtral", "own")
+
+
+def make(kind: str, size: str) -> nn.Module:
+    """A model; ``tiny`` ones warm a process up."""
+    dim, words, blocks = (64, 256, 2) if size == "tiny" else (512, 8192, 4)
+    if kind == "own":
+        from byte_gpt import ByteGPT
+
+        return ByteGPT(dim=dim, n_head=8, n_layer=blocks, context=LENGTH, tied=False, vocab=words)
+    import transformers
+
+    shape = {"vocab_size": words, "use_cache": False, "bos_token_id": None, "eos_token_id": None}
+    if kind == "gpt2":
+        free = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = transformers.GPT2Config(n_embd=dim, n_layer=blocks, n_head=8, n_positions=LENGTH, **free, **shape)
+        return transformers.GPT2LMHeadModel(config)
+    shape |= {"hidden_size": dim, "num_hidden_layers": blocks, "num_attention_heads": 8, "num_key_value_heads": 4}
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(intermediate_size=3 * dim, **shape))
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(intermediate_size=dim, **experts, **shape))
+
+
+class Module(L.LightningModule):
+    """Next-token training of any of them."""
+
+    def __init__(self, kind: str, size: str) -> None:
+        super().__init__()
+        self.model = make(kind, size)
+        self.words = 256 if size == "tiny" else 8192
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """The loss of ``[b, s]`` tokens."""
+        out = self.model(batch)
+        logits = out if isinstance(out, Tensor) else out.logits
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Watch(L.Callback):
+    """Times unchecked steps, and takes the peak of the second of them."""
+
+    def __init__(self) -> None:
+        self.begins: list[float] = []
+        self.peak = self.held = self.states = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        self.begins.append(time.perf_counter())
+        if trainer.global_step == UNCHECKED + 1:
+            gc.collect()
+            state = [x for one in trainer.optimizers[0].state.values() for x in one.values() if isinstance(x, Tensor)]
+            mine = [*module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None), *state]
+            self.states = sum(local_rows(x).nbytes for x in mine if not torch.isnan(x).all())
+            wrapped = trainer.strategy.model
+            if isinstance(wrapped, nn.parallel.DistributedDataParallel):
+                self.states += sum(p.nbytes for p in module.parameters())  # its buckets
+            self.held = used()
+            forget_peak()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == UNCHECKED + 2 and not self.peak:
+            self.peak = used(peak=True)
+
+
+def train(kind: str, size: str, strategy: dict[str, Any]) -> dict[str, float]:
+    """Train a model on this rank: the seconds of a step, and the peak of one."""
+    torch.manual_seed(0)
+    accumulate, fields = strategy.get("accumulate", 1), {k: v for k, v in strategy.items() if k != "accumulate"}
+    replicas = dist.get_world_size() // (fields.get("tp", 1) * fields.get("cp", 1) * fields.get("pp", 1))
+    steps, watch, module = UNCHECKED + TIMED, Watch(), Module(kind, size)
+    lengths = [32] * (SAMPLES * UNCHECKED) + [LENGTH] * (SAMPLES * (TIMED + 1))
+    rows = [torch.randint(0, module.words, (length,)) for length in lengths]
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=SeqParallelStrategy(self_check=False, **fields),
+        max_steps=steps,
+        accumulate_grad_batches=accumulate,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=SAMPLES // replicas // accumulate))
+    spans = [stop - start for start, stop in zip(watch.begins[UNCHECKED:], watch.begins[UNCHECKED + 1 :], strict=False)]
+    return {"seconds": statistics.median(spans), "peak": float(watch.peak - watch.held + watch.states)}
+
+
+def measured(kind: str, strategy: dict[str, Any]) -> dict[str, float]:
+    """Figures of this rank, in a process that has trained before."""
+    train(kind, "tiny", strategy)
+    gc.collect()
+    return train(kind, "real", strategy)
+
+
+def predicted(kind: str, strategy: dict[str, Any], cluster: Cluster) -> dict[str, float]:
+    """The same figures by the model of ``seqpar plan --fit``."""
+    fields = {k: v for k, v in strategy.items() if k != "accumulate"}
+    accumulate = strategy.get("accumulate", 1)
+    config = ParallelConfig(**fields)
+    replicas = cluster.devices // (config.tp * config.cp * config.pp)
+    samples = SAMPLES // replicas // accumulate
+    batch = torch.zeros(samples, LENGTH, dtype=torch.int64)
+    one = layout_of(Module(kind, "real"), cluster, config, batch=batch, precision="32-true", micro_batches=accumulate)
+    return {"seconds": one.seconds.total, "peak": float(one.memory.total)}
+
+
+def agreement(rows: dict[str, dict[str, Any]]) -> tuple[int, int]:
+    """Of all pairs of layouts whose measured seconds differ by 3 % or more, how many are predicted in that order."""
+    right = count = 0
+    for a, b in combinations(rows.values(), 2):
+        measured_by = a["measured"]["seconds"] / b["measured"]["seconds"]
+        if not 1 / 1.03 < measured_by < 1.03:
+            count += 1
+            right += (measured_by > 1) == (a["predicted"]["seconds"] > b["predicted"]["seconds"])
+    return right, count
+
+
+def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """The figures as Markdown."""
+    head = ["model", "layout", "peak, MiB", "predicted", "of it", "step, ms", "predicted"]
+    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
+    for kind, rows in found.items():
+        for layout, row in rows.items():
+            was, said = row["measured"], row["predicted"]
+            cells = [kind, layout, f"{was['peak'] / 2**20:.1f}", f"{said['peak'] / 2**20:.1f}"]
+            cells += [f"{said['peak'] / was['peak']:.3f}", f"{was['seconds'] * 1e3:.0f}", f"{said['seconds'] * 1e3:.0f}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print(calibrated(Path(folder, "machine.yaml")))
+        machine = machines_in(Path(folder, "machine.yaml"))["CPU"]
+    cluster, found = Cluster(devices=2, machine=machine, name="CPU"), dict[str, Any]()
+    for kind in given.models:
+        rows = found[kind] = dict[str, Any]()
+        for layout in given.layouts:
+            try:
+                ranks = run_distributed(measured, 2, kind, LAYOUTS[layout], timeout=600)
+            except RankFailedError as error:
+                print(f"{kind}, {layout}: {str(error).splitlines()[-1]}")
+                continue
+            was = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+            rows[layout] = {"measured": was, "predicted": predicted(kind, LAYOUTS[layout], cluster)}
+            print(kind, layout, rows[layout], flush=True)
+    pairs = [agreement(rows) for rows in found.values()]
+    right, count = sum(one for one, _ in pairs), sum(one for _, one in pairs)
+    text = f"{table(found)}\n\nOf {count} pairs of layouts of a model whose steps differ by 3 % or more, {right} are in the predicted order."
+    print(text)
+    if given.models == list(MODELS) and given.layouts == list(LAYOUTS):
+        (RESULTS / "layouts.json").write_text(json.dumps({"machine": machine.model_dump(), "found": found}, indent=1))
+        head = (
+            "# Predicted layouts\n\n`python benchmarks/layouts.py`: what `seqpar plan --fit` says beside what ran. Two ranks, "
+            f"dim 512, 4 blocks, 8,192 words, {SAMPLES} samples of {LENGTH} a step, float32. A peak is of the fullest rank.\n\n"
+        )
+        where = f"\n\n_CPU, gloo, one thread per rank; torch {torch.__version__}, lightning {L.__version__}_\n"
+        (RESULTS / "layouts.md").write_text(head + text + where)
+
+
+if __name__ == "__main__":
+    main()
