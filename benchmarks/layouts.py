@@ -3,8 +3,8 @@
     python benchmarks/layouts.py                     all of MODELS (fifteen minutes); writes results/layouts.json and layouts.md
     python benchmarks/layouts.py --models llama      some of them, printed alone
 
-Ranks are processes of one thread over gloo. A peak is the most of a process in memory in one step beside what it had at the begin of
-that step, and the states that are known then; what its allocator frees goes back to the system at once.
+Ranks are processes of one thread over gloo. A peak is the most of a process in memory in one step beside what it had at the begin
+of that step, and the states that are known then; what its allocator frees goes back to the system at once.
 """
 
 from __future__ import annotations
@@ -113,8 +113,9 @@ class Watch(L.Callback):
         if trainer.global_step == UNCHECKED + 1:
             gc.collect()
             state = [x for one in trainer.optimizers[0].state.values() for x in one.values() if isinstance(x, Tensor)]
-            mine = [*module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None), *state]
-            self.states = sum(local_rows(x).nbytes for x in mine if not torch.isnan(x).all())
+            held = [p for p in module.parameters() if trainer.strategy.holds(p)]
+            mine = [*held, *(p.grad for p in held if p.grad is not None), *state]
+            self.states = sum(local_rows(x).nbytes for x in mine)
             wrapped = trainer.strategy.model
             if isinstance(wrapped, nn.parallel.DistributedDataParallel):
                 self.states += sum(p.nbytes for p in module.parameters())  # its buckets
@@ -216,7 +217,8 @@ def main() -> None:
             print(kind, layout, rows[layout], flush=True)
     pairs = [agreement(rows) for rows in found.values()]
     right, count = sum(one for one, _ in pairs), sum(one for _, one in pairs)
-    text = f"{table(found)}\n\nOf {count} pairs of layouts of a model whose steps differ by 3 % or more, {right} are in the predicted order."
+    told = f"Of {count} pairs of layouts of a model whose steps differ by 3 % or more, {right} are in the predicted order."
+    text = f"{table(found)}\n\n{told}"
     print(text)
     if given.models == list(MODELS) and given.layouts == list(LAYOUTS):
         (RESULTS / "layouts.json").write_text(json.dumps({"machine": machine.model_dump(), "found": found}, indent=1))

@@ -50,6 +50,8 @@ class Machine(FrozenModel):
     host: float = Field(ge=0)
     """Seconds of the host for an operation."""
     latency: Latency
+    overlap: dict[str, float] = Field(default_factory=dict)
+    """Share of the seconds on each axis that computing hides, where there is as much to compute."""
     reserved: float = Field(ge=0)
     """Bytes that no tensor gets: the context's, and the collectives' buffers."""
     sources: list[str] = Field(default_factory=list)

@@ -11,10 +11,6 @@ from lightning_seqpar.sizing.memory import StagePart, sharded
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.step_usage import Segment
 
-OVERLAP = {"tp": 0.35, "cp": 0.5, "dp": 0.8, "pp": 0.5}
-"""Share of the seconds on each axis that computing hides, where there is as much to compute. Of tp: the gathers of a backward run
-under its products, those of a forward under nothing."""
-
 
 @dataclass(frozen=True)
 class StepSeconds:
@@ -104,7 +100,7 @@ def step_seconds(
         crossings = (config.virtual_pp or 1) * 2 * micro_batches
         passed = max(stage.received for stage in parts) / (config.virtual_pp or 1)
         between = links.seconds(("pp",), "send", passed)
-        sent["pp"] = crossings * between * (1 - OVERLAP["pp"])
+        sent["pp"] = crossings * between * (1 - machine.overlap.get("pp", 0.0))
     axes = tuple(axis for axis in ("dp", "cp") if topology.get_dim(axis) > 1)
     shares = config.shares(topology.get_dim("dp") * config.cp)
     gradients = sum(parameter.nbytes for parameter in part.parameters if parameter.trains)
@@ -132,7 +128,8 @@ def _micro_batch(part: StagePart, links: Links, machine: Machine, dtype: str, is
     other = sum(segment.moved for segment in segments) / (machine.bandwidth * machine.bandwidth_share)
     sent: dict[str, float] = {}
     for axis, seconds, back in _traffic(segments, links):
-        hidden = OVERLAP.get(axis, 0.0) * (2 if back and axis == "tp" else 0 if axis == "tp" else 1)
+        # Gathers of a backward run under its products, those of a forward under nothing.
+        hidden = 0.0 if axis == "tp" and not back else machine.overlap.get(axis, 0.0)
         sent[axis] = sent.get(axis, 0.0) + seconds * (1 - hidden)
     host = sum(segment.operations for segment in segments) * machine.host
     behind = max(0.0, host - products - other - sum(sent.values()))
@@ -160,14 +157,14 @@ def _replicas(
     computing = one.products + one.other
     if shares == 1:
         seconds = links.seconds(axes, "all_reduce", gradients)
-        return max(seconds - OVERLAP["dp"] * computing * 2 / 3, seconds * 0.05)
+        return max(seconds - links.machine.overlap.get("dp", 0.0) * computing * 2 / 3, seconds * 0.05)
     held = sum(parameter.nbytes for parameter in part.parameters)
     inner = axes if shares == links.topology.get_dim("dp") * config.cp else ("dp",)
     stays = config.fsdp.get("reshard_after_forward") is False
     gather = links.seconds(inner, "all_gather", held / shares)
     exposed = 0.0
     for phase in (1 / 3, 2 / 3)[: 1 if stays else 2]:  # of the forward and of the backward
-        exposed += max(gather - OVERLAP["dp"] * computing * phase, gather * 0.05)
+        exposed += max(gather - links.machine.overlap.get("dp", 0.0) * computing * phase, gather * 0.05)
     reduce = links.seconds(inner, "reduce_scatter", gradients)
-    exposed_sum = max(reduce - OVERLAP["dp"] * computing / 3, reduce * 0.05)
+    exposed_sum = max(reduce - links.machine.overlap.get("dp", 0.0) * computing / 3, reduce * 0.05)
     return exposed * micro_batches + exposed_sum
