@@ -18,6 +18,7 @@ def test_a_block_that_trains_does_so_on_two_ranks(block, tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.more
 def test_a_recipe_runs_as_the_file_that_one_saves(tmp_path):
     (block,) = [block for block in SCRIPTS if block.page.endswith("gpt.md")]
     (tmp_path / "train.py").write_text(block.code)
