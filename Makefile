@@ -6,12 +6,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ZOO := .venv-zoo
+DOCS := .venv-docs
 DATA ?=
 ARGS ?=
 IGNORE ?=
 FAULTS ?= 20
 
-.PHONY: faults help install demo unit test more test-all parity matrix versions wheel crash check audit lint format types mutants fuzz convergence bench gpu gpu-bench scale startup zoo clean
+.PHONY: faults help install demo unit test more test-all parity matrix versions wheel crash check audit lint format types mutants fuzz convergence bench gpu gpu-bench scale startup zoo docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -118,6 +119,15 @@ $(ZOO)/.installed: pyproject.toml
 
 zoo: $(ZOO)/.installed  ## models of many packages as they are shipped, against one process (half an hour)
 	$(ZOO)/bin/python benchmarks/zoo.py --jobs 2 $(ARGS)
+
+$(DOCS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet "pip>=25.1"
+	$(DOCS)/bin/python -m pip install --quiet --group docs
+	touch $@
+
+docs: $(DOCS)/.installed  ## the documentation as a site, build/site/index.html (ARGS="serve" or none; an environment of its own)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs $(or $(ARGS),build --strict)
 
 clean:  ## remove the environment and what runs left
 	rm -rf $(VENV) $(ZOO) .venv-* build dist runs .pytest_cache .mypy_cache .ruff_cache *.egg-info

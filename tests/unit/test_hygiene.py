@@ -188,7 +188,7 @@ def test_the_tree_for_contributors_has_every_module():
 
 def test_links_in_the_documentation_lead_somewhere_and_tests_that_it_names_exist():
     root = PACKAGE.parent
-    pages = [root / "README.md", root / "CONTRIBUTING.md", root / "CHANGELOG.md", *root.glob("docs/*.md")]
+    pages = [root / "README.md", root / "CONTRIBUTING.md", root / "CHANGELOG.md", *root.glob("docs/**/*.md")]
     for page in [*pages, *root.glob("benchmarks/*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             if "://" not in target:
