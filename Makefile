@@ -12,7 +12,7 @@ ARGS ?=
 IGNORE ?=
 FAULTS ?= 20
 
-.PHONY: faults help install demo unit test more test-all parity matrix versions wheel crash check audit lint format types mutants fuzz convergence bench gpu gpu-bench scale startup zoo docs clean
+.PHONY: faults help install demo unit test more test-all parity matrix versions wheel crash check audit lint format types mutants fuzz convergence bench gpu gpu-bench scale startup layouts zoo docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -102,6 +102,9 @@ gpu-bench: $(STAMP)  ## a step of one rank of tp 8 on one GPU, beside DTensor's 
 
 scale: $(STAMP)  ## what one rank of 512 does before it trains Llama-3-8B and -70B
 	$(BIN)/python benchmarks/scale.py $(ARGS)
+
+layouts: $(STAMP)  ## predicted memory and order of layouts beside runs of two ranks (fifteen minutes)
+	$(BIN)/python benchmarks/layouts.py $(ARGS)
 
 startup: $(STAMP)  ## time and memory until the first step, with the self-check and without
 	$(BIN)/python benchmarks/startup.py $(ARGS)

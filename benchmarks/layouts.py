@@ -9,22 +9,16 @@ of that step, and the states that are known then; what its allocator frees goes 
 
 from __future__ import annotations
 
-import os
-
-for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
-    os.environ[name] = "16384"
-os.environ["MALLOC_ARENA_MAX"] = "1"
-
-import argparse  # noqa: E402
-import gc  # noqa: E402
-import json  # noqa: E402
-import statistics  # noqa: E402
-import sys  # noqa: E402
-import tempfile  # noqa: E402
-import time  # noqa: E402
-from itertools import combinations  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE.parent / "examples")]
@@ -32,7 +26,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE.parent / "examples")]
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from memory import forget_peak, used  # noqa: E402
+from memory import forget_peak, give_back, used  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy  # noqa: E402
@@ -154,6 +148,7 @@ def train(kind: str, size: str, strategy: dict[str, Any]) -> dict[str, float]:
 
 def measured(kind: str, strategy: dict[str, Any]) -> dict[str, float]:
     """Figures of this rank, in a process that has trained before."""
+    give_back()
     train(kind, "tiny", strategy)
     gc.collect()
     return train(kind, "real", strategy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 from pathlib import Path
 
@@ -29,6 +30,16 @@ def forget_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
     else:
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def give_back() -> None:
+    """Let memory that this process frees go back to the system at once, so that what it has is what it uses."""
+    libc = ctypes.CDLL(None)
+    for option, value in ((_MMAP_THRESHOLD, 16384), (_TRIM_THRESHOLD, 16384), (_ARENA_MAX, 1)):
+        libc.mallopt(option, value)
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
 def limit(room: int) -> None:

@@ -23,7 +23,7 @@ GROUPS = {
     "what is asked for, and where ranks are": ("#dbe7f5", ["user_input", "config", "releases", "topology"]),
     "layers, and what they stand on": ("#d9efdc", ["distributed", "layout", "context", "region", "nn"]),
     "a plan, and carrying it out": ("#fbeccb", ["styles", "plan", "pipeline", "parallel"]),
-    "before and around training": ("#f6dcd6", ["data", "inference", "init", "checkpoint", "verify"]),
+    "before and around training": ("#f6dcd6", ["data", "inference", "init", "checkpoint", "verify", "sizing"]),
     "what users touch": ("#e6def2", ["strategy", "fabric", "cli"]),
 }
 """In import order: each imports from itself and from those before it. A package that does not exist is left out."""

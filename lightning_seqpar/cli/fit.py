@@ -49,6 +49,7 @@ def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> tuple[La
     """Runs the search that the arguments ask for; returns it and what is printed of it."""
     machines = _cluster(given)
     precision = given.precision or str(target.trainer.get("precision") or "bf16-mixed")
+    precision = _SHORT.get(precision, precision)
     searched = fit_layout(
         target.model,
         machines,
@@ -75,6 +76,10 @@ def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> tuple[La
         if not given.json:
             lines.append(f"{given.plot}: memory of each stage")
     return searched, "\n".join(lines)
+
+
+_SHORT = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true"}
+"""Other names that Lightning takes for precisions."""
 
 
 def _cluster(given: argparse.Namespace) -> Cluster:

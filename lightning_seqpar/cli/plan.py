@@ -52,7 +52,7 @@ def print_plan(args: Sequence[str]) -> None:
             return
         if given.target is None:
             raise ValueError("no target: give a YAML file with a model, a Hugging Face folder, or package.module:factory")
-        target = load_target(given.target, getattr(torch, given.dtype) if given.dtype else None)
+        target = load_target(given.target, getattr(torch, given.dtype) if given.dtype else None, foreign=wants_fit(given))
         batch = batch_named(given.batch, target)
         if given.batch is not None and callable(batch):
             batch = made_by_user(batch, f"--batch={given.batch!r}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,13 +100,17 @@ class StepTracer:
         alone = config.model_copy(update={"pp": 1, "dp": "auto", "data_parallel": "ddp", "fsdp": {}, "virtual_pp": None})
         key = (alone.model_dump_json(), samples)
         if key not in self._traced:
-            self._traced[key] = self._trace(alone, samples)
+            with _told(self.model):
+                self._traced[key] = self._trace(alone, samples)
         return self._traced[key]
 
     def _trace(self, config: ParallelConfig, samples: int) -> TracedRank:
+        passed = self._passed(config, samples)
         try:
-            return self._run(config, samples, self._passed(config, samples))
-        except ValueError:  # code that does not run without some of its blocks
+            return self._run(config, samples, passed)
+        except Exception:  # code that does not run without some of its blocks
+            if not passed:
+                raise
             return self._run(config, samples, {})
 
     def _run(self, config: ParallelConfig, samples: int, passed: Mapping[str, str]) -> TracedRank:
@@ -127,14 +131,11 @@ class StepTracer:
                         model.get_submodule(name).__dict__["forward"] = cut.stack_of(name).passing_by(name)
                 usage = StepUsage([*model.parameters(), *model.buffers()], copied.groups)
                 run = [name for name in blocks if name not in passed]
-                try:
-                    with usage.watch(model, run), StepNumbers(self.device), usage:
-                        with self._cast():
-                            loss = step.run(model)
-                        usage.begin_backward()
-                        loss.backward()
-                except Exception as error:  # of the user's code
-                    raise ValueError(f"the step can't be traced: {why_not_without_numbers(error)}") from error
+                with usage.watch(model, run), StepNumbers(self.device), usage:
+                    with self._cast():
+                        loss = step.run(model)
+                    usage.begin_backward()
+                    loss.backward()
                 held = [
                     HeldParameter(name, p.numel(), p.nbytes, p.shape[0] if p.ndim else 0, p.requires_grad)
                     for name, p in model.named_parameters()
@@ -153,7 +154,7 @@ class StepTracer:
         """Blocks that are not run, since others of their kind are, with the one that stands for each."""
         try:
             cut = self.cut(self._two_stages(config), samples)
-        except Exception:  # of the user's code, or no stages can be made of it
+        except ValueError:  # no stages can be made of it
             return {}
         passed: dict[str, str] = {}
         for stack in cut.stacks:
@@ -174,7 +175,7 @@ class StepTracer:
         key = whole.model_dump_json()
         if key not in self._cuts:
             plans = self.plans(config, samples)
-            with kept_streams():
+            with _told(self.model), kept_streams():
                 describer, mode = self._describer(whole, samples)
                 describer.found = plans
                 with mode, StepNumbers(self.device):
@@ -241,6 +242,17 @@ def _with_passed(segments: Sequence[Segment], blocks: Sequence[str], passed: Map
             if found is not None:
                 out.append(found.of_block(name) if name in passed else found)
     return out
+
+
+@contextmanager
+def _told(model: nn.Module) -> Iterator[None]:
+    """A context in which whatever the model's code raises, or torch's where tensors have no numbers, is a ValueError."""
+    try:
+        yield
+    except (ValueError, ImportError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{type(model).__name__}: {why_not_without_numbers(error)}") from error
 
 
 def resized(given: Any, samples: int) -> Any:

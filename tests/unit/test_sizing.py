@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -114,7 +115,7 @@ def test_a_pipeline_waits_as_long_as_the_formula_says(stages, chunks, micro_batc
     assert len(runs) == 2 * stages * chunks * micro_batches
     for stage in range(stages):
         own = [run for run in runs if run.stage == stage]
-        assert all(one.end <= other.begin + 1e-12 for one, other in zip(own, own[1:], strict=False))
+        assert all(one.end <= other.begin + 1e-12 for one, other in pairwise(own))
 
 
 def test_the_order_of_a_stage_is_that_of_the_training():
@@ -399,7 +400,7 @@ def test_a_file_of_machines_is_read_back(tmp_path):
     file.write_text(yaml.safe_dump({"mine": machine().model_dump(mode="json")}))
     assert machines_in(file) == {"mine": machine()}
     file.write_text("mine: {memory: 1}")
-    with pytest.raises(ValueError, match="mine: .*flops"):
+    with pytest.raises(ValueError, match=r"mine: .*flops"):
         machines_in(file)
     file.write_text("[1]")
     with pytest.raises(ValueError, match="must hold machines by name"):
