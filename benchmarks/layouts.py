@@ -34,10 +34,10 @@ from lightning_seqpar.layout.param_layout import local_rows  # noqa: E402
 from lightning_seqpar.sizing.calibrate import calibrated  # noqa: E402
 from lightning_seqpar.sizing.machines import Cluster, machines_in  # noqa: E402
 from lightning_seqpar.sizing.search import layout_of  # noqa: E402
-from lightning_seqpar.testing import RankFailedError, run_distributed  # noqa: E402
+from lightning_seqpar.testing import run_distributed  # noqa: E402
 
 RESULTS = HERE / "results"
-SAMPLES, LENGTH, UNCHECKED, TIMED = 8, 256, 16, 3  # no check of a run is due in steps 17 to 31
+SAMPLES, LENGTH, UNCHECKED, TIMED = 4, 256, 16, 3  # no check of a run is due in steps 17 to 31
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 2": {},
     "dp 2, recompute full": {"recompute": "full"},
@@ -50,12 +50,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp 2, 4 micro-batches": {"pp": 2, "accumulate": 4},
 }
 """Of two ranks; each trains the same samples a step."""
+WORDS = 8192
 MODELS = ("gpt2", "llama", "mixtral", "own")
 
 
-def make(kind: str, size: str) -> nn.Module:
-    """A model; ``tiny`` ones warm a process up."""
-    dim, words, blocks = (64, 256, 2) if size == "tiny" else (512, 8192, 4)
+def make(kind: str) -> nn.Module:
+    """A model."""
+    dim, words, blocks = 512, WORDS, 4
     if kind == "own":
         from byte_gpt import ByteGPT
 
@@ -77,10 +78,9 @@ def make(kind: str, size: str) -> nn.Module:
 class Module(L.LightningModule):
     """Next-token training of any of them."""
 
-    def __init__(self, kind: str, size: str) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.model = make(kind, size)
-        self.words = 256 if size == "tiny" else 8192
+        self.model = make(kind)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """The loss of ``[b, s]`` tokens."""
@@ -121,14 +121,14 @@ class Watch(L.Callback):
             self.peak = used(peak=True)
 
 
-def train(kind: str, size: str, strategy: dict[str, Any]) -> dict[str, float]:
+def train(kind: str, strategy: dict[str, Any]) -> dict[str, float]:
     """Train a model on this rank: the seconds of a step, and the peak of one."""
     torch.manual_seed(0)
     accumulate, fields = strategy.get("accumulate", 1), {k: v for k, v in strategy.items() if k != "accumulate"}
     replicas = dist.get_world_size() // (fields.get("tp", 1) * fields.get("cp", 1) * fields.get("pp", 1))
-    steps, watch, module = UNCHECKED + TIMED, Watch(), Module(kind, size)
+    steps, watch, module = UNCHECKED + TIMED, Watch(), Module(kind)
     lengths = [32] * (SAMPLES * UNCHECKED) + [LENGTH] * (SAMPLES * (TIMED + 1))
-    rows = [torch.randint(0, module.words, (length,)) for length in lengths]
+    rows = [torch.randint(0, WORDS, (length,)) for length in lengths]
     trainer = L.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
@@ -146,12 +146,15 @@ def train(kind: str, size: str, strategy: dict[str, Any]) -> dict[str, float]:
     return {"seconds": statistics.median(spans), "peak": float(watch.peak - watch.held + watch.states)}
 
 
-def measured(kind: str, strategy: dict[str, Any]) -> dict[str, float]:
-    """Figures of this rank, in a process that has trained before."""
+def seconds(kind: str, strategy: dict[str, Any]) -> float:
+    """Those of a step on this rank."""
+    return train(kind, strategy)["seconds"]
+
+
+def peak(kind: str, strategy: dict[str, Any]) -> float:
+    """Bytes at once on this rank, which gives back what it frees; so steps take longer."""
     give_back()
-    train(kind, "tiny", strategy)
-    gc.collect()
-    return train(kind, "real", strategy)
+    return train(kind, strategy)["peak"]
 
 
 def predicted(kind: str, strategy: dict[str, Any], cluster: Cluster) -> dict[str, float]:
@@ -162,7 +165,7 @@ def predicted(kind: str, strategy: dict[str, Any], cluster: Cluster) -> dict[str
     replicas = cluster.devices // (config.tp * config.cp * config.pp)
     samples = SAMPLES // replicas // accumulate
     batch = torch.zeros(samples, LENGTH, dtype=torch.int64)
-    one = layout_of(Module(kind, "real"), cluster, config, batch=batch, precision="32-true", micro_batches=accumulate)
+    one = layout_of(Module(kind), cluster, config, batch=batch, precision="32-true", micro_batches=accumulate)
     return {"seconds": one.seconds.total, "peak": float(one.memory.total)}
 
 
@@ -199,17 +202,14 @@ def main() -> None:
         print(calibrated(Path(folder, "machine.yaml")))
         machine = machines_in(Path(folder, "machine.yaml"))["CPU"]
     cluster, found = Cluster(devices=2, machine=machine, name="CPU"), dict[str, Any]()
-    for kind in given.models:
-        rows = found[kind] = dict[str, Any]()
-        for layout in given.layouts:
-            try:
-                ranks = run_distributed(measured, 2, kind, LAYOUTS[layout], timeout=600)
-            except RankFailedError as error:
-                print(f"{kind}, {layout}: {str(error).splitlines()[-1]}")
-                continue
-            was = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
-            rows[layout] = {"measured": was, "predicted": predicted(kind, LAYOUTS[layout], cluster)}
-            print(kind, layout, rows[layout], flush=True)
+    for figure in (seconds, peak):
+        for kind in given.models:
+            for layout in given.layouts:
+                ranks = run_distributed(figure, 2, kind, LAYOUTS[layout], timeout=600)
+                row = found.setdefault(kind, {}).setdefault(layout, {"measured": {}})
+                row["measured"][figure.__name__] = max(ranks)
+                row["predicted"] = row.get("predicted") or predicted(kind, LAYOUTS[layout], cluster)
+                print(kind, layout, row, flush=True)
     pairs = [agreement(rows) for rows in found.values()]
     right, count = sum(one for one, _ in pairs), sum(one for _, one in pairs)
     told = f"Of {count} pairs of layouts of a model whose steps differ by 3 % or more, {right} are in the predicted order."
