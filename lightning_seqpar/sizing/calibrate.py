@@ -15,7 +15,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
-from lightning_seqpar.sizing.machines import presets
+from lightning_seqpar.sizing.machines import Machine, presets
 from lightning_seqpar.verify.ranks import run_distributed
 
 _TYPES = (torch.bfloat16, torch.float32)
@@ -30,18 +30,30 @@ def calibrated(file: Path, name: str | None = None) -> str:
     on_gpu = torch.cuda.is_available()
     name = name or (torch.cuda.get_device_name().replace(" ", "-") if on_gpu else "CPU")
     like = next((one for key, one in presets().items() if on_gpu and key in name), presets()["H100" if on_gpu else "CPU"])
-    cores = len(os.sched_getaffinity(0))
-    count = torch.cuda.device_count() if on_gpu else cores
-    if not on_gpu:
-        torch.set_num_threads(1)
-    device = torch.device("cuda" if on_gpu else "cpu")
+    count = torch.cuda.device_count() if on_gpu else len(os.sched_getaffinity(0))
+    if on_gpu:
+        found = _measured(torch.device("cuda"), like, count)
+    else:  # on all cores at once: they share caches and memory
+        ranks = run_distributed(_measured, min(count, 8), torch.device("cpu"), like, count)
+        found = max(ranks, key=lambda rank: rank["flops"]["float32"])
+    file.write_text(f"# seqpar plan MODEL --fit '{count}x {name}' --machines {file}\n" + yaml.safe_dump({name: found}))
+    told = ", ".join(f"{kind} {found['flops'][kind] / 1e12:.3g} TFLOPS" for kind in ("bfloat16", "float32"))
+    return (
+        f"{file}: {name}: {told}, memory {found['bandwidth'] / 1e9:.3g} GB/s, link {found['in_node'] / 1e9:.3g} GB/s, "
+        f"{found['host'] * 1e6:.2g} µs an operation"
+    )
+
+
+def _measured(device: torch.device, like: Machine, count: int) -> dict[str, Any]:
+    """Fields of a machine; on CPUs of each rank, while the others measure theirs."""
+    on_gpu = device.type == "cuda"
     rates = {str(dtype).removeprefix("torch."): _products(device, dtype) for dtype in _TYPES}
     flops = {kind: max(rate for _, rate in rows) for kind, rows in rates.items()}
     most = rates["bfloat16" if on_gpu else "float32"]
     peak = flops["bfloat16" if on_gpu else "float32"]
     found: dict[str, Any] = {
         **like.model_dump(),
-        "memory": float(torch.cuda.get_device_properties(0).total_memory if on_gpu else _memory() / cores),
+        "memory": float(torch.cuda.get_device_properties(0).total_memory if on_gpu else _memory() / count),
         "flops": {**like.flops, **flops, "float16": flops["bfloat16"]},
         "bandwidth": _bandwidth(device),
         "bandwidth_share": 1.0,
@@ -54,15 +66,10 @@ def calibrated(file: Path, name: str | None = None) -> str:
     if not on_gpu:
         found["flops"]["float64"] = flops["float32"] / 2
         if count > 1:
-            latency, speed = run_distributed(_links, min(count, 8))[0]
+            latency, speed = _links()
             found["in_node"] = found["network"] = speed
             found["latency"] = {"in_node": latency, "network": latency}
-    file.write_text(f"# seqpar plan MODEL --fit '{count}x {name}' --machines {file}\n" + yaml.safe_dump({name: found}))
-    told = ", ".join(f"{kind} {rate / 1e12:.3g} TFLOPS" for kind, rate in flops.items())
-    return (
-        f"{file}: {name}: {told}, memory {found['bandwidth'] / 1e9:.3g} GB/s, link {found['in_node'] / 1e9:.3g} GB/s, "
-        f"{found['host'] * 1e6:.2g} µs an operation"
-    )
+    return found
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, least: float = 0.1) -> float:

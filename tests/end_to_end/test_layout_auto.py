@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy
 from lightning_seqpar.fabric import SeqParallelFabricStrategy
-from lightning_seqpar.sizing.machines import Cluster, Machine, presets
+from lightning_seqpar.sizing.calibrate import calibrated
+from lightning_seqpar.sizing.machines import Cluster, Machine, machines_in, presets
 from lightning_seqpar.strategy import auto_layout
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from tests.helpers.fit import fit, quiet_trainer
@@ -88,6 +89,19 @@ def test_nothing_fits_is_told_on_every_rank():
 def test_a_loop_of_your_own_gives_its_layout():
     with pytest.raises(ValueError, match="layout='auto' in a loop of your own"):
         SeqParallelFabricStrategy(layout="auto")
+
+
+def test_a_machine_is_measured(tmp_path):
+    threads = torch.get_num_threads()
+    told = calibrated(tmp_path / "machine.yaml")
+    assert torch.get_num_threads() == threads
+    found = machines_in(tmp_path / "machine.yaml")["CPU"]
+    assert "TFLOPS" in told
+    assert found.flops["float32"] > 1e9
+    assert found.in_node > 1e6
+    assert found.host < 1e-3
+    assert max(share for _, share in found.efficiency) == pytest.approx(1)
+    assert "measured by seqpar plan --calibrate" in found.sources[0]
 
 
 # ---- predictions beside runs: benchmarks/layouts.py --------------------------------------------------------------------------
