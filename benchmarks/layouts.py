@@ -213,7 +213,8 @@ def main() -> None:
             for layout in given.layouts:
                 ranks = run_distributed(figure, 2, kind, LAYOUTS[layout], timeout=600)
                 row = found.setdefault(kind, {}).setdefault(layout, {"measured": {}})
-                row["measured"][figure.__name__] = max(ranks)
+                before = row["measured"].get(figure.__name__) if figure is seconds else None
+                row["measured"][figure.__name__] = min(filter(None, (before, max(ranks))))  # others use the machine, too
                 print(kind, layout, row, flush=True)
     for kind, rows in found.items():
         for layout, row in rows.items():

@@ -50,10 +50,13 @@ def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> tuple[La
     machines = _cluster(given)
     precision = given.precision or str(target.trainer.get("precision") or "bf16-mixed")
     precision = _SHORT.get(precision, precision)
+    tokens = given.tokens_per_batch
+    if tokens is None:
+        tokens = _own_tokens(target, batch, machines.devices)
     searched = fit_layout(
         target.model,
         machines,
-        tokens_per_batch=given.tokens_per_batch or _own_tokens(target, batch, machines.devices),
+        tokens_per_batch=tokens,
         length=given.length,
         batch=batch,
         optimizer=given.optimizer,

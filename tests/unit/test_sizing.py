@@ -75,7 +75,7 @@ def numbers(size: str, tp: int, blocks: int, ends: int) -> int:
 )
 def test_parameters_of_llama_at_eight_layouts(tracers, size, fields, world, by_hand):
     tracer = tracers[size]
-    if fields.pop("pp_layers", None):
+    if "pp_layers" in fields:
         pp = fields["pp"]
         fields = {**fields, "pp_layers": [SHAPES[size]["num_hidden_layers"] // pp] * pp}
     config = ParallelConfig(**fields)
@@ -202,11 +202,12 @@ def test_peaks_by_hand():
     # DDP has its buckets beside the gradients, or gradients are parts of them.
     assert total({}, replicas=2) == base + 400 + 400 + 200
     assert total({"ddp": {"gradient_as_bucket_view": True}}, replicas=2) == base + 400 + 200
-    # Of 5 rows a rank of 2 has 3: 60 bytes; gathered are table, head and one block, and in the forward the old shards wait.
+    # Of 5 rows a rank of 2 has 3: 60 bytes. The first block's backward: table, head and two blocks are whole, and so are the
+    # gradients of the head, which is in no unit, and of a block; head and last block have left 60 each; 12 kept, 8 at once.
     sharded = 4 * 60 * 3 + 10
-    assert total({"data_parallel": "fsdp"}, replicas=2) == sharded + 240 + (200 + 100) + 22 + 50
-    # With several micro-batches they wait whole.
-    assert total({"data_parallel": "fsdp"}, replicas=2, micro_batches=2) == sharded + 400 + 300 + 72
+    assert total({"data_parallel": "fsdp"}, replicas=2) == sharded + (200 + 200) + (100 + 100) + 120 + 12 + 8
+    # With several micro-batches gradients wait whole.
+    assert total({"data_parallel": "fsdp"}, replicas=2, micro_batches=2) == sharded + 400 + (200 + 200) + 100 + 22 + 8
 
 
 def test_the_first_of_two_stages_keeps_two_micro_batches():
@@ -247,8 +248,8 @@ def test_a_batch_is_repeated_and_cut():
 @pytest.fixture(scope="module")
 def searched():
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096}
-    tight = Cluster(devices=8, machine=machine(memory=60e6, per_node=4), name="")
-    return fit_layout(llama(**shape), tight, length=256, tokens_per_batch=256 * 32)
+    tight = Cluster(devices=4, machine=machine(memory=60e6, per_node=2), name="")
+    return fit_layout(llama(**shape), tight, length=256, tokens_per_batch=256 * 16)
 
 
 def test_a_search_orders_what_fits_and_says_what_does_not(searched):
@@ -260,14 +261,14 @@ def test_a_search_orders_what_fits_and_says_what_does_not(searched):
     for one in [*searched.best, *searched.too_large]:
         assert one.fits == (one.memory.total <= 0.96 * 60e6)
         sizes = one.axes
-        assert sizes["tp"] * sizes["dp"] * sizes["cp"] * sizes["pp"] == 8
-        assert sizes["tp"] <= 4
-        assert one.samples * one.micro_batches * sizes["dp"] == 32
+        assert sizes["tp"] * sizes["dp"] * sizes["cp"] * sizes["pp"] == 4
+        assert sizes["tp"] <= 2
+        assert one.samples * one.micro_batches * sizes["dp"] == 16
         assert one.config.pp == 1 or one.micro_batches >= one.config.pp
         memory = one.memory
         assert min(vars(memory).values()) >= 0
-        assert ParallelConfig.from_omegaconf(one.trainer(4)["strategy"]["init_args"]) == one.config
-        assert one.trainer(4)["devices"] * one.trainer(4)["num_nodes"] == 8
+        assert ParallelConfig.from_omegaconf(one.trainer(2)["strategy"]["init_args"]) == one.config
+        assert one.trainer(2)["devices"] * one.trainer(2)["num_nodes"] == 4
     kinds = {one.config.data_parallel for one in searched.best}
     assert {"fsdp", "hsdp"} & kinds
     nearest = [one.memory.total for one in searched.too_large]
