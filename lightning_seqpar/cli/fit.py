@@ -52,7 +52,7 @@ def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> tuple[La
     precision = _SHORT.get(precision, precision)
     tokens = given.tokens_per_batch
     if tokens is None:
-        tokens = _own_tokens(target, batch, machines.devices)
+        tokens = _tokens_of_file(target, batch, machines.devices)
     searched = fit_layout(
         target.model,
         machines,
@@ -62,7 +62,7 @@ def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> tuple[La
         optimizer=given.optimizer,
         precision=precision,
         config=_fixed(given.overrides),
-        samples=_own_samples(target, batch),
+        samples=_samples_of_file(target, batch),
     )
     searched.notes += target.notes
     lines = [json.dumps(searched.to_dict(given.top), indent=2) if given.json else render_search(searched, given.top)]
@@ -109,14 +109,14 @@ def _fixed(overrides: Sequence[str]) -> dict[str, Any]:
     return dict(fields)
 
 
-def _own_samples(target: TargetModel, batch: Any) -> int | None:
+def _samples_of_file(target: TargetModel, batch: Any) -> int | None:
     """Samples of the first batch, where the file says of no ``batch_size`` that could be changed; None for a free choice."""
     if batch is None or not target.settings or "batch_size" in _data_arguments(target):
         return None
     return next((x.shape[0] for x in tensors_in(batch) if x.ndim), None)
 
 
-def _own_tokens(target: TargetModel, batch: Any, devices: int) -> int | None:
+def _tokens_of_file(target: TargetModel, batch: Any, devices: int) -> int | None:
     """Positions of a step as the YAML file has it now, or with its batch on each device; None without a batch."""
     found = next((x.shape for x in tensors_in(batch) if x.ndim), None)
     if found is None:

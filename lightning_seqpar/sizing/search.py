@@ -23,8 +23,10 @@ RECOMPUTES = ("none", "activations", "selective", "full")
 """From what costs least to what keeps least."""
 
 
-_FEWEST, _ENOUGH = 4096, 16384
-"""Positions of a sequence below which a rank of cp has products too small for a device, and of a micro-batch that fill one."""
+_FEWEST = 4096
+"""Positions of a sequence below which a rank of cp has products too small for a device."""
+_ENOUGH = 16384
+"""Positions of a micro-batch that fill a device."""
 
 
 @dataclass(frozen=True)

@@ -219,6 +219,7 @@ class Describer:
         return out
 
     def run(self) -> Description:
+        """The description."""
         config, copied = self.config, self.shard_copy()
         planned, record, plans = copied.model, copied.record, copied.plans
         replicas = self.topology.get_dim("dp") * config.cp

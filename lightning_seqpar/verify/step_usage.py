@@ -58,7 +58,8 @@ class Segment:
         return replace(self, block=name, gradients=renamed)
 
 
-FRONT, BEHIND = "front", "behind"
+FRONT = "front"
+BEHIND = "behind"
 
 _FREE = frozenset(("detach", "empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "alias", "new_empty_strided"))
 """Operations that move nothing, beside views."""

@@ -142,6 +142,12 @@ class AsksForNumbers(GPT):
         return out if tokens.sum() > -1 else out * 2
 
 
+class AsksForActivations(GPT):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.model(tokens)
+        return out if out.sum() > -1 else out * 2
+
+
 class NoCopy(GPT):
     def __deepcopy__(self, memo: Any) -> Any:
         raise OSError("no copies of this")
@@ -152,9 +158,10 @@ def test_what_does_not_run_without_numbers_is_told_with_its_line():
     (note,) = describe(module, tp=2).notes
     assert "file is a TextIOWrapper, which can't be copied" in note
     module.file.close()
-    (note,) = describe(AsksForNumbers(), tp=2, example=IDS).notes
+    assert describe(AsksForNumbers(), tp=2, example=IDS).notes == []  # ids have numbers
+    (note,) = describe(AsksForActivations(), tp=2, example=IDS).notes
     assert "reads numbers of a tensor (test_describe.py, line" in note
-    assert "if tokens.sum() > -1" in note
+    assert "if out.sum() > -1" in note
     with pytest.raises(ValueError, match=r"NoCopy: it can't be described without a launch: .*no copies of this"):
         describe(NoCopy(), tp=2, example=IDS)
 

@@ -137,9 +137,9 @@ def test_no_module_level_state_and_no_group_fallback(path):
 
 def test_public_names_are_pinned():
     assert sorted(lightning_seqpar.__all__) == [
-        "CheckpointConfig", "Description", "ModelLayout", "ParallelConfig", "ParallelGroups", "ParamLayout", "PlanSpec",
-        "ProcessTopology", "SeqParallelMonitor", "SeqParallelStrategy", "ShardingPlan", "Verification", "describe", "grad_norm",
-        "summoned", "unshard", "verify_parity", "weights_from",
+        "CheckpointConfig", "Description", "LayoutSearch", "ModelLayout", "ParallelConfig", "ParallelGroups", "ParamLayout",
+        "PlanSpec", "PredictedLayout", "ProcessTopology", "SeqParallelMonitor", "SeqParallelStrategy", "ShardingPlan",
+        "Verification", "describe", "fit_layout", "grad_norm", "summoned", "unshard", "verify_parity", "weights_from",
     ]  # fmt: skip
     assert all(hasattr(lightning_seqpar, name) for name in lightning_seqpar.__all__)
     shown = {
