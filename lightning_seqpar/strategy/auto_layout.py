@@ -65,9 +65,9 @@ def _answer(searched: LayoutSearch, given: dict[str, Any]) -> tuple[ParallelConf
     usable = searched.cluster.machine.usable / 2**30
     if not searched.best:
         near = searched.too_large[0] if searched.too_large else None
-        of = "" if near is None else f"; nearest is {near.shown} with {near.memory.total / 2**30:.1f} GiB"
+        of = "" if near is None else f"; nearest is {near.shown} with {near.memory.total / 2**30:.3g} GiB"
         why = "; ".join([*searched.refused.values(), *searched.notes][:2])
-        raise ValueError(f"no layout fits into {usable:.1f} GiB of {searched.cluster.shown}{of}. {why}".strip())
+        raise ValueError(f"no layout fits into {usable:.3g} GiB of {searched.cluster.shown}{of}. {why}".strip())
     best = searched.best[0]
     config = ParallelConfig(**{**given, **best.config.model_dump(exclude_defaults=True), "layout": "given"})
     kept = f", with {', '.join(given)} as you set them" if given else ""
