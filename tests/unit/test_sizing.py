@@ -106,7 +106,7 @@ STAGES = [
     "timeline:timeline",
     "max(now[stage], ended.get(before, 0.0))",
     "now[stage]",
-    case="1-4-0.84",
+    case="4-1-4-0.84",
 )
 @pytest.mark.parametrize(("stages", "chunks", "micro_batches", "seconds"), STAGES, ids=lambda x: str(x))
 def test_a_pipeline_waits_as_long_as_the_formula_says(stages, chunks, micro_batches, seconds):
@@ -178,10 +178,10 @@ def hand_made() -> TracedRank:
     return TracedRank(segments, ["b.0", "b.1"], held, 7, 3, {"b.0": 4, "b.1": 4}, ["b.0", "b.1"])
 
 
-def total(config: dict[str, Any], replicas: int = 1, micro_batches: int = 1, part: StagePart | None = None) -> int:
+def total(config: dict[str, Any], replicas: int = 1, micro_batches: int = 1, moments: int = 2) -> int:
     traced = hand_made()
-    own = part or StagePart(traced.segments, traced.parameters, 1, 0)
-    return peak_memory(traced, own, ParallelConfig(**config), replicas, micro_batches, 2, fused=False).total
+    own = StagePart(traced.segments, traced.parameters, 1, 0)
+    return peak_memory(traced, own, ParallelConfig(**config), replicas, micro_batches, moments, fused=False).total
 
 
 @sees(
@@ -197,6 +197,8 @@ def test_peaks_by_hand():
     assert total({}) == max(base + 400 + 22 + 50, base + 400 + 200)
     # The update is the most here; with gradients of 400 beside.
     assert total({}) == base + 400 + 200
+    # Without moments the forward is, in which the gradients of the step before still are.
+    assert total({}, moments=0) == 400 + 10 + 400 + 22 + 50
     # Accumulated gradients stay in the backward: 52 kept, 20 at once.
     assert total({}, micro_batches=2) == base + 400 + 200
     # DDP has its buckets beside the gradients, or gradients are parts of them.
