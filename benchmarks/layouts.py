@@ -32,7 +32,7 @@ from torch import Tensor, nn  # noqa: E402
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy  # noqa: E402
 from lightning_seqpar.layout.param_layout import local_rows  # noqa: E402
 from lightning_seqpar.sizing.calibrate import calibrated  # noqa: E402
-from lightning_seqpar.sizing.machines import Cluster, machines_in  # noqa: E402
+from lightning_seqpar.sizing.machines import Cluster, Machine, machines_in  # noqa: E402
 from lightning_seqpar.sizing.search import layout_of  # noqa: E402
 from lightning_seqpar.testing import run_distributed  # noqa: E402
 
@@ -169,12 +169,16 @@ def predicted(kind: str, strategy: dict[str, Any], cluster: Cluster) -> dict[str
     return {"seconds": one.seconds.total, "peak": float(one.memory.total)}
 
 
-def agreement(rows: dict[str, dict[str, Any]]) -> tuple[int, int]:
-    """Of all pairs of layouts whose measured seconds differ by 3 % or more, how many are predicted in that order."""
+NOISE = 1.1
+"""By how much the seconds of one layout differ from one run of this benchmark to the next, on two shared cores."""
+
+
+def agreement(rows: dict[str, dict[str, Any]], noise: float = NOISE) -> tuple[int, int]:
+    """Of all pairs of layouts whose measured seconds differ by more than noise, how many are predicted in that order."""
     right = count = 0
     for a, b in combinations([row for row in rows.values() if "seconds" in row["measured"]], 2):
         measured_by = a["measured"]["seconds"] / b["measured"]["seconds"]
-        if not 1 / 1.03 < measured_by < 1.03:
+        if not 1 / noise < measured_by < noise:
             count += 1
             right += (measured_by > 1) == (a["predicted"]["seconds"] > b["predicted"]["seconds"])
     return right, count
@@ -197,14 +201,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
-    parser.add_argument("--figures", nargs="+", default=["seconds", "peak"], choices=["seconds", "peak"])
+    parser.add_argument("--figures", nargs="*", default=["seconds", "peak"], help="of: seconds peak; none predicts alone")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        print(calibrated(Path(folder, "machine.yaml")))
-        machine = machines_in(Path(folder, "machine.yaml"))["CPU"]
+    known = json.loads((RESULTS / "layouts.json").read_text()) if (RESULTS / "layouts.json").exists() else {"found": {}}
+    if "seconds" in given.figures or "machine" not in known:
+        with tempfile.TemporaryDirectory() as folder:
+            print(calibrated(Path(folder, "machine.yaml")))
+            machine = machines_in(Path(folder, "machine.yaml"))["CPU"]
+    else:
+        machine = Machine(**known["machine"])
     cluster, found = Cluster(devices=2, machine=machine, name="CPU"), dict[str, Any]()
-    known = json.loads((RESULTS / "layouts.json").read_text())["found"] if (RESULTS / "layouts.json").exists() else {}
-    for kind, rows in known.items():  # figures of an earlier run that are not measured now
+    for kind, rows in known["found"].items():  # figures of an earlier run that are not measured now
         found[kind] = {layout: {"measured": row["measured"]} for layout, row in rows.items()}
     for figure in (seconds, peak):
         if figure.__name__ not in given.figures:
@@ -219,9 +226,11 @@ def main() -> None:
     for kind, rows in found.items():
         for layout, row in rows.items():
             row["predicted"] = predicted(kind, LAYOUTS[layout], cluster)
-    pairs = [agreement(rows) for rows in found.values()]
-    right, count = sum(one for one, _ in pairs), sum(one for _, one in pairs)
-    told = f"Of {count} pairs of layouts of a model whose steps differ by 3 % or more, {right} are in the predicted order."
+    told = "Seconds of one layout differ by up to 10 % from run to run here."
+    for noise in (NOISE, 1.03):
+        pairs = [agreement(rows, noise) for rows in found.values()]
+        right, count = sum(one for one, _ in pairs), sum(one for _, one in pairs)
+        told += f" Of {count} pairs of layouts that differ by {noise - 1:.0%} or more, {right} are in the predicted order."
     text = f"{table(found)}\n\n{told}"
     print(text)
     if given.models == list(MODELS) and given.layouts == list(LAYOUTS):

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -211,8 +210,6 @@ def dispatch_modes() -> list[Any]:
 
 def kind_of_device(x: Tensor) -> str:
     """The kind of device that a tensor is on; of one without memory, that for which a dispatch mode lets it stand."""
-    if type(x) is not FakeTensor:
-        return x.device.type
     return next((mode.stands_for for mode in dispatch_modes() if hasattr(mode, "stands_for")), x.device.type)
 
 

@@ -215,7 +215,8 @@ class _LogitChunks:
         tokens = max(1, len(self.x))
         self.few = min(tokens, max(1, _FEW // max(1, self.count)))
         # On a CPU what fits into its cache is fastest; elsewhere kernels are few, and as large as memory allows.
-        self.size = chunk or (self.few if kind_of_device(self.x) == "cpu" else tokens)
+        self.on_cpu = (self.x.device.type if type(self.x) is Tensor else kind_of_device(self.x)) == "cpu"
+        self.size = chunk or (self.few if self.on_cpu else tokens)
         self.chunks = [slice(at, at + self.size) for at in range(0, len(self.x) if self.count else 0, self.size)]
 
     def logits(self, some: slice) -> Tensor:
@@ -293,7 +294,7 @@ class _ChunkGrads:
         """Take the gradient ``level * z`` of a chunk's logits, ``[c, count]``, into account; it may lie where it belongs."""
         rows, (of_x, of_head, of_bias) = self._rows, self.grads
         if rows.head is None:
-            if of_x is not None and self._ratio > 1 and kind_of_device(z) == "cpu":  # its kernels cast in copies of their own
+            if of_x is not None and self._ratio > 1 and rows.on_cpu:  # its kernels cast in copies of their own
                 of_x[some, : rows.count] = z.mul_(level)
             elif of_x is not None:
                 torch.mul(z, level, out=of_x[some, : rows.count])

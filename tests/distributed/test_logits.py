@@ -602,7 +602,7 @@ class Kernels(TorchDispatchMode):
         self.bytes -= size
 
 
-@sees("a GPU's logits in chunks of a CPU's cache", "_LogitChunks.__init__", 'kind_of_device(self.x) == "cpu"', "True")
+@sees("a GPU's logits in chunks of a CPU's cache", "_LogitChunks.__init__", "self.few if self.on_cpu else tokens", "self.few")
 @pytest.mark.parametrize(
     ("dtype", "loss", "kernels", "peak"),
     [

@@ -135,5 +135,5 @@ def test_what_was_measured_is_what_is_predicted():
         agreed, pairs = layouts.agreement(rows)
         right, count = right + agreed, count + pairs
     assert {*recorded["found"]} == {*layouts.MODELS}
-    assert count > 100
+    assert count >= 80
     assert right >= 0.9 * count
