@@ -69,7 +69,7 @@ def _bars(axis: Any, layouts: list[PredictedLayout], searched: LayoutSearch) -> 
 
 def _timeline(axis: Any, layout: PredictedLayout) -> None:
     chunks, count = layout.config.virtual_pp or 1, min(layout.micro_batches, _MOST_MICRO_BATCHES)
-    for run in timeline(layout.stage_seconds, chunks, count):
+    for run in timeline(layout.seconds.stages, chunks, count):
         color = "#d1495b" if run.part.is_backward else "#30638e"
         shade = 1.0 - 0.4 * run.part.chunk / chunks
         axis.barh(run.stage, run.end - run.begin, left=run.begin, color=color, alpha=shade, edgecolor="white", linewidth=0.5)

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
 from lightning_seqpar.cli.arguments import console, human, table, text_of
+from lightning_seqpar.config import with_overrides
 from lightning_seqpar.data.batch import tensors_in
 from lightning_seqpar.init.model_source import TargetModel
 from lightning_seqpar.plan.sharding_plan import parse_yaml
@@ -45,8 +47,8 @@ def wants_fit(given: argparse.Namespace) -> bool:
     return given.fit is not None or given.gpus is not None
 
 
-def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> tuple[LayoutSearch, str]:
-    """Runs the search that the arguments ask for; returns it and what is printed of it."""
+def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> str:
+    """Runs the search that the arguments ask for; returns what is printed of it."""
     machines = _cluster(given)
     precision = given.precision or str(target.trainer.get("precision") or "bf16-mixed")
     precision = _SHORT.get(precision, precision)
@@ -78,7 +80,7 @@ def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> tuple[La
         draw_layouts(searched, given.plot, given.top)
         if not given.json:
             lines.append(f"{given.plot}: memory of each stage")
-    return searched, "\n".join(lines)
+    return "\n".join(lines)
 
 
 _SHORT = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true"}
@@ -101,10 +103,6 @@ def _cluster(given: argparse.Namespace) -> Cluster:
 
 def _fixed(overrides: Sequence[str]) -> dict[str, Any]:
     """Fields that hold for every layout: those of the command line; what the YAML's strategy says is searched anew."""
-    from omegaconf import OmegaConf
-
-    from lightning_seqpar.config import with_overrides
-
     fields: Any = OmegaConf.to_container(with_overrides({}, overrides), resolve=True)
     return dict(fields)
 

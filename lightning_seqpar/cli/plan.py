@@ -59,7 +59,7 @@ def print_plan(args: Sequence[str]) -> None:
         if batch is not None:
             batch = made_by_user(lambda: as_steps_take_it(target.model, batch), "the hooks that transfer a batch")
         if wants_fit(given):
-            print(find(given, target, batch)[1].rstrip())  # noqa: T201
+            print(find(given, target, batch).rstrip())  # noqa: T201
             return
         described = describe(
             target.model,

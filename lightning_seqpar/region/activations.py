@@ -119,7 +119,7 @@ class RecomputedNorm:
                 count(x)
             with torch.autograd.graph.saved_tensors_hooks(again.keep, again.take):
                 out = run(x)
-        if type(out) not in (Tensor, type(x)) or out.shape != x.shape:
+        if type(out) not in (Tensor, FakeTensor) or out.shape != x.shape:
             return out
         if out is not x:
             call.note(out)

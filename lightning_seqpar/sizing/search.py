@@ -78,11 +78,6 @@ class PredictedLayout:
             text += f", virtual_pp {self.config.virtual_pp}"
         return text + (f", recompute {self.config.recompute}" if self.config.recompute != "none" else "")
 
-    @property
-    def stage_seconds(self) -> tuple[tuple[float, float], ...]:
-        """Of each stage the seconds of a micro-batch's forward and backward."""
-        return self.seconds.stages
-
     def trainer(self, per_node: int) -> dict[str, Any]:
         """The section ``trainer`` of a YAML file for Lightning's command line."""
         world = math.prod(self.axes.values())
@@ -358,6 +353,8 @@ class _Search:
     def _micro_batches(self, config: ParallelConfig) -> Iterator[PredictedLayout]:
         """A configuration with the micro-batches that divide the batch, as large as they fit."""
         dp = self.cluster.devices // (config.tp * config.cp * config.pp)
+        if config.dp not in ("auto", dp):
+            return
         if self.accumulate is not None:
             self.batch = dp * self.accumulate * (self.samples or 1)
         if self.batch % dp:

@@ -83,7 +83,6 @@ def step_seconds(
     micro_batches: int,
     dtype: str,
     moments: int,
-    fsdp_units: int = 1,
 ) -> StepSeconds:
     """Seconds of a step of so many micro-batches on each replica.
 

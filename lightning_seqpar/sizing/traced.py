@@ -39,7 +39,6 @@ class HeldParameter:
     """A parameter as one rank of tp holds it."""
 
     name: str
-    numel: int
     nbytes: int
     rows: int  # length of its first dim
     trains: bool
@@ -137,7 +136,7 @@ class StepTracer:
                     usage.begin_backward()
                     loss.backward()
                 held = [
-                    HeldParameter(name, p.numel(), p.nbytes, p.shape[0] if p.ndim else 0, p.requires_grad)
+                    HeldParameter(name, p.nbytes, p.shape[0] if p.ndim else 0, p.requires_grad)
                     for name, p in model.named_parameters()
                 ]
                 return TracedRank(

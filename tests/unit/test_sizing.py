@@ -174,7 +174,7 @@ def hand_made() -> TracedRank:
         of(BEHIND, True, 20, -30, ("head",)), of("b.1", True, 8, -10, ("b.1.w",)), of("b.0", True, 8, -10, ("b.0.w",)),
         of(FRONT, True, 4, -2, ("table",)),
     ]  # fmt: skip
-    held = [HeldParameter(name, 25, 100, 5, True) for name in ("table", "b.0.w", "b.1.w", "head")]
+    held = [HeldParameter(name, 100, 5, True) for name in ("table", "b.0.w", "b.1.w", "head")]
     return TracedRank(segments, ["b.0", "b.1"], held, 7, 3, {"b.0": 4, "b.1": 4}, ["b.0", "b.1"])
 
 
@@ -298,6 +298,9 @@ def test_fields_that_are_given_hold_for_every_layout():
     )
     assert {one.config.tp for one in found.best} == {2}
     assert {one.config.pp for one in found.best} == {1}
+    fixed = fit_layout(llama(**shape), "4x A100", length=64, tokens_per_batch=64 * 16, config={"dp": 2}, precision="32-true")
+    assert {one.axes["dp"] for one in fixed.best} == {2}
+    assert {"tp 2 × dp 2", "pp 2 × dp 2"} <= {" × ".join(sorted(one.shown.split(" × "), reverse=True)) for one in fixed.best}
     one = found.best[0]
     again = layout_of(
         llama(**shape),
