@@ -43,6 +43,7 @@ def train(strategy: dict[str, Any], memory: float | None = None) -> dict[str, An
 
 
 @sees("each rank with a layout of its own", "auto_layout:chosen_layout", "if dist.get_rank() == 0:", "if dist.get_rank() > 9:")
+@sees("a chosen layout that nobody takes", "Environment.connect", "self.config = self.strategy.config =", "unused =")
 @pytest.mark.parametrize(
     ("fields", "memory", "wanted"),
     [({}, None, {"dp": 2, "way": "ddp"}), ({"tp": 2, "recompute": "full"}, None, {"tp": 2}), ({}, 300e3, None)],
@@ -67,7 +68,6 @@ def test_all_ranks_take_one_layout(fields, memory, wanted):
         assert (config.tp, config.pp, config.cp, config.data_parallel) == (1, 1, 1, "ddp")
 
 
-@sees("a chosen layout that nobody takes", "Environment.connect", "self.config = self.strategy.config =", "unused =")
 def test_what_is_chosen_trains_as_one_process():
     alone = fit("GPT", {}, strategy=None, global_batch=8)
     auto = run_distributed(fit, 2, "GPT", {}, world=2, strategy={"layout": "auto", "tp": 2}, global_batch=8)[0]
