@@ -19,6 +19,7 @@ from lightning_seqpar.init.model_source import TargetModel
 from lightning_seqpar.plan.sharding_plan import parse_yaml
 from lightning_seqpar.sizing.machines import Cluster, cluster, machines_in, presets, quantity
 from lightning_seqpar.sizing.search import LayoutSearch, PredictedLayout, fit_layout
+from lightning_seqpar.verify.traced_step import checked_precision
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,6 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--network", type=float, metavar="GB/S", help="of a device to other nodes, in one direction")
     group.add_argument("--machines", metavar="FILE", help="YAML file with machines of your own, as --calibrate writes one")
     group.add_argument("--tokens-per-batch", type=int, metavar="N", help="positions of a step (default: a sample a device)")
-    group.add_argument("--precision", help="of the Trainer (default: the YAML's, or bf16-mixed)")
     group.add_argument("--top", type=int, default=5, metavar="N", help="how many layouts are shown (default: 5)")
     group.add_argument("--write", type=Path, metavar="FILE", help="write the fastest layout as a YAML file for seqpar fit")
     group.add_argument("--plot", type=Path, metavar="FILE", help="draw the memory of each stage, and the pipeline's timeline")
@@ -50,8 +50,7 @@ def wants_fit(given: argparse.Namespace) -> bool:
 def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> str:
     """Runs the search that the arguments ask for; returns what is printed of it."""
     machines = _cluster(given)
-    precision = given.precision or str(target.trainer.get("precision") or "bf16-mixed")
-    precision = _SHORT.get(precision, precision)
+    precision = checked_precision(given.precision or target.trainer.get("precision") or "bf16-mixed")
     tokens = given.tokens_per_batch
     if tokens is None:
         tokens = _tokens_of_file(target, batch, machines.devices)
@@ -81,10 +80,6 @@ def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> str:
         if not given.json:
             lines.append(f"{given.plot}: memory of each stage")
     return "\n".join(lines)
-
-
-_SHORT = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true"}
-"""Other names that Lightning takes for precisions."""
 
 
 def _cluster(given: argparse.Namespace) -> Cluster:

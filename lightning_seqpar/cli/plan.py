@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,12 @@ import torch
 
 from lightning_seqpar.cli.arguments import add_model_arguments, config_of, console, human, table, text_of, told
 from lightning_seqpar.cli.fit import add_fit_arguments, find, wants_fit
-from lightning_seqpar.init.model_source import as_steps_take_it, batch_named, load_target, made_by_user
+from lightning_seqpar.config import ParallelConfig, PlanSpec
+from lightning_seqpar.init.model_source import TargetModel, as_steps_take_it, batch_named, load_target, made_by_user
+from lightning_seqpar.plan.sharding_plan import parse_yaml
 from lightning_seqpar.sizing.calibrate import calibrated
+from lightning_seqpar.sizing.machines import Cluster, presets
+from lightning_seqpar.sizing.search import layout_of
 from lightning_seqpar.verify.describe import OPTIMIZERS, Description, describe
 
 
@@ -40,6 +44,7 @@ def print_plan(args: Sequence[str]) -> None:
     parser.add_argument("--length", type=int, help="positions of a sample (default: the model's limit, 2048 at most)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the parameters")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
+    parser.add_argument("--precision", help="of the Trainer (default: the YAML's; with --fit bf16-mixed)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print all of it as JSON")
     form.add_argument("--yaml", action="store_true", help="print the plan alone, to be edited and given back by plan=FILE")
@@ -61,24 +66,43 @@ def print_plan(args: Sequence[str]) -> None:
         if wants_fit(given):
             print(find(given, target, batch).rstrip())  # noqa: T201
             return
+        precision = given.precision or target.trainer.get("precision")
+        config = config_of(given, target.fields)
+        step: dict[str, Any] = {"batch": batch, "length": given.length, "optimizer": given.optimizer, "precision": precision}
         described = describe(
-            target.model,
-            config_of(given, target.fields),
-            world_size=given.world_size or target.world_size,
-            batch=batch,
-            batch_size=given.batch_size,
-            length=given.length,
-            optimizer=given.optimizer,
+            target.model, config, world_size=given.world_size or target.world_size, batch_size=given.batch_size, **step
         )
         described.notes += target.notes
-        if given.json:
-            text = json.dumps(described.to_dict(), indent=2)
-        elif given.out:
+        if given.out:
             given.out.write_text(described.plan)
             text = f"{given.out}: the plan; train with plan={given.out}"
+        elif given.yaml:
+            text = described.plan
         else:
-            text = described.plan if given.yaml else render(described)
+            _add_peak(described, target, config, given.batch_size, step)
+            text = json.dumps(described.to_dict(), indent=2) if given.json else render(described)
     print(text.rstrip())  # noqa: T201
+
+
+def _add_peak(
+    described: Description, target: TargetModel, config: ParallelConfig, samples: int, step: Mapping[str, Any]
+) -> None:
+    """Add the most that a rank holds at once in a step, where one can be traced, to what is told."""
+    if described.activation_bytes is None:
+        return
+    known = presets()["CPU" if target.trainer.get("accelerator") == "cpu" else "H100"]
+    machines = Cluster(devices=described.world_size, machine=known, name="the devices")
+    accumulated = target.trainer.get("accumulate_grad_batches") or 1
+    micro_batches = max(accumulated if isinstance(accumulated, int) else 1, config.pp)
+    planned = config.model_copy(update={"plan": PlanSpec(base="none", **parse_yaml(described.plan))} if config.tp > 1 else {})
+    try:
+        count = samples if step["batch"] is None else None
+        found = layout_of(target.model, machines, planned, micro_batches=micro_batches, samples=count, **step)
+    except ValueError as error:
+        described.notes.append(f"the peak of a step: {error}")
+        return
+    described.peak_bytes = found.memory.total
+    described.notes.append(f"peak: in a step of {micro_batches} micro-batch{'es' * (micro_batches > 1)}, with its update")
 
 
 def render(described: Description, width: int = 100) -> str:
@@ -153,6 +177,7 @@ def _totals(described: Description) -> Any:
         ("gathered", described.gathered_bytes or None, whole),
         ("activations", described.activation_bytes, f"traced, one step of {size}"),
         ("together", described.total_bytes, ""),
+        ("peak", described.peak_bytes, "the most at once in a step"),
     ]
     for number, (name, count) in enumerate(described.sent_bytes.items()):
         remark = f"{name.partition(' ')[0]} of the gradients over the replicas, in buckets"

@@ -232,6 +232,14 @@ def as_steps_take_it(model: nn.Module, batch: Any) -> Any:
     return model._apply_batch_transfer_handler(batch, device=torch.device("cpu"))
 
 
+def first_batch(loads: Any) -> Any:
+    """The first training batch of a data module, which is set up for it, or of a module that has a loader itself."""
+    if isinstance(loads, pl.LightningDataModule):
+        loads.prepare_data()
+        loads.setup("fit")
+    return next(iter(loads.train_dataloader()))
+
+
 def function_named(path: str, what: str) -> Callable[[], Any]:
     """Imports what ``package.module:name`` names; raises ValueError, with the option ``what`` that gave it, if there is none."""
     module, _, name = path.partition(":")
@@ -317,12 +325,7 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
     target.strategy, target.fields = _strategy_of(trainer.get("strategy"), file, foreign)
     if "data" in data or (isinstance(model, pl.LightningModule) and is_overridden("train_dataloader", model)):
         try:
-            loads: Any = model
-            if "data" in data:
-                loads = _instance(pl.LightningDataModule, "data", data["data"])()
-                loads.prepare_data()
-                loads.setup("fit")
-            target.batch = next(iter(loads.train_dataloader()))
+            target.batch = first_batch(_instance(pl.LightningDataModule, "data", data["data"])() if "data" in data else model)
         except Exception as error:  # of the user's data code: noted, since the plan can be shown without a batch
             target.notes.append(
                 f"the first training batch can't be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -341,9 +341,12 @@ class FullySharded:
             self.reset()
 
     def reduce_next(self, reduces: bool) -> None:
-        """Whether the next backward reduces gradients over the replicas; otherwise they wait, with all rows."""
+        """Whether the next backward sums the rows' gradients over the replicas that hold the same rows; otherwise those wait.
+
+        Each backward shares gradients out by rows: whole ones that wait would be as large as the model.
+        """
         self._reduces = reduces
-        self.root.set_requires_gradient_sync(reduces)
+        self.root.set_requires_all_reduce(reduces)
 
     def drop_unused(self, parameters: Sequence[Tensor] | None) -> None:
         """Take away the gradients of those of ``parameters`` (None for all) that no rank has used, and an optimizer leaves alone.

@@ -113,9 +113,7 @@ def peak_memory(
             live, held = now + one.most_growing, grown
         elif emptied and one.is_backward:
             held = sum(sharded(p, shares) for p in trained if p.name in made)
-        elif units is not None and not emptied:  # they wait whole until the last micro-batch
-            held = sum(p.nbytes for p in trained)
-        gathered = 0 if units is None else units.gathered(one, made if emptied else set())
+        gathered = 0 if units is None else units.gathered(one, made)
         if (total := int(base + before + held + gathered + live)) > fullest:
             fullest, moment = total, (gathered, now, held)
         now, grown = now + one.left, grown + one.gradient_bytes

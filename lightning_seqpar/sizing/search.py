@@ -14,10 +14,11 @@ from lightning_seqpar.data.batch import tensors_in
 from lightning_seqpar.sizing.machines import Cluster, cluster
 from lightning_seqpar.sizing.memory import PeakMemory, StagePart, parts_of, peak_memory
 from lightning_seqpar.sizing.step_time import StepSeconds, step_seconds
-from lightning_seqpar.sizing.traced import PRECISIONS, StepTracer
+from lightning_seqpar.sizing.traced import StepTracer
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.describe import OPTIMIZERS
 from lightning_seqpar.verify.guards.before_training import refuse_unsupported
+from lightning_seqpar.verify.traced_step import checked_precision
 
 RECOMPUTES = ("none", "activations", "selective", "full")
 """From what costs least to what keeps least."""
@@ -175,7 +176,7 @@ def fit_layout(
         example: what ``forward`` takes, and
         batch: what ``training_step`` takes, as for ``describe``; their samples are repeated or cut for other micro-batches.
         optimizer: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``.
-        precision: of the Trainer: ``bf16-mixed``, ``bf16-true``, ``32-true``, ``16-mixed`` or ``64-true``.
+        precision: of the Trainer: ``bf16-mixed``, ``bf16-true``, ``16-mixed``, ``16-true``, ``32-true`` or ``64-true``.
         config: fields that are not searched but hold for every layout.
         samples: samples of a micro-batch, if they are given.
         accumulate: micro-batches of a step, if they are given: layouts then have unlike many tokens a step, in micro-batches of
@@ -186,8 +187,7 @@ def fit_layout(
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r} is none of {', '.join(OPTIMIZERS)}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r} is none of {', '.join(PRECISIONS)}")
+    precision = checked_precision(precision)
     for name, value in (("tokens_per_batch", tokens_per_batch), ("length", length), ("samples", samples)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be 1 or more")
@@ -210,9 +210,9 @@ def layout_of(
     example: Any = None,
     batch: Any = None,
     optimizer: str = "adamw",
-    precision: str = "bf16-mixed",
+    precision: str | None = "bf16-mixed",
 ) -> PredictedLayout:
-    """What is predicted of one configuration, with the arguments of :func:`fit_layout`."""
+    """What is predicted of one configuration, with the arguments of :func:`fit_layout`; no precision is the model's own types."""
     asked = cluster(machines) if isinstance(machines, str) else machines
     given = batch if batch is not None else example
     if samples is None:
@@ -236,7 +236,7 @@ class _Search:
     accumulate: int | None = None
 
     def run(self) -> LayoutSearch:
-        out = LayoutSearch(self.cluster, self.tracer.precision)
+        out = LayoutSearch(self.cluster, self.tracer.precision or "")
         self.count_tokens()
         devices = self.cluster.devices
         asked = self.tokens_per_batch or self.length * devices
@@ -380,8 +380,7 @@ class _Search:
         parts: Sequence[StagePart] = parts_of(traced, config, cut)
         fused = self.cluster.kind == "cuda"
         stages = tuple(peak_memory(traced, part, config, replicas, micro_batches, moments, fused) for part in parts)
-        kinds = {"32-true": "float32", "64-true": "float64", "16-mixed": "float16"}
-        dtype = "float8" if config.float8 != "none" else kinds.get(self.tracer.precision, "bfloat16")
+        dtype = "float8" if config.float8 != "none" else self.tracer.product_type
         seconds = step_seconds(parts, config, topology, self.cluster.machine, micro_batches, dtype, moments)
         axes = {axis: topology.get_dim(axis) for axis in topology.axes}
         tokens = self.batch * self.length

@@ -53,7 +53,10 @@ class Links:
 
     def seconds(self, axes: Sequence[str], name: str, given: float) -> float:
         """Seconds of a collective of which a rank gives so many bytes, along axes."""
-        ranks = self.topology.get_comm_list(0, *axes)
+        return self.among(self.topology.get_comm_list(0, *axes), name, given)
+
+    def among(self, ranks: Sequence[int], name: str, given: float) -> float:
+        """Seconds of a collective among ranks."""
         count = len(ranks)
         if count < 2:
             return 0.0
@@ -158,12 +161,15 @@ def _replicas(
         seconds = links.seconds(axes, "all_reduce", gradients)
         return max(seconds - links.machine.overlap.get("dp", 0.0) * computing * 2 / 3, seconds * 0.05)
     held = sum(parameter.nbytes for parameter in part.parameters)
-    inner = axes if shares == links.topology.get_dim("dp") * config.cp else ("dp",)
+    ranks = links.topology.get_comm_list(0, *axes)
+    sharing, same = ranks[:shares], ranks[::shares]
     stays = config.fsdp.get("reshard_after_forward") is False
-    gather = links.seconds(inner, "all_gather", held / shares)
+    gather = links.among(sharing, "all_gather", held / shares)
+    hides = links.machine.overlap.get("dp", 0.0) * computing
     exposed = 0.0
     for phase in (1 / 3, 2 / 3)[: 1 if stays else 2]:  # of the forward and of the backward
-        exposed += max(gather - links.machine.overlap.get("dp", 0.0) * computing * phase, gather * 0.05)
-    reduce = links.seconds(inner, "reduce_scatter", gradients)
-    exposed_sum = max(reduce - links.machine.overlap.get("dp", 0.0) * computing / 3, reduce * 0.05)
-    return exposed * micro_batches + exposed_sum
+        exposed += max(gather - hides * phase, gather * 0.05)
+    reduce = links.among(sharing, "reduce_scatter", gradients)
+    exposed += max(reduce - hides / 3, reduce * 0.05)
+    summed = links.among(same, "all_reduce", gradients / shares)  # in the last micro-batch
+    return exposed * micro_batches + max(summed - hides / 3, summed * 0.05)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,16 +22,7 @@ from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.describe import Describer, configured, without_numbers
 from lightning_seqpar.verify.step_usage import BEHIND, FRONT, Segment, StepUsage
-from lightning_seqpar.verify.traced_step import StepNumbers, TracedStep, why_not_without_numbers
-
-PRECISIONS = {
-    "32-true": (torch.float32, None),
-    "bf16-mixed": (torch.float32, torch.bfloat16),
-    "bf16-true": (torch.bfloat16, None),
-    "16-mixed": (torch.float32, torch.float16),
-    "64-true": (torch.float64, None),
-}
-"""Precisions of a Trainer: the type of the parameters, and that of products where it is another one."""
+from lightning_seqpar.verify.traced_step import PRECISIONS, StepNumbers, TracedStep, cast_in, why_not_without_numbers
 
 
 @dataclass(frozen=True)
@@ -63,14 +54,14 @@ class StepTracer:
 
     Args:
         model: the model, on any device.
-        precision: of the Trainer.
+        precision: of the Trainer; None for the model's own types.
         example: what ``forward`` takes.
         batch: what ``training_step`` takes, in its place.
         length: positions of a sample, where tokens are drawn.
     """
 
     model: nn.Module
-    precision: str = "bf16-mixed"
+    precision: str | None = "bf16-mixed"
     example: Any = None
     batch: Any = None
     length: int | None = None
@@ -85,6 +76,13 @@ class StepTracer:
     def __post_init__(self) -> None:
         with kept_streams():
             self.made = configured(self.model)
+
+    @property
+    def product_type(self) -> str:
+        """In which type matrices are multiplied: ``bfloat16``."""
+        own, products = PRECISIONS.get(self.precision or "", (None, None))
+        found = products or own or next((p.dtype for p in self.made.parameters() if p.is_floating_point()), torch.float32)
+        return str(found).removeprefix("torch.")
 
     def step(self, samples: int) -> TracedStep:
         """The step on so many samples."""
@@ -131,7 +129,7 @@ class StepTracer:
                 usage = StepUsage([*model.parameters(), *model.buffers()], copied.groups)
                 run = [name for name in blocks if name not in passed]
                 with usage.watch(model, run), StepNumbers(self.device), usage:
-                    with self._cast():
+                    with cast_in(self.precision):
                         loss = step.run(model)
                     usage.begin_backward()
                     loss.backward()
@@ -203,13 +201,8 @@ class StepTracer:
     def _describer(self, config: ParallelConfig, samples: int) -> tuple[Describer, FakeTensorMode]:
         topology = ProcessTopology.from_config(config, config.smallest_world)
         step = self.step(samples)
-        dtype, _ = PRECISIONS[self.precision]
-        describer = Describer(self.made, config, topology, self.optimizer, step, dtype=dtype)
+        describer = Describer(self.made, config, topology, self.optimizer, step, precision=self.precision)
         return describer, FakeTensorMode(allow_non_fake_inputs=True)
-
-    def _cast(self) -> AbstractContextManager[Any]:
-        _, dtype = PRECISIONS[self.precision]
-        return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
 
 def _kind(block: nn.Module) -> Any:

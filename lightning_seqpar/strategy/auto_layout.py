@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -13,17 +14,18 @@ from torch.utils.data import DataLoader
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.distributed.host import object_of
 from lightning_seqpar.distributed.rng import kept_streams
-from lightning_seqpar.init.model_source import as_steps_take_it
+from lightning_seqpar.init.model_source import as_steps_take_it, first_batch
 from lightning_seqpar.releases import pl
 from lightning_seqpar.sizing.machines import Cluster, Machine, presets
 from lightning_seqpar.sizing.search import LayoutSearch, fit_layout
-from lightning_seqpar.sizing.traced import PRECISIONS
+from lightning_seqpar.user_input import name_error
+from lightning_seqpar.verify.traced_step import PRECISIONS
 
 
 def chosen_layout(trainer: pl.Trainer, module: pl.LightningModule, config: ParallelConfig, per_node: int) -> ParallelConfig:
     """The fastest layout that fits, of those that leave the fields alone which the user set. Collective.
 
-    The first rank searches, by the first batch of the loader that was given to ``fit``, or by the module's
+    The first rank searches, by the first batch of the loader or the data module that was given to ``fit``, or by the module's
     ``example_input_array``; the others wait for it. Raises ValueError on every rank where nothing fits, or nothing can be traced.
     """
     answer: tuple[ParallelConfig | None, str] = (None, "")
@@ -49,15 +51,18 @@ def _search(
     precision = str(trainer.precision)
     cluster = found_cluster(trainer.strategy.root_device, dist.get_world_size(), per_node)
     with kept_streams():
-        batch = _first_batch(trainer, module)
-    searched = fit_layout(
-        module,
-        cluster,
-        batch=batch,
-        precision=precision if precision in PRECISIONS else "32-true",
-        config=given,
-        accumulate=trainer.accumulate_grad_batches,
-    )
+        batch, why = _first_batch(trainer, module)
+    try:
+        searched = fit_layout(
+            module,
+            cluster,
+            batch=batch,
+            precision=precision if precision in PRECISIONS else "32-true",
+            config=given,
+            accumulate=trainer.accumulate_grad_batches,
+        )
+    except ValueError as error:
+        raise ValueError(f"{error}; {why}" if why else str(error)) from error
     return _answer(searched, given)
 
 
@@ -91,11 +96,29 @@ def found_cluster(device: torch.device, world: int, per_node: int) -> Cluster:
     return Cluster(devices=world, machine=machine, name=key)
 
 
-def _first_batch(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
-    """The first samples of the loader that was given to ``fit``, as one batch; None if there is no such loader."""
-    loader = trainer.fit_loop._data_source.instance
+def _first_batch(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[Any, str]:
+    """The first batch of the data that was given to ``fit``, or None and why there is none.
+
+    Of a loader it is made of the first samples; a data module is copied, since the trainer has still to set it up.
+    """
+    source = trainer.fit_loop._data_source
+    given: Any = source.instance
+    if given is None:
+        return None, ""
+    try:
+        if not source.is_module():
+            batch = _first_samples(given)
+        else:
+            own = isinstance(given, pl.LightningModule)
+            batch = first_batch(given if own else copy.deepcopy(given, {id(trainer): trainer}))
+        return (None, "") if batch is None else (as_steps_take_it(module, batch), "")
+    except Exception as error:  # of the user's code; without a batch an example may do
+        return None, f"the first training batch can't be read: {name_error(error)}"
+
+
+def _first_samples(loader: Any) -> Any:
+    """The first samples of a loader, as one batch; None for one whose samples come in an order of its own."""
     dataset: Any = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or loader.batch_size is None or not hasattr(dataset, "__getitem__"):
         return None
-    count = min(loader.batch_size, len(dataset))
-    return as_steps_take_it(module, loader.collate_fn([dataset[at] for at in range(count)]))
+    return loader.collate_fn([dataset[at] for at in range(min(loader.batch_size, len(dataset)))])

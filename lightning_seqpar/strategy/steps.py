@@ -384,7 +384,7 @@ class Steps:
 
     @contextmanager
     def without_reduction(self, without_ddp: AbstractContextManager[None]) -> Generator[None, None, None]:
-        """A context for micro-batches whose gradients are reduced later; at once where hooks read each backward's."""
+        """A context for micro-batches whose gradients are summed later, where that keeps no more; at once where hooks read them."""
         if self.split is None or self._reads_each_backward():
             with without_ddp:
                 yield

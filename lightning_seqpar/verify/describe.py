@@ -40,7 +40,14 @@ from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.coverage import Coverage, Explanations, cover, starred
 from lightning_seqpar.verify.guards.before_training import describe_bubble
-from lightning_seqpar.verify.traced_step import StepNumbers, TracedStep, why_not_without_numbers
+from lightning_seqpar.verify.traced_step import (
+    StepNumbers,
+    TracedStep,
+    cast_in,
+    checked_precision,
+    dtype_of,
+    why_not_without_numbers,
+)
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}  # how many numbers each keeps as state for a parameter
 
@@ -104,6 +111,7 @@ class Description(RankBytes):
         notes: what could not be found out, and why.
         coverage: how much is sharded of what could be, and why the rest is whole; None at tp 1.
         stages: the stages of a pipeline, in order; none at pp 1.
+        peak_bytes: the most that a rank holds at once in a step; ``seqpar plan`` finds it.
     """
 
     world_size: int
@@ -119,6 +127,7 @@ class Description(RankBytes):
     notes: list[str] = field(default_factory=list)
     coverage: Coverage | None = None
     stages: list[StageRow] = field(default_factory=list)
+    peak_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""
@@ -139,6 +148,7 @@ def describe(
     batch_size: int = 1,
     length: int | None = None,
     optimizer: str = "adamw",
+    precision: str | None = None,
     **fields: Any,
 ) -> Description:
     """Describe what ``config`` makes of ``model``, without GPUs, processes or process groups; the model is not touched.
@@ -155,6 +165,7 @@ def describe(
         batch_size: samples of a micro-batch, on one rank.
         length: positions of a sample; the default is the model's own limit, 2,048 at most.
         optimizer: which one, for the bytes of its state: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``.
+        precision: of the Trainer; the default is one that casts nothing.
         fields: fields of the configuration in the place of ``config``: ``describe(model, tp=2)``.
 
     Raises:
@@ -168,6 +179,7 @@ def describe(
         config = ParallelConfig.from_omegaconf(fields if config is None else config)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+    precision = None if precision is None else checked_precision(precision)
     for name, value in (("batch_size", batch_size), ("length", 1 if length is None else length)):
         if value < 1:
             raise ValueError(f"{name}={value} must be 1 or more")
@@ -179,7 +191,7 @@ def describe(
             made = configured(model)
             step = TracedStep.find(made, example, batch, batch_size, length)
             with FakeTensorMode(allow_non_fake_inputs=True):
-                return Describer(made, config, topology, optimizer, step).run()
+                return Describer(made, config, topology, optimizer, step, precision=precision).run()
     except (ValueError, ImportError):
         raise
     except Exception as error:  # of the model's code, or of torch's where tensors have no numbers
@@ -202,11 +214,11 @@ class Describer:
     split: ReplicaSplit = field(default_factory=ReplicaSplit)
     # Plans that are known already of a model that is described at many configurations.
     found: list[ShardingPlan] | None = None
-    dtype: torch.dtype | None = None  # of the parameters; None for that of the model
+    precision: str | None = None  # of the Trainer; None for the model's own types
 
     def shard_copy(self) -> ShardedCopy:
         """A copy without memory, changed as a rank of the configuration would change the model."""
-        config, planned = self.config, without_numbers(self.model, self.dtype)
+        config, planned = self.config, without_numbers(self.model, dtype_of(self.precision, self.model))
         groups = ParallelGroups.silent(self.topology)
         out = ShardedCopy(planned, groups)
         if config.tp > 1:
@@ -359,7 +371,7 @@ class Describer:
         traffic, saved, split = Traffic(), SavedBytes(exclude=model.parameters()), self.split
         try:
             with StepNumbers(), traffic:
-                with saved:
+                with saved, cast_in(self.precision):
                     loss = self.step.run(model)
                 saved.keep_caches()
                 loss.backward()

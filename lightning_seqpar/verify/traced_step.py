@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,37 @@ from lightning_seqpar.inference.examples import Example, small
 from lightning_seqpar.inference.reduction import Reduction, is_large
 from lightning_seqpar.releases import pl
 from lightning_seqpar.user_input import name_error
+
+PRECISIONS = {
+    "32-true": (torch.float32, None),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "bf16-true": (torch.bfloat16, None),
+    "16-mixed": (torch.float32, torch.float16),
+    "16-true": (torch.float16, None),
+    "64-true": (torch.float64, None),
+}
+"""Precisions of a Trainer: the type of the parameters, and that of products where it is another one."""
+
+
+def checked_precision(given: object) -> str:
+    """A precision by its whole name; raises ValueError for one that a step can't be traced in."""
+    short = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true"}
+    name = short.get(str(given), str(given))
+    if name not in PRECISIONS:
+        raise ValueError(f"precision={given!r} is none of {', '.join(PRECISIONS)}")
+    return name
+
+
+def dtype_of(precision: str | None, model: nn.Module) -> torch.dtype | None:
+    """The type of a model's floating-point parameters in a precision; None for its own, as a Trainer leaves a module's."""
+    dtype, _ = PRECISIONS.get(precision or "", (None, None))
+    return None if dtype == torch.float32 and isinstance(model, pl.LightningModule) else dtype
+
+
+def cast_in(precision: str | None) -> AbstractContextManager[Any]:
+    """A context in which operations on the CPU cast as they do on a device in a precision; in none they do not."""
+    _, dtype = PRECISIONS.get(precision or "", (None, None))
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
 
 @dataclass

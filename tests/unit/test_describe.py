@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -11,12 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+import yaml
+from byte_gpt import ByteLM
 from torch import nn
 
 from lightning_seqpar import ParallelConfig, describe
 from lightning_seqpar.cli.arguments import human
 from lightning_seqpar.cli.main import main
 from lightning_seqpar.cli.plan import render
+from lightning_seqpar.sizing.search import layout_of
 from tests.helpers.families import HuggingFace, build
 from tests.helpers.models import GPT, loader
 from tests.helpers.slices import rest
@@ -306,6 +310,8 @@ def test_a_70b_folder_on_1024_ranks(folder, capsys):
 def test_json_says_all_of_it(folder, capsys):
     data = json.loads(run(capsys, LLAMA, "tp=2", "--json", "--batch-size", "2", "--length", "12"))
     said = describe(build("llama"), ParallelConfig(tp=2), batch_size=2, length=12)
+    peak = layout_of(build("llama"), "2x H100", ParallelConfig(tp=2), samples=2, length=12, precision=None).memory.total
+    said.peak_bytes, said.notes = peak, ["peak: in a step of 1 micro-batch, with its update"]
     assert data == json.loads(json.dumps(said.to_dict()))
     assert data["rows"][3]["tensors"] == [{"name": "weight", "shape": [32, 32], "local_shape": [16, 32]}]
 
@@ -382,6 +388,48 @@ def test_what_is_recomputed_is_said_and_not_counted(tp):
         note = f"recompute {how}: {name} (2 modules) run again in the backward"
         assert note in said[how].notes
         assert note in " ".join(render(said[how], 400).split())
+
+
+@sees("a step that is traced in other types than it runs in", "traced_step:cast_in", "if dtype is None", "if True")
+def test_a_precision_is_that_of_the_step():
+    kinds = (None, "bf16-mixed", "bf16-true", "64-true")
+    whole, mixed, half, double = (describe(build("llama"), tp=2, length=64, precision=one) for one in kinds)
+    assert whole.activation_bytes is not None
+    assert mixed.activation_bytes is not None
+    assert mixed.activation_bytes < 0.9 * whole.activation_bytes
+    assert mixed.parameter_bytes == whole.parameter_bytes == 2 * half.parameter_bytes == double.parameter_bytes // 2
+    with pytest.raises(ValueError, match="precision='bf17' is none of 32-true, bf16-mixed"):
+        describe(build("llama"), tp=2, precision="bf17")
+
+
+def test_a_module_keeps_its_own_types_in_float32():
+    module = ByteLM(dim=32, n_head=4, n_layer=2, context=16).to(torch.bfloat16)
+    said = {one: describe(module, precision=one).parameter_bytes for one in ("bf16-mixed", "32-true", "64-true")}
+    assert said["bf16-mixed"] == said["32-true"] == said["64-true"] // 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "trainer"),
+    [
+        ({"tp": 2, "pp": 2}, {"devices": 4, "accumulate_grad_batches": 4}),
+        ({"data_parallel": "fsdp"}, {"devices": 4, "accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
+        ({"cp": 2, "tp": 2, "data_parallel": "hsdp", "fsdp": {"shard_size": 2}}, {"devices": 8, "precision": "bf16"}),
+    ],
+    ids=["pp", "fsdp", "hsdp"],
+)
+def test_a_whole_yaml_file_is_read(tmp_path, capsys, fields, trainer):
+    data = yaml.safe_load(Path("conf/cli.yaml").read_text())
+    data["trainer"] |= trainer
+    data["trainer"]["strategy"]["init_args"] = fields
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(data))
+    said = json.loads(run(capsys, str(file), "--json"))
+    assert said["world_size"] == trainer["devices"]
+    assert said["input"] == [8, 65]  # the data module's first batch
+    count = trainer.get("accumulate_grad_batches", 1)
+    assert f"peak: in a step of {count} micro-batch{'es' * (count > 1)}, with its update" in said["notes"]
+    held = said["parameter_bytes"] + said["gradient_bytes"] + said["optimizer_bytes"]
+    assert held < said["peak_bytes"] < 40 * held
 
 
 @pytest.mark.parametrize("sizes", [rest({"cp": 2}), {"tp": 2, "cp": 2}, rest({"tp": 2, "cp": 2, "sp": False})], ids=str)

@@ -20,7 +20,7 @@ from lightning_seqpar.init.model_source import load_target
 from lightning_seqpar.sizing.machines import Cluster, Machine, cluster, machines_in, presets, quantity
 from lightning_seqpar.sizing.memory import StagePart, parts_of, peak_memory
 from lightning_seqpar.sizing.search import layout_of
-from lightning_seqpar.sizing.step_time import Links
+from lightning_seqpar.sizing.step_time import Links, step_seconds
 from lightning_seqpar.sizing.timeline import schedule, timeline
 from lightning_seqpar.sizing.traced import HeldParameter, StepTracer, TracedRank, resized
 from lightning_seqpar.topology.grid import ProcessTopology
@@ -153,6 +153,31 @@ def test_seconds_of_collectives():
     assert slow.seconds(("pp",), "send", 1e6) == pytest.approx(2e-5 + 1e6 / 10e9)
 
 
+@sees(
+    "rows summed over nodes in every micro-batch",
+    "step_time:_replicas",
+    "return exposed * micro_batches + max(",
+    "return (exposed + summed) * micro_batches + max(",
+)
+def test_seconds_of_rows_that_replicas_share_out():
+    whole = [HeldParameter("w", 800_000_000, 8, True)]
+    part = StagePart([], whole, 1, 0)
+    topology = ProcessTopology(["pp", "dp", "cp", "tp"], [1, 16, 1, 1])
+
+    def sent(micro_batches: int, **fields: Any) -> float:
+        found = step_seconds([part], ParallelConfig(**fields), topology, machine(), micro_batches, "float32", 0).sent
+        return found["dp"]
+
+    # Two gathers and a sum in each micro-batch, over two nodes with eight links each.
+    assert sent(1, data_parallel="fsdp") == pytest.approx(3 * 800e6 * 15 / 16 / 80e9)
+    assert sent(4, data_parallel="fsdp") == pytest.approx(4 * sent(1, data_parallel="fsdp"))
+    # Inside a node; what eight share out is summed with the other node once a step.
+    inside, between = 3 * 800e6 * 7 / 8 / 100e9, 2 * 100e6 / 2 / 10e9
+    hsdp: dict[str, Any] = {"data_parallel": "hsdp", "fsdp": {"shard_size": 8}}
+    assert sent(1, **hsdp) == pytest.approx(inside + between)
+    assert sent(4, **hsdp) == pytest.approx(4 * inside + between)
+
+
 def test_seconds_of_products():
     one = machine()
     assert one.product_seconds(1e8, 0, "float32", False) == pytest.approx(1e8 / 1e12)
@@ -208,8 +233,8 @@ def test_peaks_by_hand():
     # gradients of the head, which is in no unit, and of a block; head and last block have left 60 each; 12 kept, 8 at once.
     sharded = 4 * 60 * 3 + 10
     assert total({"data_parallel": "fsdp"}, replicas=2) == sharded + (200 + 200) + (100 + 100) + 120 + 12 + 8
-    # With several micro-batches gradients wait whole.
-    assert total({"data_parallel": "fsdp"}, replicas=2, micro_batches=2) == sharded + 400 + (200 + 200) + 100 + 22 + 8
+    # With several micro-batches the rows of all gradients are there from the first one.
+    assert total({"data_parallel": "fsdp"}, replicas=2, micro_batches=2) == sharded + 240 + (200 + 200) + (100 + 100) + 22 + 8
 
 
 def test_the_first_of_two_stages_keeps_two_micro_batches():
