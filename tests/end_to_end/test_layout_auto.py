@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import layouts
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,6 +67,51 @@ def test_all_ranks_take_one_layout(fields, memory, wanted):
         assert "with tp, recompute as you set them" in line
     else:
         assert (config.tp, config.pp, config.cp, config.data_parallel) == (1, 1, 1, "ddp")
+
+
+class Data(L.LightningDataModule):
+    """Data that exists once the trainer has set it up, and says how often that was."""
+
+    def __init__(self, folder: str, breaks: bool = False) -> None:
+        super().__init__()
+        self.folder, self.breaks, self.setups = folder, breaks, 0
+
+    def prepare_data(self) -> None:
+        Path(self.folder, "prepared").touch()
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer.world_size == 2
+        assert Path(self.folder, "prepared").exists()
+        self.setups += 1
+
+    def train_dataloader(self) -> Any:
+        if self.breaks:
+            raise OSError("the disk is away")
+        return loader(8, length=10, count=64)
+
+
+def train_on_data(folder: str, breaks: bool) -> tuple[str, int]:
+    told: list[str] = []
+    auto_layout.rank_zero_info = told.append
+    data, strategy = Data(folder, breaks), SeqParallelStrategy(layout="auto", recompute="full")
+    module, trainer = GPT(), quiet_trainer(devices=2, strategy=strategy, max_steps=2)
+    trainer.fit(module, datamodule=data)
+    return next(line for line in told if "layout auto" in line), data.setups
+
+
+@sees(
+    "the trainer copied with the data",
+    "auto_layout:_first_batch",
+    "copy.deepcopy(given, {id(trainer): trainer})",
+    "copy.deepcopy(given, {id(trainer): None})",
+)
+@sees("the user's data module set up", "auto_layout:_first_batch", "copy.deepcopy(given, {id(trainer): trainer})", "given")
+def test_a_data_module_gives_the_batch(tmp_path):
+    for line, setups in run_distributed(train_on_data, 2, str(tmp_path), False):
+        assert "the fastest of" in line
+        assert setups == 1  # by the trainer; for the search a copy was
+    with pytest.raises(RankFailedError, match=r"the first training batch can't be read: OSError: the disk is away"):
+        run_distributed(train_on_data, 2, str(tmp_path), True)
 
 
 def test_what_is_chosen_trains_as_one_process():
