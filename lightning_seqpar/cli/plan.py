@@ -101,8 +101,7 @@ def _add_peak(
     except ValueError as error:
         described.notes.append(f"the peak of a step: {error}")
         return
-    described.peak_bytes = found.memory.total
-    described.notes.append(f"peak: in a step of {micro_batches} micro-batch{'es' * (micro_batches > 1)}, with its update")
+    described.peak_bytes, described.micro_batches = found.memory.total, micro_batches
 
 
 def render(described: Description, width: int = 100) -> str:
@@ -170,6 +169,7 @@ def _totals(described: Description) -> Any:
     totals = table("per rank", ">", "")
     size = " × ".join(map(str, described.input)) or "the example"
     whole = "whole parameters at once in a step: no unit's, and two units'"
+    step = f"a step of {(count := described.micro_batches)} micro-batch{'es' * (count > 1)} and its update"
     rows = [
         ("parameters", described.parameter_bytes, ""),
         ("gradients", described.gradient_bytes, ""),
@@ -177,7 +177,7 @@ def _totals(described: Description) -> Any:
         ("gathered", described.gathered_bytes or None, whole),
         ("activations", described.activation_bytes, f"traced, one step of {size}"),
         ("together", described.total_bytes, ""),
-        ("peak", described.peak_bytes, "the most at once in a step"),
+        ("peak", described.peak_bytes, f"the most at once, in {step}"),
     ]
     for number, (name, count) in enumerate(described.sent_bytes.items()):
         remark = f"{name.partition(' ')[0]} of the gradients over the replicas, in buckets"

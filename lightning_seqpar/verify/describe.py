@@ -111,7 +111,7 @@ class Description(RankBytes):
         notes: what could not be found out, and why.
         coverage: how much is sharded of what could be, and why the rest is whole; None at tp 1.
         stages: the stages of a pipeline, in order; none at pp 1.
-        peak_bytes: the most that a rank holds at once in a step; ``seqpar plan`` finds it.
+        peak_bytes: the most that a rank holds at once in a step of ``micro_batches``; ``seqpar plan`` finds it.
     """
 
     world_size: int
@@ -128,6 +128,7 @@ class Description(RankBytes):
     coverage: Coverage | None = None
     stages: list[StageRow] = field(default_factory=list)
     peak_bytes: int | None = None
+    micro_batches: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""
