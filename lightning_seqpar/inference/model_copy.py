@@ -57,6 +57,28 @@ def _in_16_bits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return tree_map_only(Tensor, lambda x: x.double() if x.dtype is torch.bfloat16 else x, made)
 
 
+def is_grouped_in_float64(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation is torch's grouped product of experts on float64, which its kernels do not take."""
+    return func is torch.ops.aten._grouped_mm.default and args[0].dtype is torch.float64
+
+
+def grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: None = None, out_dtype: Any = None) -> Tensor:
+    """``torch._grouped_mm`` in plain operations: groups, which end at ``offs``, are rows of ``a``, or columns of ``b``, or both."""
+    if offs is None:
+        return a @ b
+    ends = offs.tolist()
+    groups = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    if a.ndim == b.ndim == 2:
+        return torch.stack([a[:, at] @ b[at] for at in groups])
+    if a.ndim == 2:
+        made, dim, length = [a[at] @ b[number] for number, at in enumerate(groups)], 0, a.shape[0]
+    else:
+        made, dim, length = [a[number] @ b[:, at] for number, at in enumerate(groups)], 1, b.shape[1]
+    shape = list(made[0].shape)
+    shape[dim] = length - ends[-1]  # what is in no group
+    return torch.cat([*made, made[0].new_zeros(shape)], dim)
+
+
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -99,6 +121,8 @@ class Quiet(Watch):
         self._stance.__exit__(*raised)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_grouped_in_float64(func, args):
+            return grouped_product(*args, **kwargs)
         if func.namespace in _OF_TORCH:
             return func(*args, **kwargs)
         args, kwargs = _with(func, args, kwargs, "dropout_p", 0.0)

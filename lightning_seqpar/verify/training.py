@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.autograd import Watch, is_higher_order
 from lightning_seqpar.inference.examples import count_samples, peek_batch, project
-from lightning_seqpar.inference.model_copy import default_dtype, move_weights
+from lightning_seqpar.inference.model_copy import default_dtype, grouped_product, is_grouped_in_float64, move_weights
 from lightning_seqpar.inference.reduction import IDS, holders
 from lightning_seqpar.parallel.grad_sync import global_grad_norm
 from lightning_seqpar.parallel.sharded_model import record_of
@@ -142,9 +142,9 @@ def replica_of(strategy: Any) -> tuple[int, int]:
 
 
 class KeepFloat64(Watch):
-    """A mode in which float64 activations stay so where the model's code casts them: norms and softmaxes of Hugging Face's."""
+    """A mode in which all is float64: what the model's code casts (norms of Hugging Face's), and grouped products of experts."""
 
-    casts = 0  # how many were turned down
+    casts = 0  # how many casts were turned down, and products without a kernel
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if is_higher_order(func):
@@ -158,6 +158,9 @@ class KeepFloat64(Watch):
         ):
             self.casts += 1
             kwargs["dtype"] = torch.float64
+        if is_grouped_in_float64(func, args):
+            self.casts += 1
+            return grouped_product(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -293,10 +296,7 @@ class TrialRecorder(ParityRecorder):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Seed what the step draws by the number of its part, which is the same on both sides."""
         step, part = divmod(batch_idx, self._parts)
-        seed = SEED + 1000 * (step + 2 * trainer.current_epoch) + self.outcome.replica * self._parts + part
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
+        _seed(SEED + 1000 * (step + 2 * trainer.current_epoch) + self.outcome.replica * self._parts + part)
         self._drawn = torch.get_rng_state()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
@@ -450,6 +450,7 @@ def train_on_ranks(given: bytes, same_length: bool, wide: bool) -> tuple[Outcome
 
 def make_batches(trial: Trial, module: pl.LightningModule, replicas: int, *, same_length: bool) -> list[Any]:
     """The three batches of a trial: the first, a shorter one of its samples in another order, and that order at full length."""
+    _seed(SEED)  # what makes a batch may draw it, in each process
     if trial.batch is not None:
         first = trial.batch()
     elif isinstance(module, PlainModule):
@@ -467,6 +468,12 @@ def make_batches(trial: Trial, module: pl.LightningModule, replicas: int, *, sam
         return [first, trial.second(), turned]
     shorter = None if same_length else shorten(turned, trial.unit)
     return [first, turned if shorter is None else shorter, turned]
+
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
 
 
 def _load(module: nn.Module, file: Path, factor: float = 1.0) -> None:

@@ -311,6 +311,16 @@ def test_a_model_of_one_length_that_draws_is_compared_and_both_are_noted():
 
 
 @pytest.mark.more
+def draw_tokens() -> list[Tensor]:
+    return [torch.randint(0, 31, (8, 13))]
+
+
+@sees("verify: batches drawn anew", "training:make_batches", "    _seed(SEED)  #", "    pass  #")
+def test_a_batch_may_be_drawn_each_time_it_is_asked_for():
+    found = verify_parity(GPT, draw_tokens, {"tp": 2}, world_size=2)
+    assert found.verdict.startswith("RIGHT: "), found
+
+
 def test_an_encoder_in_float32():
     found = assert_parity(Encoder, TOKENS, {"tp": 2}, dtype="float32")
     assert not any("weights after" in row.quantity for row in found.rows)
@@ -400,3 +410,19 @@ def test_a_hugging_face_folder_is_shrunk_and_proved(capsys, tmp_path):
     assert told.startswith("RIGHT: tp 4 on 4 ranks")
     assert "note: shrunk: head_dim 128 → 8, hidden_size 1024 → 64" in told
     assert "computed in float64 on both sides" in told
+
+
+@sees(
+    "verify: grouped products in their kernel's types",
+    "training:KeepFloat64.__torch_dispatch__",
+    "if is_grouped_in_float64(func, args):",
+    "if False:",
+)
+@pytest.mark.usefixtures("_from_the_root")
+def test_experts_are_proved_in_float64(capsys, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=64, intermediate_size=64)
+    config.architectures = ["MixtralForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert status_of(str(tmp_path), "tp=2", "--shrink", "--length", "12") == 0
+    assert "limit 1e-09" in capsys.readouterr().out

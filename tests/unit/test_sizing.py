@@ -134,7 +134,7 @@ def machine(**fields: Any) -> Machine:
 
 @sees(
     "bytes between nodes at the speed inside",
-    "Links.seconds",
+    "Links.among",
     "if crosses else machine.in_node",
     "if not crosses else machine.in_node",
 )

@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.init.model_source import shrink
 from lightning_seqpar.verify.parity import Trace, compare, largest_gap
 from lightning_seqpar.verify.training import (
@@ -200,3 +202,39 @@ def test_a_number_that_is_none_differs_from_every_number():
 def test_what_makes_no_trial_is_refused_before_a_process_starts(given, says):
     with pytest.raises(ValueError, match=says):
         verify_parity(**given)
+
+
+GROUPS = torch.tensor([3, 3, 8], dtype=torch.int32)  # one expert has no tokens
+
+
+@sees(
+    "grouped products: groups one row too early", "model_copy:grouped_product", "zip([0, *ends]", "zip([-1, *ends]", case="rows"
+)
+@sees(
+    "the self-check's grouped products in their kernel's types",
+    "Quiet._run",
+    "if is_grouped_in_float64(func, args):",
+    "if False:",
+    case="rows-Quiet",
+)
+@pytest.mark.parametrize("mode", [Quiet, KeepFloat64])
+@pytest.mark.parametrize(
+    ("first", "second", "groups"),
+    [((8, 16), (3, 16, 8), GROUPS), ((3, 8, 16), (16, 8), GROUPS), ((16, 8), (8, 16), GROUPS), ((3, 8, 16), (3, 16, 8), None)],
+    ids=["rows", "columns", "both", "none"],
+)
+def test_grouped_products_are_those_of_the_kernel(mode, first, second, groups):
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(first, generator=generator), torch.randn(second, generator=generator)
+
+    def run(a: Tensor, b: Tensor) -> list[Tensor]:
+        a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
+        out = F.grouped_mm(a, b, offs=groups)
+        return [out.detach(), *torch.autograd.grad(out.sin().sum(), (a, b))]
+
+    expected = run(a, b)
+    with mode():
+        found = run(a.double(), b.double())
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is torch.float64
+        torch.testing.assert_close(one.float(), other, rtol=1e-4, atol=1e-5)
