@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +61,9 @@ def _bars(axis: Any, layouts: list[PredictedLayout], searched: LayoutSearch) -> 
                 axis.bar(place, height, 0.9 * width / stages, bottom=below, color=color, alpha=faint, label=label)
                 below += height
     axis.axhline(searched.cluster.machine.usable / gib, color="black", linewidth=1, linestyle="--", label="of a device")
-    names = [layout.shown.replace(", ", "\n").replace(" × ", "\n× ", 1) for layout in layouts]
-    axis.set_xticks(range(len(layouts)), names, fontsize=8)
+    # Lines are broken between axes, never within "dp 4".
+    kept = [re.sub(r"(?<=×) | (?=\d)", "\N{NO-BREAK SPACE}", layout.shown) for layout in layouts]
+    axis.set_xticks(range(len(layouts)), [textwrap.fill(name, 14) for name in kept], fontsize=8)
     axis.set_ylabel("peak of a rank, GiB")
     axis.set_title(f"{searched.cluster.shown}, {searched.precision}: a bar for each stage; pale ones do not fit", fontsize=10)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
