@@ -35,7 +35,7 @@ SLICE = {
 """Files of the suite by folder, beside the unit tests; of each what ``make test`` runs."""
 OLD_TORCH = (
     "fsdp or compile or seq_part or grids_over_parts or habits_of_training or few_kernels or test_describe or cp2-all or "
-    "feature_table"
+    "feature_table or test_sizing or grouped_products or experts_are_proved"
 )
 OLD_LIBRARIES = (
     "test_huggingface or user_loss or shipped or shrunk or t5-user or lora or no_model or between_files or schema_is_fresh"

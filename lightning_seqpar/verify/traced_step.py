@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
@@ -169,6 +174,8 @@ def why_not_without_numbers(error: Exception) -> str:
     own, torchs = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((own, torchs, "<"))]
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    if isinstance(error, UnsupportedOperatorException) and "c10d" in str(error):
+        return f"torch {torch.__version__} runs no collective without numbers; from 2.9 on it does"
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return f"the model's code reads numbers of a tensor{place}, and here tensors have none"
     return f"a step does not run without numbers: {name_error(error)}{place}"
