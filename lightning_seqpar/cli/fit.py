@@ -14,12 +14,11 @@ from omegaconf import OmegaConf
 
 from lightning_seqpar.cli.arguments import console, human, table, text_of
 from lightning_seqpar.config import with_overrides
-from lightning_seqpar.data.batch import tensors_in
 from lightning_seqpar.init.model_source import TargetModel
 from lightning_seqpar.plan.sharding_plan import parse_yaml
 from lightning_seqpar.sizing.machines import Cluster, cluster, machines_in, presets, quantity
-from lightning_seqpar.sizing.search import LayoutSearch, PredictedLayout, fit_layout
-from lightning_seqpar.verify.traced_step import checked_precision
+from lightning_seqpar.sizing.search import MAKE_LAYOUTS, LayoutSearch, PredictedLayout, fit_layout
+from lightning_seqpar.verify.traced_step import checked_precision, sizes_of
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +49,8 @@ def wants_fit(given: argparse.Namespace) -> bool:
 def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> str:
     """Runs the search that the arguments ask for; returns what is printed of it."""
     machines = _cluster(given)
-    precision = checked_precision(given.precision or target.trainer.get("precision") or "bf16-mixed")
+    own = target.trainer.get("precision") or ("32-true" if target.settings else "bf16-mixed")
+    precision = checked_precision(given.precision or own)
     tokens = given.tokens_per_batch
     if tokens is None:
         tokens = _tokens_of_file(target, batch, machines.devices)
@@ -62,7 +62,7 @@ def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> str:
         batch=batch,
         optimizer=given.optimizer,
         precision=precision,
-        config=_fixed(given.overrides),
+        config=_fixed(given.overrides, target),
         samples=_samples_of_file(target, batch),
     )
     searched.notes += target.notes
@@ -96,9 +96,12 @@ def _cluster(given: argparse.Namespace) -> Cluster:
     return cluster(given.fit if given.fit is not None else str(given.gpus), known, **changes)
 
 
-def _fixed(overrides: Sequence[str]) -> dict[str, Any]:
-    """Fields that hold for every layout: those of the command line; what the YAML's strategy says is searched anew."""
-    fields: Any = OmegaConf.to_container(with_overrides({}, overrides), resolve=True)
+def _fixed(overrides: Sequence[str], target: TargetModel) -> dict[str, Any]:
+    """Fields that hold for every layout: those of the command line, and of the YAML file what makes no layout."""
+    kept = {name: value for name, value in target.fields.items() if name not in MAKE_LAYOUTS}
+    if "fsdp" in kept:
+        kept["fsdp"] = {name: value for name, value in dict(kept["fsdp"] or {}).items() if name != "shard_size"}
+    fields: Any = OmegaConf.to_container(with_overrides(kept, overrides), resolve=True)
     return dict(fields)
 
 
@@ -106,19 +109,18 @@ def _samples_of_file(target: TargetModel, batch: Any) -> int | None:
     """Samples of the first batch, where the file says of no ``batch_size`` that could be changed; None for a free choice."""
     if batch is None or not target.settings or "batch_size" in _data_arguments(target):
         return None
-    return next((x.shape[0] for x in tensors_in(batch) if x.ndim), None)
+    return None if (found := sizes_of(batch)) is None else found[0]
 
 
 def _tokens_of_file(target: TargetModel, batch: Any, devices: int) -> int | None:
     """Positions of a step as the YAML file has it now, or with its batch on each device; None without a batch."""
-    found = next((x.shape for x in tensors_in(batch) if x.ndim), None)
+    found = sizes_of(batch)
     if found is None:
         return None
     inner = math.prod(int(target.fields.get(axis, 1)) for axis in ("tp", "cp", "pp"))
     replicas = devices if target.world_size is None else max(1, target.world_size // inner)
     accumulated = target.trainer.get("accumulate_grad_batches", 1)
-    samples = found[0] * replicas * (accumulated if isinstance(accumulated, int) else 1)
-    return samples * (found[1] if len(found) > 1 else 1)
+    return found[0] * found[1] * replicas * (accumulated if isinstance(accumulated, int) else 1)
 
 
 def _data_arguments(target: TargetModel) -> dict[str, Any]:

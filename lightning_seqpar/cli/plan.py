@@ -18,6 +18,7 @@ from lightning_seqpar.plan.sharding_plan import parse_yaml
 from lightning_seqpar.sizing.calibrate import calibrated
 from lightning_seqpar.sizing.machines import Cluster, presets
 from lightning_seqpar.sizing.search import layout_of
+from lightning_seqpar.sizing.traced import optimizer_of
 from lightning_seqpar.verify.describe import OPTIMIZERS, Description, describe
 
 
@@ -43,8 +44,10 @@ def print_plan(args: Sequence[str]) -> None:
     parser.add_argument("--batch-size", type=int, default=1, help="samples of a micro-batch on one rank")
     parser.add_argument("--length", type=int, help="positions of a sample (default: the model's limit, 2048 at most)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the parameters")
-    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
-    parser.add_argument("--precision", help="of the Trainer (default: the YAML's; with --fit bf16-mixed)")
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="default: what the module configures, or adamw")
+    parser.add_argument(
+        "--precision", help="of the Trainer (default: as the YAML says; with --fit of a model alone bf16-mixed)"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print all of it as JSON")
     form.add_argument("--yaml", action="store_true", help="print the plan alone, to be edited and given back by plan=FILE")
@@ -63,6 +66,7 @@ def print_plan(args: Sequence[str]) -> None:
             batch = made_by_user(batch, f"--batch={given.batch!r}")
         if batch is not None:
             batch = made_by_user(lambda: as_steps_take_it(target.model, batch), "the hooks that transfer a batch")
+        given.optimizer = given.optimizer or optimizer_of(target.model)
         if wants_fit(given):
             print(find(given, target, batch).rstrip())  # noqa: T201
             return
@@ -90,8 +94,8 @@ def _add_peak(
     """Add the most that a rank holds at once in a step, where one can be traced, to what is told."""
     if described.activation_bytes is None:
         return
-    known = presets()["CPU" if target.trainer.get("accelerator") == "cpu" else "H100"]
-    machines = Cluster(devices=described.world_size, machine=known, name="the devices")
+    name = "CPU" if target.trainer.get("accelerator") == "cpu" else "H100"
+    machines = Cluster(devices=described.world_size, machine=presets()[name], name=name)
     accumulated = target.trainer.get("accumulate_grad_batches") or 1
     micro_batches = max(accumulated if isinstance(accumulated, int) else 1, config.pp)
     planned = config.model_copy(update={"plan": PlanSpec(base="none", **parse_yaml(described.plan))} if config.tp > 1 else {})

@@ -140,7 +140,6 @@ class FullySharded:
         self._own_calls()
         self.root.set_reduce_scatter_unused_params(True)  # replicas that use different experts reduce the same tensors
         self._versions = {name: p._version for name, p in self._own.items()}
-        self._reduces, self._waiting = True, False  # whether gradients of an earlier micro-batch wait
         self._used: set[str] = set()  # parameters that have got a gradient since they had none
         changes = changes_since(snapshots)
         self._changes = [change for change in changes if change.own is not change.other or change.added]
@@ -274,10 +273,8 @@ class FullySharded:
     def expect_backward(self, loss: Tensor) -> None:
         """Before a backward: let the root's gradients be reduced at its end, also in the middle of a step."""
         refuse_rows(loss)
-        if not self._waiting:  # a new sum of gradients begins for what was zeroed
-            parameter = self._record.layout.parameter
-            self._used = {name for name in self._used if parameter(name).grad is not None}
-        self._waiting = not self._reduces
+        parameter = self._record.layout.parameter  # a new sum of gradients begins for what was zeroed
+        self._used = {name for name in self._used if parameter(name).grad is not None}
         if loss.requires_grad:
             loss.register_hook(self._state._pre_backward)
 
@@ -331,22 +328,8 @@ class FullySharded:
 
     def reset(self) -> None:
         """Forget a step that raised in its middle."""
-        self._waiting = False
         self.root.reset_iter_state()
         self._record.layout.drop_computed()
-
-    def begin_window(self) -> None:
-        """An accumulation window begins: gradients that wait are of one that was left in its middle, and zeroed by now."""
-        if self._waiting:
-            self.reset()
-
-    def reduce_next(self, reduces: bool) -> None:
-        """Whether the next backward sums the rows' gradients over the replicas that hold the same rows; otherwise those wait.
-
-        Each backward shares gradients out by rows: whole ones that wait would be as large as the model.
-        """
-        self._reduces = reduces
-        self.root.set_requires_all_reduce(reduces)
 
     def drop_unused(self, parameters: Sequence[Tensor] | None) -> None:
         """Take away the gradients of those of ``parameters`` (None for all) that no rank has used, and an optimizer leaves alone.

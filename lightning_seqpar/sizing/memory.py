@@ -100,26 +100,32 @@ def peak_memory(
     views = in_buckets and bool(config.ddp.get("gradient_as_bucket_view"))
     buckets = gradients * (in_buckets and not views)
     base = parameters + optimizer + traced.buffer_bytes + traced.batch_bytes + buckets
-    # Lightning empties the gradients of the last step between the forward and the backward.
-    emptied = micro_batches == 1 and config.pp == 1 and not views
     units = FsdpUnits.of(traced.units, part.parameters, config) if shares > 1 else None
-    before = (part.alive - 1) * (kept_by(part.segments) + part.received) + part.received
-    fullest, moment = base + gradients + update, (0, 0, gradients)
-    made: set[str] = set()  # gradients so far, in the backward
-    now = grown = 0
-    for one in part.segments:
-        live, held = now + one.most, gradients
-        if emptied and one.is_backward and units is None:  # the gradients so far are those of this backward
-            live, held = now + one.most_growing, grown
-        elif emptied and one.is_backward:
-            held = sum(sharded(p, shares) for p in trained if p.name in made)
-        gathered = 0 if units is None else units.gathered(one, made)
-        if (total := int(base + before + held + gathered + live)) > fullest:
-            fullest, moment = total, (gathered, now, held)
-        now, grown = now + one.left, grown + one.gradient_bytes
-        made |= one.gradients
+    alive = min(part.alive, float(micro_batches))
+    # Lightning empties the gradients of the last step between the forward and the backward of the first micro-batch.
+    passes = [(alive, micro_batches == 1 and config.pp == 1 and not views)]
+    if 1 < micro_batches <= alive and not views:  # all forwards of a first stage come before its first backward
+        passes = [(alive, True), (alive - 1, False)]
+    fullest, moment = base + gradients + update, (0, 0.0, gradients)
+    for under_way, emptied in passes:
+        before = (under_way - 1) * (kept_by(part.segments) + part.received) + part.received
+        made: set[str] = set()  # gradients so far, in the backward
+        now = grown = 0
+        for one in part.segments:
+            live, held, gathered = now + one.most, gradients, 0
+            if units is not None:
+                gathered = units.gathered(one, made)
+                live = now + one.most_growing if one.is_backward else live
+                held = sum(sharded(p, shares) for p in trained if p.name in made) if emptied and one.is_backward else held
+            elif emptied and one.is_backward:  # the gradients so far are those of this backward
+                live, held = now + one.most_growing, grown
+            held = 0 if emptied and micro_batches > 1 and not one.is_backward else held
+            if (total := int(base + before + held + gathered + live)) > fullest:
+                fullest, moment = total, (gathered, before + now, held)
+            now, grown = now + one.left, grown + one.gradient_bytes
+            made |= one.gradients
     gathered, kept, held = moment
-    activations = int(before + kept) if fullest > base + gradients + update else 0
+    activations = int(kept)
     at_once = fullest - base - held - gathered - activations
     return PeakMemory(
         parameters + traced.buffer_bytes + traced.batch_bytes, held + buckets, optimizer, gathered, activations, at_once
@@ -161,13 +167,22 @@ class FsdpUnits:
 
         Beside the unit that computes the next one is gathered, and the gradients of the one before are summed.
         """
-        largest = max(self.sizes.values(), default=0)
-        around = segment.block in (FRONT, BEHIND)
-        gathered = self.rest + (sum(self.sizes.values()) if self.stays else largest * (1 if around else 2))
+        order = [*self.sizes]
+        at = next((number for number, name in enumerate(order) if inside(segment.block, name)), None)
+        if segment.block in (FRONT, BEHIND):
+            near = max(self.sizes.values(), default=0)
+        elif at is None:  # units within a block
+            near = 2 * max(self.sizes.values(), default=0)
+        else:
+            beside = order[max(0, at - 1)] if segment.is_backward else order[min(len(order) - 1, at + 1)]
+            near = self.sizes[order[at]] + self.sizes[beside]
+        gathered = self.rest + (sum(self.sizes.values()) if self.stays else near)
         if not segment.is_backward:
             return gathered
         whole = sum(self.nbytes[name] for name in made if not self.unit_of.get(name, ""))
-        return gathered + whole + max(self.gradients.values(), default=0) * (not around)
+        if at is not None and at + 1 < len(order):
+            whole += self.gradients[order[at + 1]]
+        return gathered + whole
 
 
 def sharded(one: HeldParameter, shares: int) -> int:

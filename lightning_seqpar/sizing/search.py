@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.data.batch import tensors_in
 from lightning_seqpar.sizing.machines import Cluster, cluster
 from lightning_seqpar.sizing.memory import PeakMemory, StagePart, parts_of, peak_memory
 from lightning_seqpar.sizing.step_time import StepSeconds, step_seconds
@@ -18,11 +17,16 @@ from lightning_seqpar.sizing.traced import StepTracer
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.describe import OPTIMIZERS
 from lightning_seqpar.verify.guards.before_training import refuse_unsupported
-from lightning_seqpar.verify.traced_step import checked_precision
+from lightning_seqpar.verify.traced_step import checked_precision, sizes_of
 
 RECOMPUTES = ("none", "activations", "selective", "full")
 """From what costs least to what keeps least."""
 
+
+MAKE_LAYOUTS = frozenset(
+    ("layout", "tp", "cp", "cp_method", "pp", "virtual_pp", "pp_layers", "pp_split_rank", "dp", "data_parallel", "recompute")
+)
+"""Fields that say of a layout what a search finds, and those that go with them."""
 
 _FEWEST = 4096
 """Positions of a sequence below which a rank of cp has products too small for a device."""
@@ -195,7 +199,7 @@ def fit_layout(
     fixed = config if isinstance(config, ParallelConfig) else ParallelConfig.from_omegaconf(config or {})
     tracer = StepTracer(model, precision, example, batch, length, optimizer, fixed.fsdp, asked.kind)
     if accumulate is not None and samples is None:
-        samples = next((x.shape[0] for x in tensors_in(batch if batch is not None else example) if x.ndim), 1)
+        samples = (sizes_of(batch if batch is not None else example) or (1, 1))[0]
     return _Search(tracer, asked, fixed, optimizer, tokens_per_batch, samples, accumulate).run()
 
 
@@ -216,7 +220,7 @@ def layout_of(
     asked = cluster(machines) if isinstance(machines, str) else machines
     given = batch if batch is not None else example
     if samples is None:
-        samples = next((x.shape[0] for x in tensors_in(given) if x.ndim), 1)
+        samples = (sizes_of(given) or (1, 1))[0]
     tracer = StepTracer(model, precision, example, batch, length, optimizer, config.fsdp, asked.kind)
     search = _Search(tracer, asked, config, optimizer, None, samples, micro_batches)
     search.count_tokens()
@@ -263,7 +267,9 @@ class _Search:
         out.best = sorted(_distinct(fitting), key=lambda one: -one.tokens_per_second)
         out.too_large = sorted((one for one in found if not one.fits), key=lambda one: one.memory.total)
         if not found:
-            out.notes.append(f"no layout divides {self.batch:,} samples over {devices} devices; change tokens_per_batch")
+            given = [f"{name}={getattr(self.fixed, name)}" for name in ("tp", "cp", "pp", "dp") if self._is_fixed(name)]
+            beside, change = (f" with {', '.join(given)}", "these, or tokens_per_batch") if given else ("", "tokens_per_batch")
+            out.notes.append(f"no layout{beside} divides {self.batch:,} samples over {devices} devices; change {change}")
         return out
 
     def count_tokens(self) -> None:
@@ -319,10 +325,10 @@ class _Search:
             if replicas > self.cluster.machine.per_node > 1 and not self._is_fixed("data_parallel"):
                 ways.append("hsdp")
             rounds = [1, 2] if 1 < pp <= blocks // 2 else [1]
-            if pp > 1 and (why := self._why_uncut(pp, fields)):
-                out.refused[f"pp {pp}"] = why
-                continue
             for virtual in [self.fixed.virtual_pp or 1] if self._is_fixed("virtual_pp") else rounds:
+                if pp > 1 and (why := self._why_uncut(pp, virtual, fields)):
+                    out.refused[f"pp {pp}" + f", virtual_pp {virtual}" * (virtual > 1)] = why
+                    continue
                 for way in [self.fixed.data_parallel] if self._is_fixed("data_parallel") else ways:
                     size = math.gcd(replicas, max(1, self.cluster.machine.per_node // fields["tp"]))
                     if way == "hsdp" and not self._is_fixed("fsdp") and not 1 < size < replicas:
@@ -338,10 +344,12 @@ class _Search:
                         continue
                     yield config
 
-    def _why_uncut(self, pp: int, fields: Mapping[str, Any]) -> str:
-        """Why the model can't be cut into so many stages; empty if it can."""
+    def _why_uncut(self, pp: int, virtual: int, fields: Mapping[str, Any]) -> str:
+        """Why the model can't be cut into so many stages, of so many chunks each; empty if it can."""
         try:
-            self.tracer.cut(self._config({**fields, "pp": pp}), self.samples or 1)
+            self.tracer.cut(
+                self._config({**fields, "pp": pp, "virtual_pp": virtual if virtual > 1 else None}), self.samples or 1
+            )
         except ValueError as error:
             return str(error)
         return ""

@@ -169,7 +169,6 @@ def _replicas(
     exposed = 0.0
     for phase in (1 / 3, 2 / 3)[: 1 if stays else 2]:  # of the forward and of the backward
         exposed += max(gather - hides * phase, gather * 0.05)
-    reduce = links.among(sharing, "reduce_scatter", gradients)
+    reduce = links.among(sharing, "reduce_scatter", gradients) + links.among(same, "all_reduce", gradients / shares)
     exposed += max(reduce - hides / 3, reduce * 0.05)
-    summed = links.among(same, "all_reduce", gradients / shares)  # in the last micro-batch
-    return exposed * micro_batches + max(summed - hides / 3, summed * 0.05)
+    return exposed * micro_batches

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.data.batch import map_tensors, tensors_in
@@ -19,10 +21,35 @@ from lightning_seqpar.inference.pipeline_cut import stacks_of
 from lightning_seqpar.parallel.fsdp_units import listed_blocks, units_among, units_of
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.releases import is_overridden, pl
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.describe import Describer, configured, without_numbers
 from lightning_seqpar.verify.step_usage import BEHIND, FRONT, Segment, StepUsage
-from lightning_seqpar.verify.traced_step import PRECISIONS, StepNumbers, TracedStep, cast_in, why_not_without_numbers
+from lightning_seqpar.verify.traced_step import PRECISIONS, StepNumbers, TracedStep, cast_in, sizes_of, why_not_without_numbers
+
+
+def optimizer_of(model: nn.Module) -> str:
+    """The kind of :data:`OPTIMIZERS` that keeps as much as what a module configures, by a step of it without memory.
+
+    ``adamw`` for a module that configures none without a trainer.
+    """
+    if not isinstance(model, pl.LightningModule) or not is_overridden("configure_optimizers", model):
+        return "adamw"
+    try:
+        with kept_streams(), FakeTensorMode(allow_non_fake_inputs=True):
+            copied: Any = without_numbers(configured(model))
+            copied._trainer = None  # whose data and ranks are not there yet
+            found = [one for one in tree_leaves(copied.configure_optimizers()) if isinstance(one, Optimizer)]
+            trained = [parameter for one in found for group in one.param_groups for parameter in group["params"]]
+            for parameter in trained:
+                parameter.grad = torch.empty_like(parameter)
+            for one in found:
+                one.step()
+            kept = sum(x.nbytes for one in found for state in one.state.values() for x in tensors_in(state))
+            share = kept / sum(parameter.nbytes for parameter in trained)
+    except Exception:  # of the user's code, which may ask for its trainer
+        return "adamw"
+    return "sgd" if share < 0.1 else "sgd-momentum" if share < 1.1 else "adamw"
 
 
 @dataclass(frozen=True)
@@ -249,13 +276,13 @@ def _told(model: nn.Module) -> Iterator[None]:
 
 def resized(given: Any, samples: int) -> Any:
     """A batch or an example with so many samples: tensors whose first dim is the batch's are repeated or cut."""
-    sizes = [x.shape[0] for x in tensors_in(given) if x.ndim]
-    if not sizes or sizes[0] == samples:
+    found = sizes_of(given) or next((x.shape for x in tensors_in(given) if x.ndim), None)
+    if found is None or found[0] == samples:
         return given
 
     def change(x: Tensor) -> Tensor:
-        if not x.ndim or x.shape[0] != sizes[0]:
+        if not x.ndim or x.shape[0] != found[0]:
             return x
-        return x.repeat(-(-samples // sizes[0]), *[1] * (x.ndim - 1))[:samples]
+        return x.repeat(-(-samples // found[0]), *[1] * (x.ndim - 1))[:samples]
 
     return map_tensors(change, given)

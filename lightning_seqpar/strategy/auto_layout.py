@@ -18,6 +18,7 @@ from lightning_seqpar.init.model_source import as_steps_take_it, first_batch
 from lightning_seqpar.releases import pl
 from lightning_seqpar.sizing.machines import Cluster, Machine, presets
 from lightning_seqpar.sizing.search import LayoutSearch, fit_layout
+from lightning_seqpar.sizing.traced import optimizer_of
 from lightning_seqpar.user_input import name_error
 from lightning_seqpar.verify.traced_step import PRECISIONS
 
@@ -57,6 +58,7 @@ def _search(
             module,
             cluster,
             batch=batch,
+            optimizer=optimizer_of(module),
             precision=precision if precision in PRECISIONS else "32-true",
             config=given,
             accumulate=trainer.accumulate_grad_batches,

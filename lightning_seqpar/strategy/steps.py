@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -63,6 +63,9 @@ def made_whole(out: Any) -> Any:
     return map_tensors(lambda x: whole_logits(whole_of(x)), out)
 
 
+_AT_BEGIN = "Switch requires_grad in on_train_batch_start where batch_idx % accumulate_grad_batches == 0"
+
+
 class Steps:
     """Runs steps and updates, in every loop."""
 
@@ -78,6 +81,8 @@ class Steps:
         self._counts: dict[int, int] = {}  # of an optimizer's parameters
         self._comparisons: OneStepLate[Comparison] = OneStepLate()
         self._flushed = self._has_backward = False
+        self._of_window: list[nn.Parameter] = []  # parameters, where an accumulation window of stages began, and
+        self._trained: list[bool] = []  # which of them trained
         self._optimizing: Optimizer | None = None
         self._watching = ExitStack()
         # Optimizers with a hook on steps that bypass the strategy.
@@ -212,8 +217,8 @@ class Steps:
             self._record.versions.clear()
         if (ddp := self._env.ddp) is not None:
             self._follow_training_parameters(ddp)
-        if self.split is not None and self._env.automatic and self._env.begins_window:
-            self.split.begin_window()
+        if self.stages.stage is not None and self._env.automatic:
+            self._check_window()
         return self._unwatched(self.run_user_step, "training", step, *args, **kwargs)
 
     def _thawed(self) -> bool:
@@ -235,11 +240,22 @@ class Steps:
             raise RuntimeError(
                 f"a parameter {'froze' if lost else 'began to train'} between batches whose gradients are accumulated "
                 f"(accumulate_grad_batches={self._env.trainer.accumulate_grad_batches}): each replica (dp > 1) holds parts of "
-                "gradients that would not be summed any more. Switch requires_grad in on_train_batch_start where "
-                "batch_idx % accumulate_grad_batches == 0"
+                f"gradients that would not be summed any more. {_AT_BEGIN}"
             )
         if thawed or frozen:
             self.wrap_ddp()
+
+    def _check_window(self) -> None:
+        """Raise RuntimeError if parameters froze or thawed within a window, of which a stage runs backwards later than the step."""
+        if self._env.begins_window:
+            self._of_window = list(self._env.module.parameters())
+            self._trained = [parameter.requires_grad for parameter in self._of_window]
+        elif self._trained != [parameter.requires_grad for parameter in self._of_window]:
+            raise RuntimeError(
+                "a parameter froze or began to train between batches whose gradients are accumulated "
+                f"(accumulate_grad_batches={self._env.trainer.accumulate_grad_batches}): a pipeline's stage runs the backward of a "
+                f"batch when later ones have begun, and would leave its gradient out. {_AT_BEGIN}"
+            )
 
     def _waits(self, ddp: DistributedDataParallel) -> bool:
         """Whether DDP waits for the gradients of all parameters that it was made with."""
@@ -381,19 +397,6 @@ class Steps:
     def shards(self) -> int:
         """Over how many ranks parameters are divided."""
         return self._env.config.tp * (self._env.groups.size("fsdp_shard") if self.split is not None else 1)
-
-    @contextmanager
-    def without_reduction(self, without_ddp: AbstractContextManager[None]) -> Generator[None, None, None]:
-        """A context for micro-batches whose gradients are summed later, where that keeps no more; at once where hooks read them."""
-        if self.split is None or self._reads_each_backward():
-            with without_ddp:
-                yield
-            return
-        self.split.reduce_next(False)
-        try:
-            yield
-        finally:
-            self.split.reduce_next(True)
 
     def _refuse_unknown(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         record = self._record

@@ -7,7 +7,7 @@ import inspect
 import textwrap
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -340,10 +340,6 @@ class SeqParallelStrategy(OnReplicas, pl.strategies.ParallelStrategy):
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward."""
         return self.steps.backward(super().backward, closure_loss, *args, **kwargs)
-
-    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """A context manager for micro-batches whose gradients are not reduced over the replicas yet."""
-        return self.steps.without_reduction(super().block_backward_sync())
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the optimizer's step; the partial gradients are summed right after the user's closure."""

@@ -329,6 +329,8 @@ class ParityRecorder(pl.callbacks.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the batch's loss; those of stages where the accumulation window ends, and all are computed."""
+        if outputs is None or (isinstance(outputs, dict) and "loss" not in outputs):
+            return  # a step that skips
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         values = own_whole(loss).double().view(1) * trainer.accumulate_grad_batches
         record = record_of(pl_module)

@@ -76,14 +76,14 @@ class TracedStep:
         """The step for what the user passed; else for tokens, if the model is one of Hugging Face's; else for its example."""
         if batch is not None and isinstance(model, pl.LightningModule):
             batch = _on_cpu(batch)
-            return cls(Example.of_step("the batch", model, "training_step", batch), _sizes(batch))
+            return cls(Example.of_step("the batch", model, "training_step", batch), sizes_of(batch))
         if example is None and batch is None:
             for path, part in model.named_modules():
                 if tokens := draw_tokens(part, batch_size, length, longest=2048):
-                    return cls(Example.of_forward("the example", tokens, path=path), _sizes(tokens))
+                    return cls(Example.of_forward("the example", tokens, path=path), sizes_of(tokens))
             example = getattr(model, "example_input_array", None)
         given = _on_cpu(batch if example is None else example)
-        return cls(None) if given is None else cls(Example.of_forward("the example", given), _sizes(given))
+        return cls(None) if given is None else cls(Example.of_forward("the example", given), sizes_of(given))
 
     def run(self, model: nn.Module) -> Tensor:
         """Run it: the loss, or the sum of all outputs that have a gradient."""
@@ -194,10 +194,16 @@ def _on_cpu(given: Any) -> Any:
     return map_tensors(lambda x: torch.zeros_like(x, device="cpu") if x.is_meta else x.detach().cpu(), given)
 
 
-def _sizes(inputs: Any) -> tuple[int, int] | None:
-    """Batch and length: the first two sizes of the first tensor that has two dims or more."""
-    shapes = (tuple(tensor.shape) for tensor in tensors_in(inputs) if tensor.ndim >= 2)
-    return next(((batch, length) for batch, length, *_ in shapes), None)
+def sizes_of(inputs: Any) -> tuple[int, int] | None:
+    """Samples and positions ``(b, s)`` of ids ``[b, s]`` or features ``[b, s, h]``, else of the first tensor of two dims or more.
+
+    Of images ``[b, c, h, w]``, and of numbers ``[b, features]``, a sample is one position.
+    """
+    found = [tensor for tensor in tensors_in(inputs) if tensor.ndim >= 2]
+    sequences = [x for x in found if x.ndim == 3 or (x.ndim == 2 and not x.is_floating_point())]
+    if sequences:
+        return sequences[0].shape[0], sequences[0].shape[1]
+    return (found[0].shape[0], 1) if found else None
 
 
 def draw_tokens(model: nn.Module, samples: int, length: int | None, longest: int) -> dict[str, Tensor]:
