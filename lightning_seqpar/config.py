@@ -87,6 +87,7 @@ class FrozenModel(BaseModel):
 
     # The rules below show the value themselves.
     model_config = ConfigDict(
+        ser_json_timedelta="float",
         frozen=True,
         extra="forbid",
         validate_default=True,
@@ -505,9 +506,7 @@ class ParallelConfig(FrozenModel):
 
     def to_yaml(self) -> str:
         """The configuration as YAML that :meth:`from_yaml` reads back."""
-        data = self.model_dump(mode="json")
-        data["timeout"] = self.timeout.total_seconds()
-        return yaml.safe_dump(data, sort_keys=False)
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def peak_memory(
         for one in part.segments:
             live, held, gathered = now + one.most, gradients, 0
             if units is not None:
-                gathered = units.gathered(one, made)
+                gathered = units.gathered(one, made, 0 if emptied else shares)
                 live = now + one.most_growing if one.is_backward else live
                 held = sum(sharded(p, shares) for p in trained if p.name in made) if emptied and one.is_backward else held
             elif emptied and one.is_backward:  # the gradients so far are those of this backward
@@ -162,10 +162,11 @@ class FsdpUnits:
         stays = config.fsdp.get("reshard_after_forward") is False
         return cls(sizes, gradients, unit_of, rest, {one.name: one.nbytes for one in known}, stays)
 
-    def gathered(self, segment: Segment, made: set[str]) -> int:
+    def gathered(self, segment: Segment, made: set[str], adds: int) -> int:
         """Bytes of whole parameters in a segment, and of whole gradients that are not shared out yet.
 
-        Beside the unit that computes the next one is gathered, and the gradients of the one before are summed.
+        Beside the unit that computes the next one is gathered, and the gradients of the one before are summed; where earlier
+        micro-batches have left gradients, its rows (of ``adds`` shares) are new for a moment.
         """
         order = [*self.sizes]
         at = next((number for number, name in enumerate(order) if inside(segment.block, name)), None)
@@ -181,7 +182,8 @@ class FsdpUnits:
             return gathered
         whole = sum(self.nbytes[name] for name in made if not self.unit_of.get(name, ""))
         if at is not None and at + 1 < len(order):
-            whole += self.gradients[order[at + 1]]
+            summed = self.gradients[order[at + 1]]
+            whole += summed + (summed // adds if adds else 0)
         return gathered + whole
 
 

@@ -7,11 +7,13 @@ from collections import Counter
 from itertools import pairwise
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import transformers
 import yaml
-from torch import nn
+from byte_gpt import ByteLM
+from torch import Tensor, nn
 
 from lightning_seqpar import ParallelConfig, fit_layout
 from lightning_seqpar.cli.fit import render_search
@@ -22,9 +24,10 @@ from lightning_seqpar.sizing.memory import StagePart, parts_of, peak_memory
 from lightning_seqpar.sizing.search import layout_of
 from lightning_seqpar.sizing.step_time import Links, step_seconds
 from lightning_seqpar.sizing.timeline import schedule, timeline
-from lightning_seqpar.sizing.traced import HeldParameter, StepTracer, TracedRank, resized
+from lightning_seqpar.sizing.traced import HeldParameter, StepTracer, TracedRank, optimizer_of, resized
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.step_usage import BEHIND, FRONT, Segment
+from lightning_seqpar.verify.traced_step import sizes_of
 from tests.mutants import sees
 
 GIB = 2**30
@@ -233,8 +236,11 @@ def test_peaks_by_hand():
     # gradients of the head, which is in no unit, and of the last block; both have left 60; 12 kept, 8 and own gradients at once.
     sharded = 4 * 60 * 3 + 10
     assert total({"data_parallel": "fsdp"}, replicas=2) == sharded + (200 + 200) + (100 + 100) + 120 + 12 + 108
-    # With several micro-batches the rows of all gradients are there from the first one.
-    assert total({"data_parallel": "fsdp"}, replicas=2, micro_batches=2) == sharded + 240 + (200 + 200) + (100 + 100) + 12 + 108
+    # With several micro-batches the rows of all gradients are there from the first one, and those of a block are new beside them.
+    assert (
+        total({"data_parallel": "fsdp"}, replicas=2, micro_batches=2)
+        == sharded + 240 + (200 + 200) + (100 + 100) + 50 + 12 + 108
+    )
 
 
 def test_the_first_of_two_stages_keeps_two_micro_batches():
@@ -427,6 +433,121 @@ def test_the_command_writes_a_file_that_trains_and_a_picture(tmp_path, capsys, m
     again = load_target(str(tmp_path / "run.yaml"))
     assert again.fields == {"pp": 2}
     assert again.world_size == 2
+
+
+class Numbered(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, at: int) -> dict[str, Tensor]:
+        return {"index": torch.tensor(at), "ids": torch.zeros(64, dtype=torch.int64)}
+
+
+class NumberedData(L.LightningDataModule):
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(Numbered(), batch_size=self.batch_size)
+
+
+class OfNumbered(ByteLM):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch["ids"], batch_idx)
+
+
+@sees(
+    "fields of the file's strategy lost in the search",
+    "fit:_fixed",
+    "with_overrides(kept, overrides)",
+    "with_overrides({}, overrides)",
+)
+def test_a_file_keeps_its_batch_and_the_fields_that_make_no_layout(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = {"timeout": 77.0, "checkpoint": {"format": "sharded"}, "self_check": False}
+    run = {
+        "model": {"class_path": f"{__name__}.OfNumbered", "init_args": {"dim": 64, "n_head": 4, "n_layer": 2, "context": 64}},
+        "data": {"class_path": f"{__name__}.NumberedData", "init_args": {"batch_size": 4}},
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 2,
+            "accumulate_grad_batches": 2,
+            "strategy": {"class_path": "lightning_seqpar.SeqParallelStrategy", "init_args": {"tp": 2, "recompute": "full", **kept}},
+        },
+    }  # fmt: skip
+    (tmp_path / "given.yaml").write_text(yaml.safe_dump(run))
+    main(["plan", "given.yaml", "--fit", "2x CPU", "--write", "run.yaml"])
+    assert "no whole number" not in capsys.readouterr().out
+    written = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    made = written["trainer"]["strategy"]["init_args"]
+    assert made.items() >= kept.items()
+    assert written["trainer"]["precision"] == "32-true"  # as Lightning takes it where the file says nothing
+    config = ParallelConfig(**made)
+    replicas = 2 // (config.tp * config.pp)
+    assert written["data"]["init_args"]["batch_size"] * written["trainer"]["accumulate_grad_batches"] * replicas == 8
+
+
+@sees(
+    "channels of images taken for positions",
+    "traced_step:sizes_of",
+    "if x.ndim == 3 or (x.ndim == 2 and not x.is_floating_point())]",
+    "]",
+    case="images",
+)
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ({"index": torch.zeros(4), "ids": torch.zeros(4, 9, dtype=torch.int64)}, (4, 9)),
+        ((torch.zeros(3, dtype=torch.int64), torch.zeros(3, 16, 8)), (3, 16)),
+        ((torch.zeros(2, 3, 32, 32), torch.zeros(2)), (2, 1)),
+        ((torch.zeros(5, 7), torch.zeros(5)), (5, 1)),
+        (torch.zeros(5), None),
+    ],
+    ids=["ids", "features", "images", "numbers", "none"],
+)
+def test_samples_and_positions(given, sizes):
+    assert sizes_of(given) == sizes
+
+
+class Plain(ByteLM):
+    optimizers_made: Any = staticmethod(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizers_made(self.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda ps: torch.optim.SGD(ps, lr=0.1), "sgd"),
+        (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), "sgd-momentum"),
+        (lambda ps: torch.optim.Adam(ps), "adamw"),
+        (lambda ps: nobody_knows, "adamw"),  # noqa: F821
+    ],
+    ids=["sgd", "momentum", "adam", "raises"],
+)
+def test_the_optimizer_is_the_module_s_own(make, kind):
+    module = Plain(dim=32, n_head=4, n_layer=2, context=16)
+    module.optimizers_made = make
+    assert optimizer_of(module) == kind
+    assert optimizer_of(nn.Linear(2, 2)) == "adamw"
+
+
+def test_stacks_without_chunks_have_stages(tmp_path):
+    shape = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 4, "num_heads": 4, "vocab_size": 256}
+    shape |= {"decoder_start_token_id": 0}
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**shape))
+    found = fit_layout(model, "4x CPU", length=32, precision="32-true")
+    assert {"dp 4", "dp 2 × tp 2", "pp 2 × tp 2"} <= {one.shown for one in found.best}
+    assert any("virtual_pp 2" in name and "several stacks" in why for name, why in found.refused.items())
+
+
+def test_what_no_batch_can_divide_is_not_asked_of_the_batch():
+    found = fit_layout(llama(num_hidden_layers=2, hidden_size=64, intermediate_size=96), "8x H100", length=32, config={"tp": 3})
+    assert found.notes == ["no layout with tp=3 divides 8 samples over 8 devices; change these, or tokens_per_batch"]
 
 
 def test_a_file_of_machines_is_read_back(tmp_path):
