@@ -60,12 +60,15 @@ def _bars(axis: Any, layouts: list[PredictedLayout], searched: LayoutSearch) -> 
                 faint = 1.0 if layout.fits else 0.45
                 axis.bar(place, height, 0.9 * width / stages, bottom=below, color=color, alpha=faint, label=label)
                 below += height
-    axis.axhline(searched.cluster.machine.usable / gib, color="black", linewidth=1, linestyle="--", label="of a device")
+    usable, tallest = searched.cluster.machine.usable / gib, max(layout.memory.total for layout in layouts) / gib
+    if usable < 4 * tallest:  # else bars would be flat
+        axis.axhline(usable, color="black", linewidth=1, linestyle="--", label="of a device")
     # Lines are broken between axes, never within "dp 4".
     kept = [re.sub(r"(?<=×) | (?=\d)", "\N{NO-BREAK SPACE}", layout.shown) for layout in layouts]
     axis.set_xticks(range(len(layouts)), [textwrap.fill(name, 14) for name in kept], fontsize=8)
     axis.set_ylabel("peak of a rank, GiB")
-    axis.set_title(f"{searched.cluster.shown}, {searched.precision}: a bar for each stage; pale ones do not fit", fontsize=10)
+    title = f"{searched.cluster.shown} with {usable:.3g} GiB, {searched.precision}: a bar for each stage; pale ones do not fit"
+    axis.set_title(title, fontsize=10)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ def wants_fit(given: argparse.Namespace) -> bool:
     return given.fit is not None or given.gpus is not None
 
 
-def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> str:
-    """Runs the search that the arguments ask for; returns what is printed of it."""
+def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> Iterator[str]:
+    """Runs the search that the arguments ask for; gives what is printed of it, piece by piece."""
     machines = _cluster(given)
     own = target.trainer.get("precision") or ("32-true" if target.settings else "bf16-mixed")
     precision = checked_precision(given.precision or own)
@@ -65,21 +65,27 @@ def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> str:
         config=_fixed(given.overrides, target),
         samples=_samples_of_file(target, batch),
     )
-    searched.notes += target.notes
-    lines = [json.dumps(searched.to_dict(given.top), indent=2) if given.json else render_search(searched, given.top)]
-    if given.write:
-        if not searched.best:
-            raise ValueError(f"--write {given.write}: no layout fits, so nothing is written")
-        write_layout(given.write, searched.best[0], target, machines, precision)
-        if not given.json:
-            lines.append(f"\n{given.write}: the first layout; {_how_to_train(given.write, target)}")
+    searched.notes += [*_not_kept(given.overrides, target), *target.notes]
+    yield json.dumps(searched.to_dict(given.top), indent=2) if given.json else render_search(searched, given.top)
     if given.plot:
         from lightning_seqpar.cli.drawing import draw_layouts
 
         draw_layouts(searched, given.plot, given.top)
         if not given.json:
-            lines.append(f"{given.plot}: memory of each stage")
-    return "\n".join(lines)
+            yield f"{given.plot}: memory of each stage"
+    if given.write:
+        if not searched.best:
+            raise ValueError(f"--write {given.write}: no layout fits, so nothing is written")
+        write_layout(given.write, searched.best[0], target, machines, precision)
+        if not given.json:
+            yield f"{given.write}: the first layout; {_how_to_train(given.write, target, searched.best[0])}"
+
+
+def _not_kept(overrides: Sequence[str], target: TargetModel) -> list[str]:
+    """A note on fields of the file that are found anew."""
+    said = {one.partition("=")[0].lstrip("+") for one in overrides}
+    found = [f"{name}={value}" for name, value in target.fields.items() if name in MAKE_LAYOUTS and name not in said]
+    return [f"found anew, whatever the file says: {', '.join(found)}; write it behind the file to keep it"] if found else []
 
 
 def _cluster(given: argparse.Namespace) -> Cluster:
@@ -133,8 +139,8 @@ def render_search(searched: LayoutSearch, most: int, width: int = 120) -> str:
     """Renders the best layouts as a table, then those that are nearest to fitting, and notes."""
     shown = console(width)
     usable = human(searched.cluster.machine.usable)
-    shown.print(f"{searched.cluster.shown}, {searched.precision}, {usable} of each device for tensors\n")
-    best = table(">", "layout", ">micro-batch", ">accumulate", ">peak", ">s a step", ">tokens/s", "limited by")
+    shown.print(f"{searched.cluster.shown}, {usable} of each for tensors; {searched.step}, {searched.precision}\n")
+    best = table(">", "layout", ">samples", ">micro-batches", ">peak", ">s a step", ">tokens/s", "limited by")
     for number, one in enumerate(searched.best[:most], 1):
         seconds = one.seconds.total
         best.add_row(
@@ -150,14 +156,15 @@ def render_search(searched: LayoutSearch, most: int, width: int = 120) -> str:
     shown.print(best if searched.best else "no layout fits\n")
     if searched.too_large:
         shown.print("\ndo not fit:" if searched.best else "nearest to it:")
-        large = table("layout", ">micro-batch", ">peak", ">too much by", "most of it")
+        large = table("layout", ">samples", ">peak", ">too much by", "most of it")
         for one in _unlike(searched.too_large, 3):
             memory = one.memory
             kinds = ("parameters", "gradients", "optimizer", "gathered", "activations", "at_once")
             most_of = max(kinds, key=lambda kind: getattr(memory, kind)).replace("at_once", "what lives for a moment")
             large.add_row(one.shown, str(one.samples), human(memory.total), human(memory.total - one.usable), most_of)
         shown.print(large)
-    for where, why in searched.refused.items():
+    for why in dict.fromkeys(searched.refused.values()):
+        where = "; ".join(name for name, reason in searched.refused.items() if reason == why)
         shown.print(f"note: {where}: {why}", markup=False)
     for note in searched.notes:
         shown.print(f"note: {note}", markup=False)
@@ -184,7 +191,8 @@ def write_layout(file: Path, layout: PredictedLayout, target: TargetModel, machi
     file.write_text(head + yaml.safe_dump(data, sort_keys=False))
 
 
-def _how_to_train(file: Path, target: TargetModel) -> str:
+def _how_to_train(file: Path, target: TargetModel, layout: PredictedLayout) -> str:
     if target.settings:
         return f"train with seqpar fit -c {file}"
-    return f"train with seqpar fit -c YOUR.yaml -c {file}, where YOUR.yaml has the model and its data"
+    samples = f"{layout.samples} sample{'s' * (layout.samples > 1)}"
+    return f"train with seqpar fit -c YOUR.yaml -c {file}, where YOUR.yaml has the model, and data in batches of {samples}"

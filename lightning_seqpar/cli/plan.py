@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,17 @@ def print_plan(args: Sequence[str]) -> None:
             batch = made_by_user(lambda: as_steps_take_it(target.model, batch), "the hooks that transfer a batch")
         given.optimizer = given.optimizer or optimizer_of(target.model)
         if wants_fit(given):
-            print(find(given, target, batch).rstrip())  # noqa: T201
+            with _causes(target):
+                for text in find(given, target, batch):
+                    print(text.rstrip())  # noqa: T201
             return
         precision = given.precision or target.trainer.get("precision")
         config = config_of(given, target.fields)
         step: dict[str, Any] = {"batch": batch, "length": given.length, "optimizer": given.optimizer, "precision": precision}
-        described = describe(
-            target.model, config, world_size=given.world_size or target.world_size, batch_size=given.batch_size, **step
-        )
+        with _causes(target):
+            described = describe(
+                target.model, config, world_size=given.world_size or target.world_size, batch_size=given.batch_size, **step
+            )
         described.notes += target.notes
         if given.out:
             given.out.write_text(described.plan)
@@ -86,6 +90,17 @@ def print_plan(args: Sequence[str]) -> None:
             _add_peak(described, target, config, given.batch_size, step)
             text = json.dumps(described.to_dict(), indent=2) if given.json else render(described)
     print(text.rstrip())  # noqa: T201
+
+
+@contextmanager
+def _causes(target: TargetModel) -> Iterator[None]:
+    """A context in which an error begins with what of the target could not be read."""
+    try:
+        yield
+    except ValueError as error:
+        if not target.notes:
+            raise
+        raise ValueError("; ".join([*target.notes, str(error)])) from error
 
 
 def _add_peak(

@@ -201,12 +201,17 @@ def made_by_user(make: Callable[[], Any], what: str) -> Any:
     except ImportError:
         raise
     except (Exception, SystemExit) as error:  # of the user's code
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        if place.filename != __file__:
-            raise ValueError(f"{what}: it raised {name_error(error)} ({place.filename}:{place.lineno})") from error
+        if traceback.extract_tb(error.__traceback__)[-1].filename != __file__:
+            raise ValueError(f"{what}: it raised {name_error(error)} ({place_of(error)})") from error
         if isinstance(error, TypeError):
             raise ValueError(f"{what}: it must be callable without arguments ({error})") from None
         raise
+
+
+def place_of(error: BaseException) -> str:
+    """File and line in which an error was raised."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{place.filename}:{place.lineno}"
 
 
 def _make(make: Any, what: str, memory: bool) -> nn.Module:
@@ -327,9 +332,7 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
         try:
             target.batch = first_batch(_instance(pl.LightningDataModule, "data", data["data"])() if "data" in data else model)
         except Exception as error:  # of the user's data code: noted, since the plan can be shown without a batch
-            target.notes.append(
-                f"the first training batch can't be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            )
+            target.notes.append(f"the first training batch can't be read: {name_error(error)} ({place_of(error)})")
     return target
 
 

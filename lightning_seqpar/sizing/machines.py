@@ -159,6 +159,11 @@ def cluster(asked: str, known: dict[str, Machine] | None = None, **changes: Any)
     if "flops" in changes:
         changes["flops"] = {**machine.flops, "bfloat16": changes["flops"], "float16": changes["flops"]}
     fields = {**machine.model_dump(), **changes}
+    if fields["memory"] <= fields["reserved"]:
+        raise ValueError(
+            f"memory={fields['memory'] / 2**30:.3g} GiB: it is less than what a process takes beside its tensors "
+            f"({fields['reserved'] / 2**30:.3g} GiB); give more"
+        )
     try:
         return Cluster(devices=devices, machine=Machine(**fields), name=shown_name)
     except ValidationError as error:

@@ -88,11 +88,13 @@ class PredictedLayout:
         world = math.prod(self.axes.values())
         nodes = max(1, -(-world // per_node))
         fields = self.config.model_dump(mode="json", exclude_defaults=True)
+        # All of these, since the section may be merged with another one.
+        layout = {name: getattr(self.config, name) for name in ("tp", "cp", "pp", "virtual_pp", "data_parallel", "recompute")}
         return {
             "devices": world // nodes,
             "num_nodes": nodes,
             "accumulate_grad_batches": self.micro_batches,
-            "strategy": {"class_path": "lightning_seqpar.SeqParallelStrategy", "init_args": fields},
+            "strategy": {"class_path": "lightning_seqpar.SeqParallelStrategy", "init_args": {**layout, **fields}},
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -130,12 +132,14 @@ class LayoutSearch:
         cluster: the machines that it was asked for.
         best: the layouts that fit, the fastest first.
         too_large: those that do not fit, the one that is nearest to it first.
+        step: in words, how large a step is, and which optimizer it has.
         refused: why whole groups of layouts can't be run, by what they have in common.
         notes: what the predictions assume.
     """
 
     cluster: Cluster
     precision: str
+    step: str = ""
     best: list[PredictedLayout] = field(default_factory=list)
     too_large: list[PredictedLayout] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
@@ -146,6 +150,7 @@ class LayoutSearch:
         return {
             "cluster": self.cluster.shown,
             "precision": self.precision,
+            "step": self.step,
             "best": [one.to_dict() for one in self.best[:most]],
             "too_large": [one.to_dict() for one in self.too_large[:most]],
             "refused": dict(self.refused),
@@ -238,6 +243,8 @@ class _Search:
     tokens_per_batch: int | None
     samples: int | None
     accumulate: int | None = None
+    given: int = 1  # samples of the given batch
+    undivided: set[int] = field(default_factory=set)  # numbers of replicas over which the samples of a step do not divide
 
     def run(self) -> LayoutSearch:
         out = LayoutSearch(self.cluster, self.tracer.precision or "")
@@ -249,9 +256,9 @@ class _Search:
             out.notes.append(
                 f"{asked:,} tokens are no whole number of samples of {self.length:,}; counted are {self.batch:,} samples"
             )
-        given = self.tracer.batch if self.tracer.batch is not None else self.tracer.example
-        if given is not None and self.samples is None:
-            out.notes.append("samples of a micro-batch other than the given batch's are made by repeating or cutting it")
+        given = sizes_of(self.tracer.batch if self.tracer.batch is not None else self.tracer.example)
+        self.given = 1 if given is None else given[0]
+        out.step = f"{self.batch:,} samples of {self.length:,} positions a step, {self.optimizer}"
         found: list[PredictedLayout] = []
         errors: list[str] = []
         for tp, cp in self._inner():
@@ -263,12 +270,15 @@ class _Search:
                 errors.append(str(error))
         if not found and errors:
             raise ValueError(errors[0])
+        if found and self.undivided:
+            counts = ", ".join(map(str, sorted(self.undivided)))
+            out.notes.append(f"{self.batch:,} samples do not divide over {counts} replicas: such layouts are left out")
         fitting = [one for one in found if one.fits]
         out.best = sorted(_distinct(fitting), key=lambda one: -one.tokens_per_second)
         out.too_large = sorted((one for one in found if not one.fits), key=lambda one: one.memory.total)
         if not found:
-            given = [f"{name}={getattr(self.fixed, name)}" for name in ("tp", "cp", "pp", "dp") if self._is_fixed(name)]
-            beside, change = (f" with {', '.join(given)}", "these, or tokens_per_batch") if given else ("", "tokens_per_batch")
+            said = [f"{name}={getattr(self.fixed, name)}" for name in ("tp", "cp", "pp", "dp") if self._is_fixed(name)]
+            beside, change = (f" with {', '.join(said)}", "these, or tokens_per_batch") if said else ("", "tokens_per_batch")
             out.notes.append(f"no layout{beside} divides {self.batch:,} samples over {devices} devices; change {change}")
         return out
 
@@ -366,9 +376,11 @@ class _Search:
         if self.accumulate is not None:
             self.batch = dp * self.accumulate * (self.samples or 1)
         if self.batch % dp:
+            self.undivided.add(dp)
             return
         each = self.batch // dp
-        sizes = [size for size in (1, 2, 4, 8, 16, 32) if each % size == 0 and (size == 1 or size * self.length <= _ENOUGH)]
+        known = {1, 2, 4, 8, 16, 32, self.given}
+        sizes = [n for n in sorted(known) if each % n == 0 and (n in (1, self.given) or n * self.length <= _ENOUGH)]
         sizes = sizes if self.samples is None else [self.samples]
         for samples in sizes:
             if each % samples or each // samples < (config.pp if config.pp > 1 else 1):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.sizing.machines import Machine
 from lightning_seqpar.sizing.memory import StagePart, sharded
+from lightning_seqpar.sizing.timeline import timeline
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.step_usage import Segment
 
@@ -89,14 +90,13 @@ def step_seconds(
 ) -> StepSeconds:
     """Seconds of a step of so many micro-batches on each replica.
 
-    A pipeline takes those of its slowest stage for all micro-batches, and waits ``(p - 1) / v`` micro-batches at its ends
-    (arXiv 2104.04473, section 2.2). Gradients are summed over the replicas under the last backward.
+    A pipeline's slowest stage takes those of all its micro-batches, and waits for others as the schedule has it: for equal ones
+    ``(p - 1) / v`` micro-batches (arXiv 2104.04473, section 2.2). Gradients are summed over replicas under the last backward.
     """
     links = Links(topology, machine)
     stages = [_micro_batch(part, links, machine, dtype) for part in parts]
     slowest = max(range(len(parts)), key=lambda at: stages[at].total)
     one, part = stages[slowest], parts[slowest]
-    bubble = (config.pp - 1) / (config.virtual_pp or 1) * one.total
     sent = {axis: seconds * micro_batches for axis, seconds in one.sent.items()}
     if config.pp > 1:
         crossings = (config.virtual_pp or 1) * 2 * micro_batches
@@ -115,8 +115,12 @@ def step_seconds(
         (_micro_batch(part, links, machine, dtype, False).total, _micro_batch(part, links, machine, dtype, True).total)
         for part in parts
     )
+    # Many micro-batches take as much longer as the slowest stage does.
+    few = min(micro_batches, 4 * config.pp)
+    chunks = config.virtual_pp or 1
+    bubble = max(run.end for run in timeline(ways, chunks, few)) - few * sum(ways[slowest]) if config.pp > 1 else 0.0
     other = one.other * micro_batches + update
-    return StepSeconds(one.products * micro_batches, other, one.host * micro_batches, sent, bubble, ways)
+    return StepSeconds(one.products * micro_batches, other, one.host * micro_batches, sent, max(0.0, bubble), ways)
 
 
 def _micro_batch(part: StagePart, links: Links, machine: Machine, dtype: str, is_backward: bool | None = None) -> StepSeconds:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.distributed.host import object_of
 from lightning_seqpar.distributed.rng import kept_streams
-from lightning_seqpar.init.model_source import as_steps_take_it, first_batch
+from lightning_seqpar.init.model_source import as_steps_take_it, first_batch, place_of
 from lightning_seqpar.releases import pl
 from lightning_seqpar.sizing.machines import Cluster, Machine, presets
 from lightning_seqpar.sizing.search import LayoutSearch, fit_layout
@@ -64,7 +64,7 @@ def _search(
             accumulate=trainer.accumulate_grad_batches,
         )
     except ValueError as error:
-        raise ValueError(f"{error}; {why}" if why else str(error)) from error
+        raise ValueError(f"{why}; {error}" if why else str(error)) from error
     return _answer(searched, given)
 
 
@@ -115,7 +115,7 @@ def _first_batch(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[Any, 
             batch = first_batch(given if own else copy.deepcopy(given, {id(trainer): trainer}))
         return (None, "") if batch is None else (as_steps_take_it(module, batch), "")
     except Exception as error:  # of the user's code; without a batch an example may do
-        return None, f"the first training batch can't be read: {name_error(error)}"
+        return None, f"the first training batch can't be read: {name_error(error)} ({place_of(error)})"
 
 
 def _first_samples(loader: Any) -> Any:

@@ -217,7 +217,7 @@ class Steps:
             self._record.versions.clear()
         if (ddp := self._env.ddp) is not None:
             self._follow_training_parameters(ddp)
-        if self.stages.stage is not None and self._env.automatic:
+        if (stage := self.stages.stage) is not None and stage.chunks == 1:  # with more an interleaved window checks it
             self._check_window()
         return self._unwatched(self.run_user_step, "training", step, *args, **kwargs)
 

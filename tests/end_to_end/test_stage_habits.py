@@ -317,11 +317,6 @@ def parameters_that_freeze_within_a_window() -> Made:
     return Freezes(), loader(), {}
 
 
-@told(r"a parameter froze or began to train between batches whose gradients are accumulated .*: a pipeline's stage runs")
-def parameters_that_freeze_within_a_window_of_chunks() -> Made:
-    return Freezes(), loader(), {}
-
-
 @told(r"model\.tokens\.weight: it has a gradient hook of yours, and several stages of the pipeline hold it")
 def a_hook_on_tied_weights() -> Made:
     module = Deep(tied=True)

@@ -426,12 +426,13 @@ def test_the_command_writes_a_file_that_trains_and_a_picture(tmp_path, capsys, m
     assert "train with seqpar fit -c run.yaml" in told
     written = yaml.safe_load((tmp_path / "run.yaml").read_text())
     assert written["model"]["class_path"] == "examples.byte_gpt.ByteLM"
-    assert written["trainer"]["strategy"]["init_args"] == {"pp": 2}
+    wanted = {"tp": 1, "cp": 1, "pp": 2, "virtual_pp": None, "data_parallel": "ddp", "recompute": "none"}
+    assert written["trainer"]["strategy"]["init_args"] == wanted
     count = written["trainer"]["accumulate_grad_batches"]
     assert written["data"]["init_args"]["batch_size"] * count == 16
     assert (tmp_path / "fit.png").stat().st_size > 10_000
     again = load_target(str(tmp_path / "run.yaml"))
-    assert again.fields == {"pp": 2}
+    assert again.fields == wanted
     assert again.world_size == 2
 
 
