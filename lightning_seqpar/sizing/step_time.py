@@ -116,7 +116,7 @@ def step_seconds(
         for part in parts
     )
     # Many micro-batches take as much longer as the slowest stage does.
-    few = min(micro_batches, 4 * config.pp)
+    few = min(micro_batches, 2 * config.pp)
     chunks = config.virtual_pp or 1
     bubble = max(run.end for run in timeline(ways, chunks, few)) - few * sum(ways[slowest]) if config.pp > 1 else 0.0
     other = one.other * micro_batches + update
