@@ -49,8 +49,7 @@ def wants_fit(given: argparse.Namespace) -> bool:
 def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> Iterator[str]:
     """Runs the search that the arguments ask for; gives what is printed of it, piece by piece."""
     machines = _cluster(given)
-    own = target.trainer.get("precision") or ("32-true" if target.settings else "bf16-mixed")
-    precision = checked_precision(given.precision or own)
+    precision = precision_of(given, target) or ("32-true" if target.settings else "bf16-mixed")
     tokens = given.tokens_per_batch
     if tokens is None:
         tokens = _tokens_of_file(target, batch, machines.devices)
@@ -79,6 +78,18 @@ def find(given: argparse.Namespace, target: TargetModel, batch: Any) -> Iterator
         write_layout(given.write, searched.best[0], target, machines, precision)
         if not given.json:
             yield f"{given.write}: the first layout; {_how_to_train(given.write, target, searched.best[0])}"
+
+
+def precision_of(given: argparse.Namespace, target: TargetModel) -> str | None:
+    """The precision of the command line, or of the file; None, with a note, for one of the file that is not predicted."""
+    if given.precision:
+        return checked_precision(given.precision)
+    named = target.trainer.get("precision")
+    try:
+        return None if named is None else checked_precision(named)
+    except ValueError as error:
+        target.notes.append(f"traced without it: {error}")
+        return None
 
 
 def _not_kept(overrides: Sequence[str], target: TargetModel) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_seqpar.cli.arguments import add_model_arguments, config_of, console, human, table, text_of, told
-from lightning_seqpar.cli.fit import add_fit_arguments, find, wants_fit
+from lightning_seqpar.cli.fit import add_fit_arguments, find, precision_of, wants_fit
 from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.init.model_source import TargetModel, as_steps_take_it, batch_named, load_target, made_by_user
 from lightning_seqpar.plan.sharding_plan import parse_yaml
@@ -73,7 +73,7 @@ def print_plan(args: Sequence[str]) -> None:
                 for text in find(given, target, batch):
                     print(text.rstrip())  # noqa: T201
             return
-        precision = given.precision or target.trainer.get("precision")
+        precision = precision_of(given, target)
         config = config_of(given, target.fields)
         step: dict[str, Any] = {"batch": batch, "length": given.length, "optimizer": given.optimizer, "precision": precision}
         with _causes(target):

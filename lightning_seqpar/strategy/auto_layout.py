@@ -101,18 +101,18 @@ def found_cluster(device: torch.device, world: int, per_node: int) -> Cluster:
 def _first_batch(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[Any, str]:
     """The first batch of the data that was given to ``fit``, or None and why there is none.
 
-    Of a loader it is made of the first samples; a data module is copied, since the trainer has still to set it up.
+    Of a loader it is made of the first samples, since reading it on one rank may move it on. A data module is copied, as the
+    trainer has still to set it up.
     """
     source = trainer.fit_loop._data_source
     given: Any = source.instance
     if given is None:
         return None, ""
     try:
-        if not source.is_module():
-            batch = _first_samples(given)
+        if isinstance(given, pl.LightningDataModule):
+            batch = first_batch(copy.deepcopy(given, {id(trainer): trainer}))
         else:
-            own = isinstance(given, pl.LightningModule)
-            batch = first_batch(given if own else copy.deepcopy(given, {id(trainer): trainer}))
+            batch = _first_samples(given.train_dataloader() if source.is_module() else given)
         return (None, "") if batch is None else (as_steps_take_it(module, batch), "")
     except Exception as error:  # of the user's code; without a batch an example may do
         return None, f"the first training batch can't be read: {name_error(error)} ({place_of(error)})"

@@ -421,13 +421,12 @@ class Stages:
         with window.run():
             for part in interleave(stage.number, stage.count, stage.chunks, len(found)):
                 one = found[part.micro_batch]
-                # DDP reduces each parameter once, and here it has as many backwards as there are chunks.
-                waits = ddp is not None or not reduces or one is not found[-1]
                 with self._schedule.as_of("training", one.number):
                     if not part.is_backward:
                         one.losses[part.chunk] = self._run_chunk(window, stage, one, part.chunk)
                         continue
-                    with self._env.strategy.block_backward_sync() if waits else nullcontext():
+                    # DDP reduces each parameter once, and here it has as many backwards as there are chunks.
+                    with self._env.strategy.block_backward_sync():
                         self._run_backward(one, part.chunk, stage)
         if ddp is not None and reduces:
             refuse_hooks_of_reduced(record_of(self._env.module), self.reduced)

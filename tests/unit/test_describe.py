@@ -413,9 +413,10 @@ def test_a_module_keeps_its_own_types_in_float32():
     [
         ({"tp": 2, "pp": 2}, {"devices": 4, "accumulate_grad_batches": 4}),
         ({"data_parallel": "fsdp"}, {"devices": 4, "accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
+        ({"tp": 2}, {"devices": 2, "precision": "transformer-engine"}),
         ({"cp": 2, "tp": 2, "data_parallel": "hsdp", "fsdp": {"shard_size": 2}}, {"devices": 8, "precision": "bf16"}),
     ],
-    ids=["pp", "fsdp", "hsdp"],
+    ids=["pp", "fsdp", "unknown", "hsdp"],
 )
 def test_a_whole_yaml_file_is_read(tmp_path, capsys, fields, trainer):
     data = yaml.safe_load(Path("conf/cli.yaml").read_text())
